@@ -106,7 +106,12 @@ class CheckpointQuantizer:
                 for weight in self._config.weights:
                     weight.cut(Share(rank, settings.tp_size))
         self._identity = identify(source, settings, texts)
-        self._directory = QuantizedDirectory(output, len(self._config.layers) + 1, self._is_converted)
+        self._directory = QuantizedDirectory(output, self.num_layers + 1, self._is_converted)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return len(self._config.layers)
 
     def begin(self, is_forced: bool) -> int:
         """Look at what is there already, and make the directory; returns the layers that are done.
@@ -138,11 +143,11 @@ class CheckpointQuantizer:
             self._directory.write_shard(0, ends, line)
         flows = self._enter(ends[self._config.embedding.parts[0].name])
         for index, plan in enumerate(known_plans(self._config)):
-            progress(index, len(self._config.layers))
+            progress(index, self.num_layers)
             if is_stopped():
                 return None
             self._do_layer(index, plan, flows)
-        progress(len(self._config.layers), len(self._config.layers))
+        progress(self.num_layers, self.num_layers)
         summary = self._summarize(flows, ends)
         values = read_hugging_face_config(self._source)
         name = "torch_dtype" if "torch_dtype" in values else "dtype"

@@ -212,7 +212,7 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
     """Raise ConfigError for a directory that would lose something, or cannot be made."""
     where = shorten_path(output)
     try:
-        if output.exists() and not output.is_dir():
+        if (output.exists() or output.is_symlink()) and not output.is_dir():
             raise ConfigError(f"--output {where}: it is no directory")
         if not output.resolve().parent.is_dir():
             raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")

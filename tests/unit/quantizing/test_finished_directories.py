@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 
+from launch.exit_codes import FailedError
 from launch.mpi.drain import Drain
 from launch.quantize.options import QuantizeOptions
 from launch.quantize.run import play_quantization
 from trtrun.errors import ConfigError
+from trtrun.quantizing.directory import QuantizedDirectory, check_output
 from trtrun.quantizing.settings import QuantizingSettings
 
 SETTINGS = QuantizingSettings("fp8")
@@ -51,3 +53,27 @@ def test_another_run_is_refused(options: QuantizeOptions, tmp_path: Path, change
     given = {key: tmp_path / value if isinstance(value, str) else value for key, value in changed.items()}
     with pytest.raises(ConfigError, match=f"a checkpoint with another {name} is there: name another directory"):
         play_quantization(replace(options, **given), Drain())
+
+
+def test_a_report_without_a_summary_is_one_line(options: QuantizeOptions) -> None:
+    report = options.output / "quantization_report.jsonl"
+    for text in ("", "{}\n", "[]\n"):
+        report.write_text(text)
+        with pytest.raises(ConfigError, match="does not end in a summary: --force makes the checkpoint anew"):
+            play_quantization(options, Drain())
+
+
+def test_an_output_that_cannot_be_made_is_one_line(options: QuantizeOptions, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="it is no directory"):
+        check_output(tmp_path / "dangling", options.model, False)
+    with pytest.raises(FailedError, match="cannot write below /proc/nothing: No such file or directory"):
+        play_quantization(replace(options, output=Path("/proc/nothing")), Drain())
+
+
+def test_a_run_of_another_kind_is_told_of_by_its_output(tmp_path: Path) -> None:
+    """Not by where a checkpoint lies that is converted in the end."""
+    output = tmp_path / "ranks"
+    QuantizedDirectory(output, 3, is_converted=True).begin({"format": "fp8"}, is_forced=False)
+    with pytest.raises(ConfigError, match=rf"^--output {output}: it holds a run with another format"):
+        QuantizedDirectory(output, 3, is_converted=True).begin({"format": "int4_awq"}, is_forced=False)
