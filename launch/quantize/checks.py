@@ -35,6 +35,6 @@ def check_quantization(options: QuantizeOptions) -> QuantizeOptions:
         if options.settings.kv_cache is not None:
             what = f"--kv-cache {options.settings.kv_cache}"
         raise ConfigError(f'{what} needs --calibration FILE.jsonl: texts such as {{"text": "…"}}, one a line')
-    if not (options.resume and is_finished(options.output)):
+    if options.force or not (options.resume and is_finished(options.output)):
         check_output(options.output, model, options.force)
     return replace(options, model=model)

@@ -20,9 +20,9 @@ from launch.quantize.options import QuantizeOptions
 from launch.terminal import Bar, output_console
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
-from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer
-from trtrun.quantizing.directory import REPORT, is_finished
-from trtrun.quantizing.texts import read_texts
+from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer, identify
+from trtrun.quantizing.directory import check_finished, forget_run, is_finished, read_report
+from trtrun.quantizing.texts import CalibrationTexts, read_texts
 from trtrun.tokens.text import read_tokenizer
 
 COLUMNS = (
@@ -44,25 +44,18 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
         TrtrunError: the model, the texts or the output are wrong.
         FailedError: the output cannot be written any more.
     """
-    if options.resume and not options.force and is_finished(options.output):
-        tell("nothing left to quantize")
-        show_report(options.output)
-        return ExitCode.DONE
-    slots = find_slots(options.devices)
-    config = read_model_config(options.model)
-    settings = options.settings
-    texts = read_texts(
-        options.calibration, options.held_out, read_tokenizer(options.model), settings, config.vocab_size
-    )
-    quantizer = CheckpointQuantizer(options.model, options.output, settings, texts, slots)
-    done = quantizer.begin(options.force)
-    begun = f"goes on behind layer {done} of {len(config.layers)}" if done else f"begins {len(config.layers)} layers"
-    where = ", ".join(map(str, slots))
-    tell(f"{settings.format}: {begun} on {where}, {len(texts.samples)} samples, {len(texts.held_out)} held-out texts")
-    drain.start_running()
+    is_done = options.resume and not options.force and is_finished(options.output)
+    slots = [] if is_done else find_slots(options.devices)
+    vocab_size, tokenizer = read_model_config(options.model).vocab_size, read_tokenizer(options.model)
+    texts = read_texts(options.calibration, options.held_out, tokenizer, options.settings, vocab_size)
     try:
-        with Bar("layers") as bar:
-            summary = quantizer.run(bar.update, lambda: drain.cause is not None)
+        if is_done:
+            check_finished(options.output, identify(options.model, options.settings, texts))
+            forget_run(options.output)
+            tell("nothing left to quantize")
+        elif not quantize_layers(options, texts, slots, drain):
+            tell(f"{drain.cause}: some layers are left; the same command does the rest")
+            return ExitCode.DRAINED
     except OSError as error:
         raise FailedError(f"cannot write below {options.output}: {error.strerror}; the same command goes on") from error
     except torch.cuda.OutOfMemoryError:
@@ -70,11 +63,29 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
             "a GPU has too little memory for a layer and the texts: take more --devices, or shorter or fewer texts "
             "(--max-length, --samples) with --force"
         ) from None
-    if summary is None:
-        tell(f"{drain.cause}: some layers are left; the same command does the rest")
-        return ExitCode.DRAINED
     show_report(options.output)
     return ExitCode.DONE
+
+
+def quantize_layers(
+    options: QuantizeOptions, texts: CalibrationTexts, slots: Sequence[torch.device], drain: Drain
+) -> bool:
+    """Begin or go on, with a bar; returns whether it was done to the end.
+
+    Raises:
+        TrtrunError: the model or the output is wrong.
+        OSError: the output cannot be written.
+    """
+    quantizer = CheckpointQuantizer(options.model, options.output, options.settings, texts, slots)
+    done, count = quantizer.begin(options.force), quantizer.num_layers
+    begun = f"goes on behind layer {done} of {count}" if done else f"begins {count} layers"
+    tell(
+        f"{options.settings.format}: {begun} on {', '.join(map(str, slots))}, {len(texts.samples)} samples, "
+        f"{len(texts.held_out)} held-out texts"
+    )
+    drain.start_running()
+    with Bar("layers") as bar:
+        return quantizer.run(bar.update, lambda: drain.cause is not None) is not None
 
 
 def find_slots(names: Sequence[str]) -> list[torch.device]:
@@ -95,7 +106,7 @@ def find_slots(names: Sequence[str]) -> list[torch.device]:
 
 def show_report(output: Path) -> None:
     """Print the report of a finished checkpoint: a table, and its last line as it is."""
-    lines = [json.loads(line) for line in (output / REPORT).read_text(encoding="utf-8").splitlines()]
+    lines = read_report(output)
     layers = [line for line in lines if "layer" in line]
     columns = [(key, heading) for key, heading in COLUMNS if any(key in line for line in layers)]
     table = Table(title=None)

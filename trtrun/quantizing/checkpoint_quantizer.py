@@ -8,7 +8,6 @@ go on where another one was killed. It does not know the command line.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from trtrun.models.model_files import hash_model_files
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weights import Share, StoredTensor
 from trtrun.quantizing.activations import Devices, Flow, lies_on_host, make_batches
-from trtrun.quantizing.directory import QuantizedDirectory
+from trtrun.quantizing.directory import IDENTITY, QuantizedDirectory
 from trtrun.quantizing.known_layers import known_plans
 from trtrun.quantizing.layer_quantizer import LayerQuantizer, relative_error, round_figure
 from trtrun.quantizing.plain_layer import PlainLayer, rms_norm
@@ -58,6 +57,11 @@ class Flows:
     plain: Flow
     quantized: Flow
     rounded: Flow | None
+
+
+def identify(source: Path, settings: QuantizingSettings, texts: CalibrationTexts) -> dict[str, Any]:
+    """What tells a run from others: settings, model and texts."""
+    return {**asdict(settings), "model": hash_model_files(source), "texts": texts.digest}
 
 
 class CheckpointQuantizer:
@@ -93,12 +97,21 @@ class CheckpointQuantizer:
         self._devices = Devices(tuple(slots), of_activations, lies_on_host(slots, numbers))
         longest = max((len(text) for text in (*texts.samples, *texts.held_out)), default=1)
         self._layers = LayerQuantizer(self._config, settings, self._devices, self._dtype, longest)
+        of_layers = [weight.parts for plan in known_plans(self._config) for weight in plan.weights()]
+        for part in (part for parts in (*self._ends(), *of_layers) for part in parts):
+            self._files.check(part.name, part.shape)  # by the headers alone, before anything is computed
         self._output, self._is_converted = output, settings.layout == "trtllm"
         if self._is_converted:
             for rank in range(settings.tp_size):  # refused before anything is computed
                 for weight in self._config.weights:
                     weight.cut(Share(rank, settings.tp_size))
-        self._directory = QuantizedDirectory(output, len(self._config.layers) + 1, self._is_converted)
+        self._identity = identify(source, settings, texts)
+        self._directory = QuantizedDirectory(output, self.num_layers + 1, self._is_converted)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return len(self._config.layers)
 
     def begin(self, is_forced: bool) -> int:
         """Look at what is there already, and make the directory; returns the layers that are done.
@@ -109,8 +122,7 @@ class CheckpointQuantizer:
         Raises:
             ConfigError: one would be.
         """
-        identity = {**asdict(self._settings), "model": hash_model_files(self._source), "texts": self._texts.digest}
-        self._directory.begin(identity, is_forced)
+        self._directory.begin(self._identity, is_forced)
         return max(0, len(self._directory.read_lines()) - 1)
 
     @inference
@@ -131,11 +143,11 @@ class CheckpointQuantizer:
             self._directory.write_shard(0, ends, line)
         flows = self._enter(ends[self._config.embedding.parts[0].name])
         for index, plan in enumerate(known_plans(self._config)):
-            progress(index, len(self._config.layers))
+            progress(index, self.num_layers)
             if is_stopped():
                 return None
             self._do_layer(index, plan, flows)
-        progress(len(self._config.layers), len(self._config.layers))
+        progress(self.num_layers, self.num_layers)
         summary = self._summarize(flows, ends)
         values = read_hugging_face_config(self._source)
         name = "torch_dtype" if "torch_dtype" in values else "dtype"
@@ -157,11 +169,10 @@ class CheckpointQuantizer:
         """Whole tensors of the source, in the first slot.
 
         Raises:
-            CheckpointError: one is missing, of another shape, or not finite.
+            CheckpointError: one is not finite.
         """
         found = {}
         for part in parts:
-            self._files.check(part.name, part.shape)
             place = torch.empty(part.shape, dtype=dtype, device=self._devices.slots[0])
             for row, piece in self._files.pieces(part.name, tuple(map(range, part.shape))):
                 place[row : row + len(piece)] = piece.to(place.device)
@@ -227,8 +238,7 @@ class CheckpointQuantizer:
             "tokens": sum(map(len, self._texts.samples)),
             "held_out_texts": len(self._texts.held_out),
             "held_out_tokens": sum(map(len, self._texts.held_out)),
-            "texts_sha256": self._texts.digest,
-            "settings": json.loads(json.dumps(asdict(self._settings))),
+            IDENTITY: self._identity,
         }
         if len(flows.plain):
             summary["perplexity_before"] = self._perplexity(flows.plain, ends)

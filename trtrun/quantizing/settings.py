@@ -5,9 +5,8 @@ and what a killed run leaves behind is compared by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trtrun.errors import ConfigError, nearest
 
@@ -92,10 +91,6 @@ class QuantizingSettings:
         """Whether it cannot be done without texts."""
         has_static_scales = self.layout != LAYOUTS[0] and self.format == "fp8"
         return self.format in CALIBRATED_FORMATS or self.kv_cache is not None or has_static_scales
-
-    def find_difference(self, others: Mapping[str, Any]) -> str | None:
-        """Name the first setting that differs from an earlier run's."""
-        return next((name for name, value in asdict(self).items() if others.get(name, value) != value), None)
 
 
 def choose_group_size(bounds: Sequence[int], most: int, name: str) -> int:

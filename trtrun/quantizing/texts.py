@@ -125,7 +125,12 @@ def _json_rows(path: Path, tokenizer: Tokenizer | None, max_length: int) -> Iter
             text = next((row[key] for key in TEXT_KEYS if key in row), None)
             if not isinstance(text, str):
                 raise ConfigError(f'{where}: needs a text, as {{"text": "…"}}, or token_ids')
-            yield _tokenizer(tokenizer, path).encode(text[: max_length * _CHARACTERS_OF_A_TOKEN])
+            text = text[: max_length * _CHARACTERS_OF_A_TOKEN]
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"{where}: the text has half of a surrogate pair, which is no character") from None
+            yield _tokenizer(tokenizer, path).encode(text)
 
 
 def _pieces(path: Path, tokenizer: Tokenizer | None) -> Iterator[Sequence[int]]:

@@ -229,3 +229,15 @@ def test_what_is_quantized_already_is_refused(tmp_path: Path) -> None:
     quantize(source, tmp_path / "once", format="fp8")
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize(tmp_path / "once", tmp_path / "twice", format="fp8")
+
+
+def test_what_is_missing_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Of the last layer, too; the headers tell."""
+    source = make_checkpoint(tmp_path / "source")
+    tensors, name = tensors_of(source), "model.layers.1.mlp.down_proj.weight"
+    shorter = tensors[name][:-1].contiguous()
+    for kept, message in (({name: shorter}, r"has shape \[63, 112\]"), ({}, f"has no tensor '{name}'")):
+        save_weights(source, {key: value for key, value in tensors.items() if key != name} | kept)
+        with pytest.raises(CheckpointError, match=message):
+            quantize(source, tmp_path / "output", format="fp8")
+        assert not (tmp_path / "output").exists()

@@ -107,3 +107,10 @@ def test_a_group_is_of_whole_words_and_fits_the_kernel_where_it_can(bounds: list
 def test_settings_are_checked(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         QuantizingSettings(**{"format": "fp8", **wrong})  # type: ignore[arg-type]
+
+
+def test_half_of_a_surrogate_pair_is_told_of_with_its_line(tmp_path: Path, tokenizer: Tokenizer | None) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a text"}\n{"text": "half \\ud800 of it"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: the text has half of a surrogate pair"):
+        read_texts(file, None, tokenizer, SETTINGS, 260)
