@@ -13,6 +13,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import ConfigError, shorten_path
 from trtrun.models.config import read_model_config
+from trtrun.models.written_files import check_place
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 from trtrun.training.data import TrainingData, read_data
 from trtrun.training.methods.table import find_method
@@ -55,10 +56,7 @@ def check_output(options: TrainOptions) -> None:
     output = options.output
     where = shorten_path(output)
     try:
-        if output.exists() and not output.is_dir():
-            raise ConfigError(f"--output {where}: it is no directory")
-        if not output.resolve().parent.is_dir():
-            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
+        check_place(output)
         if output.is_dir() and any(output.iterdir()):
             if not options.resume:
                 raise ConfigError(f"--output {where}: it is not empty; go on with --resume, or name another directory")

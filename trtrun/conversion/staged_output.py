@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trtrun.errors import ConfigError, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
-from trtrun.models.written_files import BESIDE
+from trtrun.models.written_files import BESIDE, check_place
 
 FOLDER = "converting"
 MARKER = "trtrun-convert.unfinished"
@@ -36,14 +36,7 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
     """
     where = shorten_path(output)
     try:
-        if output.exists() and not output.is_dir():
-            raise ConfigError(f"--output {where}: it is no directory")
-        if not output.resolve().parent.is_dir():
-            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
-        if output.resolve() == source.resolve():
-            raise ConfigError(f"--output {where}: that is the model itself; name another directory")
-        if output.resolve() in source.resolve().parents:
-            raise ConfigError(f"--output {where}: the model is inside; name another directory")
+        check_place(output, source)
         if output.is_dir():
             _check_files(output, is_forced)
     except OSError as error:

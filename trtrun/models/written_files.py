@@ -9,6 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
+from trtrun.errors import ConfigError, shorten_path
+
 BESIDE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "LICENSE*", "NOTICE*"),
@@ -17,6 +19,24 @@ BESIDE = (
 
 NEW = ".new"
 """End of the names of files that are not whole yet."""
+
+
+def check_place(output: Path, source: Path | None = None) -> None:
+    """Check that a directory can be made at `output`, and that `source`, the model that is read, would not be lost.
+
+    Raises:
+        ConfigError: it cannot, or would be.
+        OSError: nothing can be seen there.
+    """
+    where, place = shorten_path(output), output.resolve()
+    if (output.exists() or output.is_symlink()) and not output.is_dir():
+        raise ConfigError(f"--output {where}: it is no directory")
+    if not place.parent.is_dir():
+        raise ConfigError(f"--output {where}: the directory {shorten_path(place.parent)} does not exist")
+    if source is not None and place == source.resolve():
+        raise ConfigError(f"--output {where}: that is the model itself; name another directory")
+    if source is not None and place in source.resolve().parents:
+        raise ConfigError(f"--output {where}: the model lies in it; name another directory")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, ConfigError, one_line, reading, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
-from trtrun.models.written_files import NEW, copy_beside, put_in_place, write_whole
+from trtrun.models.written_files import NEW, check_place, copy_beside, put_in_place, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,14 +212,7 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
     """Raise ConfigError for a directory that would lose something, or cannot be made."""
     where = shorten_path(output)
     try:
-        if (output.exists() or output.is_symlink()) and not output.is_dir():
-            raise ConfigError(f"--output {where}: it is no directory")
-        if not output.resolve().parent.is_dir():
-            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
-        if output.resolve() == source.resolve():
-            raise ConfigError(f"--output {where}: that is the model itself; name another directory")
-        if output.resolve() in source.resolve().parents:
-            raise ConfigError(f"--output {where}: the model lies in it; name another directory")
+        check_place(output, source)
         if not output.is_dir():
             return
         others = [file for file in output.iterdir() if file.name != FOLDER]

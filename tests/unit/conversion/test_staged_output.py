@@ -103,7 +103,7 @@ def test_a_model_inside_the_output_stays(model: Path, tmp_path: Path) -> None:
     inside = tmp_path / "output" / "converting"
     shutil.copytree(model, inside)
     (inside / staged_output.MARKER).touch()
-    with pytest.raises(ConfigError, match="the model is inside"):
+    with pytest.raises(ConfigError, match="the model lies in it"):
         convert(inside, tmp_path / "output", is_forced=True)
     assert (inside / "config.json").is_file()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trtrun.kernels.torch.int4 import TorchInt4Matmul, dequantize, pack, quantize, scales_shape, words_shape
+from trtrun.kernels.torch.int4 import TorchInt4Matmul, dequantize, groups_of, pack, quantize, scales_shape, words_shape
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -22,6 +22,7 @@ def test_a_weight_is_code_less_zero_point_times_scale(
     held = pack(codes, scale, zero)
     assert held["words"].shape == words_shape(features, inputs)
     assert held["scales"].shape == scales_shape(features, inputs, size)
+    assert groups_of(held["scales"]) == 128 // size
     found = dequantize(**held, inputs=inputs, dtype=dtype)
     spread = [it.repeat_interleave(size, 1).float() for it in (zero, scale)]
     assert torch.equal(found[:features], ((codes.float() - spread[0]) * spread[1]).to(dtype))

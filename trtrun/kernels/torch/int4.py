@@ -37,6 +37,11 @@ def scales_shape(features: int, inputs: int, size: int) -> tuple[int, int, int, 
     return -(-features // TILE), -(-inputs // STEP), STEP // size * TILE // 32, 32
 
 
+def groups_of(scales: torch.Tensor) -> int:
+    """How many groups 128 inputs have, told by the shape of the scales."""
+    return scales.shape[2] * 32 * GROUP // (STEP * TILE)
+
+
 def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | int) -> dict[str, torch.Tensor]:
     """Codes, scales and zero points as they lie in memory.
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.torch.int4 import GROUP, STEP, TILE
+from trtrun.kernels.torch.int4 import GROUP, STEP, TILE, groups_of
 from trtrun.kernels.triton import matmul
 from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.int4_stream.suitability import Streamed
@@ -57,13 +57,8 @@ def widen(words: torch.Tensor, scales: torch.Tensor, inputs: int, dtype: torch.d
     """As trtrun.kernels.torch.int4.dequantize; inputs are a multiple of 128."""
     tiles, steps = words.shape[:2]
     weight = torch.empty((tiles * TILE, inputs), dtype=dtype, device=words.device)
-    _widen_kernel[(tiles, inputs // GROUP)](words, scales, weight, inputs, steps, PARTS=_parts(scales))
+    _widen_kernel[(tiles, inputs // GROUP)](words, scales, weight, inputs, steps, PARTS=groups_of(scales))
     return weight
-
-
-def _parts(scales: torch.Tensor) -> int:
-    """Groups of 128 inputs."""
-    return scales.shape[2] // (STEP // GROUP * TILE // 32)
 
 
 class TritonInt4Matmul:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.kernels.torch.int4 import GROUP, TILE, pack
+from trtrun.kernels.torch.int4 import GROUP, TILE, groups_of, pack
 from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 from trtrun.kernels.triton.support import multiprocessors
@@ -20,9 +20,6 @@ _HEIGHTS = (8, 16, 32, 64, 128)
 
 _ALIGNED = 16
 """The copy engine reads rows that begin at a multiple of so many bytes."""
-
-_LINES = 8
-"""Of a step's scales, where 128 inputs share one."""
 
 Widen = Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
 """Words and scales of a weight with so many inputs to the dense one, as `int4_matmul.widen`."""
@@ -51,7 +48,7 @@ class Streamed:
         if x.data_ptr() % _ALIGNED or x.stride(0) * x.itemsize % _ALIGNED:
             return False
         height = next(height for height in _HEIGHTS if len(x) <= height)
-        parts = self._weight[1].shape[2] // _LINES
+        parts = groups_of(self._weight[1])
         kind = (x.device, x.dtype, height, parts, self._weight[2] is not None)
         if kind in _chosen:
             return _chosen[kind]
