@@ -14,7 +14,8 @@ TILE, GROUP, STEP = 64, 128, 512
 """Output features that lie together, and inputs: of a group of words, and of a step of groups."""
 
 _CODES = 16
-UNITS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+BFLOAT16_UNIT, FLOAT16_UNIT = 2.0**-6, 2.0**-9
+UNITS = {torch.bfloat16: BFLOAT16_UNIT, torch.float16: FLOAT16_UNIT}
 """What kernels widen a code of 1 to: the least number of a dtype is that of a single low bit, and this is its product
 with nearly the largest power of two."""
 

@@ -7,11 +7,10 @@ layout. It does not know products.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from trtrun.kernels.torch.int4 import GROUP, STEP, TILE, UNITS
+from trtrun.kernels.torch.int4 import BFLOAT16_UNIT, FLOAT16_UNIT, GROUP, STEP, TILE
 
 _TILE, _GROUP, _GROUPS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(STEP // GROUP)
 LINE = gl.constexpr(32)
@@ -32,8 +31,8 @@ _FLOAT16_HIGH = gl.constexpr(
 """Codes in the lowest four bits of two numbers of half precision, or in the next four, are subnormal numbers: times a
 power of two they are the code times `UNITS`, and the negative zero point times that is added. Nothing is rounded."""
 
-_UNITS_OF_BFLOAT16 = gl.constexpr(1 / UNITS[torch.bfloat16])
-_UNITS_OF_FLOAT16 = gl.constexpr(1 / UNITS[torch.float16])
+_UNITS_OF_BFLOAT16 = gl.constexpr(1 / BFLOAT16_UNIT)
+_UNITS_OF_FLOAT16 = gl.constexpr(1 / FLOAT16_UNIT)
 
 
 @gluon.constexpr_function
