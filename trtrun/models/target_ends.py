@@ -24,6 +24,7 @@ from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.loading import shares_tied_embedding
 from trtrun.models.weight_check import check_held
 from trtrun.models.weight_files import WeightFiles
+from trtrun.models.weight_loader import CheckpointLoader
 from trtrun.models.weight_reader import WeightReader
 from trtrun.models.weights import HeldWeight, Share, Weight
 from trtrun.tensors import DTYPES, inference
@@ -110,18 +111,11 @@ def load_ends(
     files: WeightFiles = (
         DummyWeights(section.model, stored, device, config) if is_made_up else Checkpoint(section.model)
     )
-    reader = WeightReader(
-        files,
-        communicator,
-        device,
-        dtype,
-        partial(config.quantization_of, default=default),
-        check_held(files, _held(config, ends, section.quantization)),
-        None,
-        # As the target's own are multiplied with.
-        batch_invariant=True,
-        kv_format=KV_FORMATS.get("auto"),
-    )
+    total = check_held(files, _held(config, ends, section.quantization))
+    quantization_of = partial(config.quantization_of, default=default)
+    loader = CheckpointLoader(files, _WHOLE, device, dtype, quantization_of, total, None)
+    # As the target's own are multiplied with.
+    reader = WeightReader(loader, communicator, batch_invariant=True, kv_format=KV_FORMATS.get("auto"))
     embedding = reader.tensor(config.embedding) if config.embedding in ends else None
     head = None
     if config.head in ends:
