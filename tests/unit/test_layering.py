@@ -80,7 +80,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"job"}),
         frozenset({"rendezvous"}),
         frozenset({"startup"}),
-        frozenset({"engine_maker", "kernels_ahead"}),
+        frozenset({"engine_maker", "kernels_ahead", "engine_caches"}),
         frozenset({"worker_factory", "largest_round", "graph_counts", "corpora", "rank_heads"}),
         frozenset({"policies"}),
         frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels"}),

@@ -44,6 +44,7 @@ from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.corpora import corpus_bytes, load_corpus
+from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
@@ -111,6 +112,8 @@ class RankStartup:
             lambda engines, fed, exchange: self._worker_factory(engines, fed, 1).make_worker(exchange),
         )
         self._working_bytes = 0
+        target, draft = groups.target is not None, groups.draft is not None
+        self._cache = EngineCache([config.target if target else None, config.draft if draft else None], self._device)
 
     def load(self, progress: Progress) -> int:
         """Read this rank's slices of the weights, and reckon what is left for KV beside the largest round.
@@ -127,7 +130,10 @@ class RankStartup:
         self._activity.start(Phase.WEIGHTS)
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
         parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts()]
+        self._cache.begin()
         self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts, self._heads.plan), self._device, num_ranks)
+        if self._kernels.working_bytes is None:
+            self._cache.say_what_lacks()
         try:
             try:
                 blocks = self._load_weights(progress)
@@ -259,6 +265,7 @@ class RankStartup:
         worker = self._worker_factory(engines, self._made.head_rows(engines), num_blocks).make_worker()
         self._made.warm_up(worker, engines)
         self._kernels.finish(self._working_bytes)
+        self._cache.finish()
         worker.first_uses.take()  # from here on somebody may wait
         self._activity.rest()
         return worker, self._report(num_blocks)
