@@ -64,7 +64,7 @@ python3 examples/run.py \\
 """
 ANOTHER_BUILD = """
 trtllm-build \\
-\u2013checkpoint_dir=./ckpt-target-70b \\
+\u2013checkpoint_dir./ckpt-target-70b \\
 \u2013output_dir=./target-engine \\
 \u2013gpt_attention_plugin float16 \\
 \u2013workers 1 \\

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from trtrun.threads import count_cores
 
 PIECE_BYTES = 8 << 20
 _MOST_THREADS = 8
+_WAIT_SECONDS = 0.2
 
 
 class _Part(NamedTuple):
@@ -48,6 +49,9 @@ class DeviceReading:
         device: a GPU, where all tensors are made at once.
         wanted: by name: first byte in the file, and what it is; in the file's order.
         num_threads: that read; None for what the host has cores for.
+
+    Attributes:
+        arrived: bytes that are there so far.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class DeviceReading:
         for piece in pieces:
             for part in piece.parts:
                 self._left[part.name] += 1
+        self.arrived = 0
         self._changed = threading.Condition()
         self._problem: BaseException | None = None
         if device.type == "cuda":
@@ -81,8 +86,12 @@ class DeviceReading:
         for thread in self._threads:
             thread.start()
 
-    def take(self, name: str) -> torch.Tensor | None:
+    def take(self, name: str, on_wait: Callable[[int], None] = lambda arrived: None) -> torch.Tensor | None:
         """A tensor, once it is there; None where it was taken before.
+
+        Args:
+            name: of the tensor.
+            on_wait: called now and then meanwhile, with bytes of all tensors that have arrived.
 
         Raises:
             OSError: the file cannot be read.
@@ -90,7 +99,8 @@ class DeviceReading:
         if name not in self._tensors:
             return None
         with self._changed:
-            self._changed.wait_for(lambda: self._problem is not None or not self._left[name])
+            while not self._changed.wait_for(lambda: self._problem is not None or not self._left[name], _WAIT_SECONDS):
+                on_wait(self.arrived)
             if self._problem is not None:
                 raise self._problem
         return self._tensors.pop(name)
@@ -103,8 +113,9 @@ class DeviceReading:
         self._tensors.clear()
         self._places.clear()
 
+    @torch.inference_mode()
     def _run(self) -> None:
-        """One thread."""
+        """One thread; whatever mode tensors were made in."""
         try:
             file = os.open(self._file, os.O_RDONLY)
             try:
@@ -140,6 +151,7 @@ class DeviceReading:
             with self._changed:
                 for part in piece.parts:
                     self._left[part.name] -= 1
+                self.arrived += piece.size
                 self._changed.notify_all()
 
 

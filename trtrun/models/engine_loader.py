@@ -18,8 +18,8 @@ from trtrun.errors import CheckpointError, reading, shorten_path
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSpec
 from trtrun.models.checkpoint import TORCH_NAMES
 from trtrun.models.config import ModelConfig
-from trtrun.models.device_reading import DeviceReading
-from trtrun.models.engine_shards import Place, order_of_loading, read_places, shard_path, stored_name
+from trtrun.models.device_reading import PIECE_BYTES, DeviceReading
+from trtrun.models.engine_shards import order_of_loading, read_places, shard_path, stored_name
 from trtrun.models.file_pieces import bytes_of, read_piece
 from trtrun.models.weight_loader import PackingBuffer, Progress, give_back_freed
 from trtrun.models.weights import Share, Weight
@@ -133,31 +133,44 @@ class EngineLoader:
         if self._progress is not None:
             self._progress(self._total, self._total)
 
+    @property
+    def _streams(self) -> bool:
+        """Whether all weights are on their way while layers are built: on GPUs, which keep them as they are."""
+        return self.device.type == "cuda"
+
     def _take(self, name: str, place: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor of the shard, read to `place` where one is given."""
         spec, where = self._specs[name], self._places[name]
         with reading(self._file, CheckpointError):
-            if self.device.type == "cuda":
-                made = self._from_device(name, where, spec)
-            else:
-                made = torch.empty(spec.shape, dtype=spec.dtype) if place is None else place
-                read_piece(self._open(), bytes_of(made), where.start)
-        self._read += where.num_bytes
-        if self._progress is not None:
-            self._progress(min(self._read, self._total), self._total)
-        return made
+            arrived = self._arrival(name) if self._streams else None
+            if arrived is not None:
+                return arrived
+            made = torch.empty(spec.shape, dtype=spec.dtype) if place is None else place
+            whole = bytes_of(made)
+            for start in range(0, where.num_bytes, PIECE_BYTES):
+                piece = whole[start : start + PIECE_BYTES]
+                read_piece(self._open(), piece, where.start + start)
+                self._tell(self._read + len(piece))
+            return made.to(self.device)
 
-    def _from_device(self, name: str, where: Place, spec: TensorSpec) -> torch.Tensor:
+    def _arrival(self, name: str) -> torch.Tensor | None:
+        """A tensor on the GPU; None where it is asked for a second time."""
         if self._arriving is None:
             order = sorted(self._specs, key=lambda one: self._places[one].start)
             wanted = {one: (self._places[one].start, self._specs[one]) for one in order}
             self._arriving = DeviceReading(self._file, self.device, wanted)
-        arrived = self._arriving.take(name)
-        if arrived is None:  # asked for a second time
-            held = torch.empty(spec.shape, dtype=spec.dtype)
-            read_piece(self._open(), bytes_of(held), where.start)
-            arrived = held.to(self.device)
-        return arrived
+        try:
+            found = self._arriving.take(name, self._tell)
+        except BaseException:
+            self._arriving.close()
+            raise
+        self._tell(max(self._read, self._arriving.arrived))
+        return found
+
+    def _tell(self, read: int) -> None:
+        self._read = read
+        if self._progress is not None:
+            self._progress(min(read, self._total), self._total)
 
     def _open(self) -> int:
         if self._opened is None:

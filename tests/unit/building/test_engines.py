@@ -11,16 +11,18 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft
 from engines import build_engine
-from paged import PagedModel
+from paged import LockStepCommunicator, LockStepGroup, PagedModel
 from pipelines import make_llm, prompt_of, tokens_of
 from quantized_checkpoints import FORMATS, make_pair
 from safetensors import safe_open
 from tensorrt_llm_checkpoints import write_ranks
 
 from launch.plan.weight_files import inspect_files
+from parallel.transports.solo import SoloCommunicator
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.configuration.engine_directory import read_engine
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.stored.layout import StoredLinear
@@ -29,7 +31,9 @@ from trtrun.models.config import read_model_config
 from trtrun.models.device_reading import DeviceReading
 from trtrun.models.engine_loader import EngineLoader, held_tensors
 from trtrun.models.engine_shards import order_of_loading, read_places, stored_name
+from trtrun.models.loading import load_model
 from trtrun.models.rank_files import open_checkpoint
+from trtrun.models.target_ends import check_ends, load_ends
 from trtrun.models.weight_loader import CheckpointLoader
 from trtrun.models.weights import Share
 
@@ -236,6 +240,59 @@ def test_pieces_of_a_file_reach_their_tensors(
     with pytest.raises(OSError, match="it ends at byte"):
         reader.take(stored_name(model.head))
     reader.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_apart_read_the_ends_of_any_layout(tmp_path: Path, tied: bool) -> None:
+    """A vocabulary that is no multiple of the ranks."""
+    source = make_checkpoint(tmp_path / "source", vocab_size=201, tie_word_embeddings=tied)
+    write_ranks(source, tmp_path / "ranks", 2)
+    paths = [source, tmp_path / "ranks", *(build_engine(source, tmp_path / f"tp{size}", size) for size in (1, 2))]
+    tokens, hidden = (
+        torch.tensor([0, 7, 100, 101, 200]),
+        torch.randn((3, 64), generator=torch.Generator().manual_seed(1)),
+    )
+    found = []
+    for path in paths:
+        config = read_model_config(path)
+        section = ModelSection(model=path, devices=["cpu:0"])  # type: ignore[arg-type]
+        ends = [config.embedding, config.head]
+        check_ends(section, config, ends)
+        loaded = load_ends(section, config, ends, SoloCommunicator(), CPU, torch.float32)
+        found.append((loaded.embed(tokens), loaded.logits(hidden)))
+    for embedded, logits in found[1:]:
+        assert torch.equal(embedded, found[0][0]) and torch.equal(logits, found[0][1]) and logits.shape == (3, 201)
+    if tied:
+        return
+    rounded = build_engine(source, tmp_path / "int8", 2, "int8", "bfloat16")
+    section = ModelSection(model=rounded, devices=["cpu:0"])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"does not hold 'lm_head\.weight' as heads with a device of their own"):
+        config = read_model_config(rounded)
+        check_ends(section, config, [config.head])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_on_their_way_while_layers_are_built(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs; here a tied head and the embedding are two, so that one tensor is asked for a second time."""
+    source = make_checkpoint(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    engine = build_engine(source, tmp_path / "engine", 2, "fp8")
+    monkeypatch.setattr(EngineLoader, "_streams", True)
+    monkeypatch.setattr(device_reading, "_WAIT_SECONDS", 1e-6)
+    model, expected = (PagedModel(it, torch.bfloat16, 2, quantization="fp8") for it in (engine, source))
+    assert torch.equal(model.forward(BATCH), expected.forward(BATCH))
+    said: list[tuple[int, int]] = []
+    load_model(engine, LockStepCommunicator(LockStepGroup(2), 0), CPU, torch.bfloat16, lambda *it: said.append(it),
+               quantization="fp8")  # fmt: skip
+    assert [*said] == sorted(said) and said[-1][0] == said[-1][1] > 0
+
+    def fail(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(device_reading, "read_piece", fail)
+    with pytest.raises(CheckpointError, match=r"rank0\.safetensors cannot be read: Input/output error"):
+        load_model(engine, LockStepCommunicator(LockStepGroup(2), 0), CPU, torch.bfloat16, quantization="fp8")
 
 
 def test_an_engine_is_no_checkpoint(tmp_path: Path) -> None:
