@@ -196,6 +196,14 @@ def test_only_engines_are_built_anew_and_only_by_force(source: Path, engine: Pat
     for force in (False, True):
         with pytest.raises(ConfigError, match="it is not empty, and trtrun build has not made it: name another one"):
             build_engine(source, other, force=force)
+    (other / "building").mkdir()
+    before = contents(other)
+    with pytest.raises(ConfigError, match="trtrun build has not made it"):
+        build_engine(source, other)
+    (other / "building" / "trtrun-convert.unfinished").touch()
+    with pytest.raises(ConfigError, match="trtrun build has not made it"):
+        build_engine(source, other)
+    assert before.items() <= contents(other).items()
     with pytest.raises(ConfigError, match="that is the model itself"):
         build_engine(source, source, force=True)
 
