@@ -179,7 +179,9 @@ def test_a_job_of_three_ranks_runs_engines_and_check_knows_them(
     assert checked.returncode == 0, checked.stderr
     plan = trtrun("plan", "--config", values, *models, "--json")
     assert plan.returncode == 0, plan.stderr
-    ranks = json.loads(plan.stdout)["start"]["ranks"]
+    planned = json.loads(plan.stdout)
+    assert "target: an engine of target for any device, float32; at most 6 as max_batch_size" in planned["notes"]
+    ranks = planned["start"]["ranks"]
     sizes = [file.stat().st_size for file in sorted(engine.glob("rank*"))]
     assert all(0 < size - rank["read_bytes"] < 20_000 for size, rank in zip(sizes[1:], ranks[1:], strict=True))
     one = ("--set", 'target.devices=["cpu:0"]', *models)

@@ -86,6 +86,15 @@ class EngineDescription(msgspec.Struct, frozen=True):
         """Ranks that it was built for."""
         return len(self.shards)
 
+    def describe(self) -> str:
+        """In words: "an engine of llama-8b for cuda sm_90, fp8; at most 32 as max_batch_size"."""
+        where = "any device" if self.built_for == ANYWHERE else self.built_for
+        how = self.quant_method or self.quantization
+        names = self.limits.__struct_fields__
+        limits = [f"{limit} as {name}" for name in names if (limit := getattr(self.limits, name)) is not None]
+        most = f"; at most {', '.join(limits)}" if limits else ""
+        return f"an engine of {self.checkpoint} for {where}, {self.dtype if how == 'none' else how}{most}"
+
 
 class _Begin(msgspec.Struct):
     """What stands in the engine.json of every format."""

@@ -39,7 +39,7 @@ from trtrun.kvcache.sizing import (
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import heads_bytes, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
-from trtrun.models.stored_report import describe_stored
+from trtrun.models.stored_report import describe_weights
 from trtrun.models.weight_check import choose_default
 from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
@@ -192,7 +192,8 @@ class RankStartup:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
-            said = describe_stored(config, Share(0, communicator.size), dtype, self._device.type)
+            share = Share(0, communicator.size)
+            said = describe_weights(section.model, config, share, dtype, self._device.type)
             if said is not None and communicator.rank == 0:
                 _logger.info("%s: %s", role, said)
 
