@@ -34,7 +34,7 @@ from launch.terminal import output_console
 from parallel.topology import Topology
 from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
-from trtrun.models.stored_report import describe_stored
+from trtrun.models.stored_report import describe_weights
 from trtrun.models.weights import Share
 from trtrun.start.model_settings import mask_token
 
@@ -260,11 +260,12 @@ def _note_memory(unknown: Sequence[RankPlan], kv_tokens: int | None, at_most: in
 
 
 def _note_stored(memory: JobMemory) -> Iterator[str]:
-    """What becomes of weights that the checkpoints have quantized."""
+    """What becomes of weights that the checkpoints have quantized, and what engines were built for."""
     for role, shards in (("target", memory.target), ("draft", memory.draft)):
         if shards is not None:
             kind = kind_of(shards.section.devices[0])
-            said = describe_stored(shards.model, Share(0, shards.tp_size), shards.dtype, kind)
+            share = Share(0, shards.tp_size)
+            said = describe_weights(shards.section.model, shards.model, share, shards.dtype, kind)
             yield from [] if said is None else [f"{role}: {said}"]
 
 

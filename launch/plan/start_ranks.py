@@ -22,6 +22,7 @@ from trtrun.engine.prompt_tiles import tile_width
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.loading import heads_bytes
 from trtrun.sampling.keyed_ranks import NUM_KINDS
+from trtrun.start.engine_caches import VARIABLE, kernels_folder
 from trtrun.start.graph_counts import count_graphs
 from trtrun.start.kernels_ahead import has_mark, mark_file
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
@@ -29,8 +30,6 @@ from trtrun.start.startup import device_of
 
 Kernels = Literal["found", "missing", "unknown", "none"]
 """Of Triton: an earlier start like this one has left them, or none has; the GPU is not here to tell; there are none."""
-
-_TRITON_CACHE = "TRITON_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,8 @@ class RankStarts:
             return "unknown"
         parts = [(role, section, index, len(section.devices)) for role, section, index in self._parts(slot)]
         config = self._memory.config
-        folder = config.launch.environment.get(_TRITON_CACHE) if self._memory.topology.world_size > 1 else None
+        folder = config.launch.environment.get(VARIABLE) if self._memory.topology.world_size > 1 else None
+        folder = folder or kernels_folder(section for _, section, _ in reversed(self._parts(slot)))
         is_told = any(role == "target" for role, *_ in parts) or config.heads_apart
         heads = self._memory.heads if is_told else None
         mark = mark_file(kinds_of_kernels(config, parts, heads), device_of(slot), folder)

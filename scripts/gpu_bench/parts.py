@@ -21,7 +21,7 @@ from gpu_bench.placement_parts import play_check, play_exactness, play_parallel_
 from gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
 from gpu_bench.quantized_parts import play_quantized
 from gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
-from gpu_bench.start_parts import play_starts, play_useless_draft
+from gpu_bench.start_parts import play_engines, play_starts, play_useless_draft
 from gpu_bench.tables import name_workload
 from gpu_bench.workbench import Options, Workbench
 
@@ -77,6 +77,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part(
         "starts", "from the command to ready, with cold caches and warm ones", 130, partial(play_starts, placement=ONE)
     )
+    about = "from the command to ready, of checkpoints and of engines that are built of them"
+    yield Part("engine", about, 300, partial(play_engines, placement=ONE), False)
     yield Part("exactness", "texts equal to plain decoding's", 45, partial(play_exactness, placement=ONE))
     yield Part("1b", "1B-shaped target, plain", 25, play_small)
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)

@@ -38,7 +38,8 @@ class KVCacheSection(Section):
 
 
 class SchedulerSection(Section):
-    """Limits of one round.
+    """Limits of one round. Those that engines were built with take the place of defaults, and bound what may stand here
+    (docs/engines.md).
 
     Attributes:
         max_batch_size: rows that run at once.

@@ -5,8 +5,11 @@ It knows shapes and formats. It does not know who says it to whom.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from trtrun.configuration.engine_directory import read_engine
 from trtrun.kvcache.sizing import format_bytes
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import count_bytes
@@ -15,6 +18,17 @@ from trtrun.models.config import ModelConfig
 from trtrun.models.weight_check import held_weights
 from trtrun.models.weights import Share
 from trtrun.tensors import dtype_name
+
+
+def describe_weights(path: Path, config: ModelConfig, share: Share, dtype: torch.dtype, device_type: str) -> str | None:
+    """What there is to say of a model's weights: of an engine what it was built for, of a quantized checkpoint see
+    `describe_stored`; None of a plain one.
+
+    Raises:
+        CheckpointError: an engine is damaged; or as of `describe_stored`.
+    """
+    engine = read_engine(path)
+    return engine.describe() if engine is not None else describe_stored(config, share, dtype, device_type)
 
 
 def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, device_type: str) -> str | None:
