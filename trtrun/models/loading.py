@@ -19,7 +19,7 @@ from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
 from trtrun.configuration.model_sections import LoadFormat
 from trtrun.errors import CheckpointError
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import choose_format
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
@@ -103,7 +103,7 @@ def load_model(
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
         logits_reader: the only rank of the group that needs logits; None where all do.
         load_format: `dummy` makes weights up, from config.json alone.
-        kv_format: how the store that the model will meet keeps keys and values, by name.
+        kv_format: how the store that the model will meet keeps keys and values, by name; see `choose_format`.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -126,7 +126,7 @@ def load_model(
         total,
         progress,
         batch_invariant,
-        KV_FORMATS.get(kv_format),
+        choose_format(kv_format, config.kv_scheme),
     )
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
@@ -193,7 +193,7 @@ def load_heads(
         progress,
         # What is proposed changes no text: a product may depend on how many rows there are.
         batch_invariant=False,
-        kv_format=KV_FORMATS.get(kv_format),
+        kv_format=choose_format(kv_format),
     )
     try:
         heads = plan.build(reader, target, communicator)

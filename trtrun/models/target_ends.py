@@ -14,7 +14,7 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import PLAIN
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
@@ -120,7 +120,7 @@ def load_ends(
         None,
         # As the target's own are multiplied with.
         batch_invariant=True,
-        kv_format=KV_FORMATS.get("auto"),
+        kv_format=PLAIN,
     )
     embedding = reader.tensor(config.embedding) if config.embedding in ends else None
     head = None

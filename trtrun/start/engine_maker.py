@@ -20,7 +20,7 @@ from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
 from trtrun.engine.working_memory import RoundShape
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.sizing import blocks_of_tokens
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
@@ -157,7 +157,7 @@ class EngineMaker:
             model.config.head_dim,
             model.dtype,
             self.device,
-            KV_FORMATS.get(config.kv_cache.dtype),
+            choose_format(config.kv_cache.dtype, model.config.kv_scheme),
         )
         if self.device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside

@@ -16,7 +16,7 @@ from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.head_paths import HeadSpace
 from trtrun.engine.working_memory import RoundShape, head_rank_bytes, working_bytes
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
@@ -186,7 +186,7 @@ def engine_working_bytes(
         quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model, heads)) if role == "target" else 0,
-        has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
+        kv_in_place=reads_in_place(config, model, device.type),
         heads=heads_here,
     )
 
@@ -208,7 +208,7 @@ def head_working_bytes(
         dtype,
         device.type,
         graphs=config.cuda_graphs and device.type == "cuda",
-        has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
+        kv_in_place=reads_in_place(config, heads.stored, device.type),
     )
 
 
@@ -222,6 +222,20 @@ def store_bytes_per_block(
     return kv_bytes_per_block(config, model, tp_size, dtype) + of_heads
 
 
+def kv_format_of(config: RuntimeConfig, model: ModelShape) -> KVFormat:
+    """How the store of a model, or of heads, keeps keys and values.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown.
+    """
+    return choose_format(config.kv_cache.dtype, model.kv_scheme if isinstance(model, ModelConfig) else None)
+
+
+def reads_in_place(config: RuntimeConfig, model: ModelShape, device_type: str) -> bool:
+    """Whether kernels of the device read that store where it lies."""
+    return device_type in kv_format_of(config, model).kernels
+
+
 def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block on one rank of an engine with `tp_size` ranks.
 
@@ -229,5 +243,5 @@ def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, d
         ConfigError: kv_cache.dtype is unknown.
     """
     kv_heads, kept = max(1, model.num_kv_heads // tp_size), config.kv_cache
-    kv_format = KV_FORMATS.get(kept.dtype)
+    kv_format = kv_format_of(config, model)
     return KVStore.bytes_per_block(model.num_layers, kv_heads, kept.block_size, model.head_dim, dtype, kv_format)
