@@ -34,7 +34,7 @@ from launch.terminal import output_console
 from parallel.topology import Topology
 from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
-from trtrun.models.stored_report import describe_stored
+from trtrun.models.stored_report import describe_kept, describe_stored
 from trtrun.models.weights import Share
 from trtrun.start.model_settings import mask_token
 
@@ -260,12 +260,16 @@ def _note_memory(unknown: Sequence[RankPlan], kv_tokens: int | None, at_most: in
 
 
 def _note_stored(memory: JobMemory) -> Iterator[str]:
-    """What becomes of weights that the checkpoints have quantized."""
+    """What becomes of weights that the checkpoints have quantized, and how keys and values are kept."""
     for role, shards in (("target", memory.target), ("draft", memory.draft)):
         if shards is not None:
             kind = kind_of(shards.section.devices[0])
-            said = describe_stored(shards.model, Share(0, shards.tp_size), shards.dtype, kind)
-            yield from [] if said is None else [f"{role}: {said}"]
+            share, name = Share(0, shards.tp_size), memory.config.kv_cache.dtype
+            said = (
+                describe_stored(shards.model, share, shards.dtype, kind),
+                describe_kept(shards.model, name, share, shards.dtype, kind),
+            )
+            yield from (f"{role}: {line}" for line in said if line is not None)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

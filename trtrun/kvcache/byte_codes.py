@@ -41,7 +41,7 @@ def as_scales(largest: torch.Tensor, kind: CodeKind) -> torch.Tensor:
 def to_codes(rows: torch.Tensor, scale: torch.Tensor, kind: CodeKind) -> torch.Tensor:
     """rows [n, head] of any float dtype and bfloat16 scales [n] → codes uint8 [n, head], rounded to nearest even."""
     most = LARGEST[kind]
-    whole = (rows.float() / scale.float().unsqueeze(-1)).clamp(-most, most)
+    whole = (rows.float() * scale.float().reciprocal().unsqueeze(-1)).clamp(-most, most)
     if kind == "fp8":
         return whole.to(torch.float8_e4m3fn).view(torch.uint8)
     return whole.round().to(torch.int8).view(torch.uint8)

@@ -38,7 +38,7 @@ from trtrun.kvcache.sizing import (
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import heads_bytes, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
-from trtrun.models.stored_report import describe_stored
+from trtrun.models.stored_report import describe_kept, describe_stored
 from trtrun.models.weight_check import choose_default
 from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
@@ -173,9 +173,13 @@ class RankStartup:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
-            said = describe_stored(config, Share(0, communicator.size), dtype, self._device.type)
-            if said is not None and communicator.rank == 0:
-                _logger.info("%s: %s", role, said)
+            share, kind = Share(0, communicator.size), self._device.type
+            for said in (
+                describe_stored(config, share, dtype, kind),
+                describe_kept(config, self._config.kv_cache.dtype, share, dtype, kind),
+            ):
+                if said is not None and communicator.rank == 0:
+                    _logger.info("%s: %s", role, said)
 
             def report(read: int, total: int, before: int = done, size: int = size) -> None:
                 # Files may hold more or less than the device: what counts is how much of the shard is there.

@@ -73,8 +73,8 @@ def scale_bits(rows, CODES: tl.constexpr):
 def to_codes(rows, bits, CODES: tl.constexpr):
     """rows [n, numbers] float32 and the bits of their scales [n] → codes uint8, rounded to nearest even."""
     most: tl.constexpr = _FP8_MOST if CODES == FP8 else _INT8_MOST
-    value = tl.div_rn(rows, tl.broadcast_to(widened_scale(bits)[:, None], rows.shape))
-    value = tl.minimum(tl.maximum(value, -most), most)
+    value = rows * tl.div_rn(1.0, widened_scale(bits))[:, None]
+    value = tl.minimum(tl.maximum(value, -most), most)  # before a sum, so that no product is part of one
     if CODES == FP8:
         # As in `fp8_rounding`: beside 1.5 * 2^20 times its power of two a number keeps 3 bits of mantissa.
         exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)

@@ -38,6 +38,8 @@ _PROGRAMS = 8
 """Programs of a multiprocessor, at most, that shares are dealt out to: a table may be much wider than a row's context,
 and programs that find nothing to do take their time, too."""
 
+_SMALLEST_TILE = 16
+
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
 
@@ -336,7 +338,7 @@ def _attend_rows(
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
         HAS_LAYER_SCALES=kept.has_layer_scales,
-        num_warps=8 if tile == LARGEST_TILE else 4, num_stages=_STAGES, **early(query),
+        num_stages=_STAGES, **_warps(tile, kept.codes), **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
@@ -344,6 +346,15 @@ def _attend_rows(
             positions.stride(0), positions.stride(1), queries, heads, shares, window,
             SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1, **early(query),
         )  # fmt: skip
+
+
+def _warps(tile: int, codes: int) -> dict[str, int]:
+    """The options of a launch that say how many threads a program has, and of which size."""
+    if codes == PLAIN.value:
+        return {"num_warps": 8 if tile == LARGEST_TILE else 4}
+    # Widening codes takes more instructions than memory takes time, and registers: two programs of eight warps are to
+    # have room on a multiprocessor.
+    return {"num_warps": 8, "maxnreg": 128} if tile == _SMALLEST_TILE else {"num_warps": 8}
 
 
 @cache
