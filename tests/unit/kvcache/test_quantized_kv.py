@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, save_weights
 from paged import PagedModel
-from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
+from pipelines import Reference, configuration, make_llm, noisy_copy, prompt_of, tokens_of
 from safetensors.torch import load_file
 
 from trtrun import SamplingParams
@@ -195,3 +195,32 @@ def test_speculative_texts_are_plain_ones(tmp_path: Path, name: str) -> None:
             accepted += llm.statistics()["num_accepted_draft_tokens"]
             llm.check_idle()
     assert all(found == texts[0] for found in texts) and preempted and accepted > 300
+
+
+@KINDS
+def test_logits_are_transformers_with_the_same_rounding(tmp_path: Path, kind: CodeKind) -> None:
+    """In float32, with a cache that rounds keys and values as they come: as near as without any rounding, but for codes
+    that another last bit of a float32 makes others."""
+    from transformers import DynamicCache
+
+    class RoundingCache(DynamicCache):
+        def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *others: Any, **named: Any) -> Any:
+            rounded = []
+            for numbers in (key, value):
+                rows = numbers.flatten(0, -2)
+                scale = scales_of(rows, kind)
+                rounded.append(from_codes(to_codes(rows, scale, kind), scale, kind, torch.float32).view(numbers.shape))
+            return super().update(*rounded, layer, *others, **named)
+
+    path = make_checkpoint(tmp_path / "model", seed=3)
+    tokens = prompt_of(60)
+    with torch.inference_mode():
+        ids = torch.tensor([tokens])
+        model = Reference(path).model
+        expected, plain = (
+            model(ids, past_key_values=made(), use_cache=True).logits[0] for made in (RoundingCache, DynamicCache)
+        )
+    paged = PagedModel(path, kv_format=kind)
+    found = torch.cat([paged.forward([[(0, at, tokens[at : at + 20])]]) for at in (0, 20, 40)])
+    assert (expected - plain).norm() > 1e-2 * plain.norm()
+    assert (found - expected).norm() < 0.05 * (expected - plain).norm()
