@@ -12,6 +12,7 @@ from checkpoints import make_checkpoint, save_weights
 from paged import PagedModel
 from pipelines import Reference, configuration, make_llm, noisy_copy, prompt_of, tokens_of
 from safetensors.torch import load_file
+from tensorrt_llm_checkpoints import write_ranks
 
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
@@ -19,6 +20,8 @@ from trtrun.kvcache.byte_codes import CodeKind, from_codes, scales_of, to_codes
 from trtrun.kvcache.formats import ByteKV, KVScheme, choose_format
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import read_model_config
+from trtrun.models.kv_scales import load_kv_scales
+from trtrun.models.rank_files import open_checkpoint
 from trtrun.start.memory_requirements import kv_bytes_per_block
 
 CPU = torch.device("cpu")
@@ -153,6 +156,25 @@ def test_scales_of_the_checkpoint_are_those_of_its_layers(tmp_path: Path, heads:
             scale = scale * (1 + rank * store.kv_heads + torch.arange(store.kv_heads)).view(1, 1, -1, 1, 1)
         scale = scale.to(torch.bfloat16).float()
         assert ((codes - (numbers / scale).clamp(-127, 127)).abs() <= 0.5 + 1e-3).all() and codes.any()
+
+
+def test_scales_of_other_layouts(tmp_path: Path) -> None:
+    """TensorRT-LLM's one scale for keys and values, cut for two ranks; ModelOpt's file beside config.json, which says
+    nothing of weights; AutoFP8's word for it."""
+    source = make_checkpoint(tmp_path / "source")
+    write_ranks(source, tmp_path / "ranks", 2)
+    assert read_model_config(tmp_path / "ranks").kv_scheme == KVScheme("fp8", True)
+    scales = load_kv_scales(open_checkpoint(tmp_path / "ranks"), "model.layers.1.self_attn", 2, range(1, 2))
+    assert scales.tolist() == [[1.5], [1.5]]
+    modelopt = with_kv_scales(tmp_path / "modelopt", source, INT8_SCHEME, "{0}_proj.{0}_scale")
+    (modelopt / "config.json").write_bytes((source / "config.json").read_bytes())
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "INT8"}}
+    (modelopt / "hf_quant_config.json").write_text(json.dumps(told))
+    assert read_model_config(modelopt).kv_scheme == KVScheme("int8", True)
+    weights = with_kv_scales(tmp_path / "static", source, "static", "{0}_proj.output_scale")
+    assert read_model_config(weights).kv_scheme == KVScheme("fp8", True)
+    logits = [PagedModel(path).forward(BATCH) for path in (modelopt, tmp_path / "ranks", source)]
+    assert not torch.equal(logits[0], logits[2]) and not torch.equal(logits[1], logits[2])
 
 
 @pytest.mark.parametrize(
