@@ -1,5 +1,5 @@
-"""One step of attention over the paged KV store, as Triton functions: some keys that tiles of queries meet, found by the
-block table, and put to what came before them.
+"""One step of attention over the paged KV store, as Triton functions: some keys that a tile of queries meets, found by
+the block table, and put to what came before them.
 
 Keys and values are as they are, or codes that are widened on the way (kv_codes.py). It knows a store's layer and
 positions. It does not know shares or programs (paged_attention.py).

@@ -1,7 +1,7 @@
 """The softmax of prompts' attention, as Gluon functions: one step of keys, and shares that are put together.
 
-It rounds where the Triton functions of `attention_steps` and `attention_shares` round. It knows tensors in registers; it does not
-know where keys come from.
+It rounds where the Triton functions of `attention_steps` and `attention_shares` round. It knows tensors in registers.
+It does not know where keys come from.
 """
 
 from __future__ import annotations
