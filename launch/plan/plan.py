@@ -220,7 +220,8 @@ def _share_blocks(rank: RankPlan, memory: JobMemory, kv_tokens: int | None) -> R
     if kv_tokens is None:
         return replace(rank, kv_bytes=None, kv_tokens=None)
     blocks = kv_tokens // memory.config.kv_cache.block_size + 1
-    return replace(rank, kv_bytes=blocks * memory.block_bytes(rank.rank), kv_tokens=kv_tokens)
+    kv_bytes = blocks * memory.block_bytes(rank.rank) + memory.ring_bytes(rank.rank)
+    return replace(rank, kv_bytes=kv_bytes, kv_tokens=kv_tokens)
 
 
 def _expect_nccl(topology: Topology, gpus_absent: bool) -> tuple[bool, list[str]]:

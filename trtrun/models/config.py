@@ -81,6 +81,12 @@ class ModelConfig(ModelShape):
     kv_scheme: KVScheme | None = None
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, in tokens; None where it sees all, or where its plan does not say."""
+        attention = (getattr(layer, "attention", None) for layer in self.layers)
+        return tuple(getattr(it, "window", None) for it in attention)
+
+    @property
     def embedding(self) -> Weight:
         """[vocabulary share, hidden]. Made-up rows are long, so that tokens differ."""
         return self._of_vocabulary("model.embed_tokens.weight", 50.0)

@@ -35,6 +35,7 @@ from trtrun.start.graph_counts import count_graphs, head_graph_shapes
 from trtrun.start.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
 from trtrun.start.memory_requirements import HiddenKind, guess_space, path_space, round_shape, target_taps
 from trtrun.start.policies import sure_draft_lens
+from trtrun.start.window_rings import ring_space
 
 _FEW_LAYERS = 2
 """Of a model in which layers may take turns in what they run."""
@@ -158,6 +159,8 @@ class EngineMaker:
             model.dtype,
             self.device,
             choose_format(config.kv_cache.dtype, model.config.kv_scheme),
+            ring_space(config, model.config),
+            num_blocks,
         )
         if self.device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside

@@ -51,6 +51,7 @@ from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     HiddenKind,
     engine_working_bytes,
+    kv_bytes_in_rings,
     most_useful_blocks,
     resolve_dtype,
     round_shape,
@@ -321,6 +322,13 @@ class RankStartup:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
+    def _ring_bytes(self) -> int:
+        """Of layers with a window, which `working_bytes` counts, too."""
+        return sum(
+            kv_bytes_in_rings(self._config, model, communicator.size, resolve_dtype(section, model))
+            for _, section, model, communicator in self._parts()
+        )
+
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [*(engine.report for engine in self._engines.values()), self._heads.report]
         dtypes = {engine.model.dtype for engine in self._engines.values()}
@@ -337,7 +345,7 @@ class RankStartup:
             shard_bytes=sum(report.shard_bytes for report in loaded)
             + (self._corpus.num_bytes if self._corpus is not None else 0),
             working_bytes=self._working_bytes,
-            kv_bytes=num_blocks * self._demand().bytes_per_block,
+            kv_bytes=num_blocks * self._demand().bytes_per_block + self._ring_bytes(),
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
             kernels="+".join(sorted({operations_of(self._device.type).name(dtype) for dtype in dtypes})),
             files_hash="+".join(
