@@ -37,6 +37,7 @@ from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_bl
 from trtrun.models.stored_report import describe_kept, describe_stored
 from trtrun.models.weights import Share
 from trtrun.start.model_settings import mask_token
+from trtrun.start.window_rings import describe_rings
 
 UNKNOWN = "-"
 
@@ -269,6 +270,7 @@ def _note_stored(memory: JobMemory) -> Iterator[str]:
             said = (
                 describe_stored(shards.model, share, shards.dtype, kind),
                 describe_kept(shards.model, name, share, shards.dtype, kind),
+                describe_rings(memory.config, shards.model),
             )
             yield from (f"{role}: {line}" for line in said if line is not None)
 

@@ -54,3 +54,15 @@ def most_chunk(config: RuntimeConfig, *models: ModelConfig | None) -> int | None
 
 def _chunk(window: int) -> int:
     return max(_LEAST_CHUNK, window // _SHARE_OF_WINDOW)
+
+
+def describe_rings(config: RuntimeConfig, model: ModelConfig) -> str | None:
+    """For people; None where there are no rings."""
+    space, chunk = ring_space(config, model), most_chunk(config, model)
+    if space is None:
+        return None
+    kept = space.blocks_per_row * config.kv_cache.block_size
+    return (
+        f"{space.layers.count(True)} of {len(space.layers)} layers have windows, and keep {kept} tokens of each row; "
+        f"prompts are read in chunks of {chunk}"
+    )

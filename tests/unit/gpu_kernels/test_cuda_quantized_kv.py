@@ -72,3 +72,34 @@ def test_no_round_over_codes_waits_for_a_graph_or_a_kernel(tmp_path: Path) -> No
         llm.generate([prompt_of(70, number) for number in range(5)], SamplingParams(max_tokens=20))
         found = llm.statistics()
     assert (found["num_captures"], found["num_compilations"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "fp8"])
+def test_texts_over_rings_are_those_of_layers_that_keep_all(tmp_path: Path, name: str) -> None:
+    """Layers with a window, some of all: prompts of several rings, by graphs and in chunks; plain, chains and trees."""
+    target = make_checkpoint(
+        tmp_path / "target",
+        "Qwen2ForCausalLM",
+        dtype=torch.bfloat16,
+        sliding_window=128,
+        use_sliding_window=True,
+        max_window_layers=1,
+        num_hidden_layers=5,
+        max_position_embeddings=4096,
+        **WIDE,
+    )
+    draft = noisy_copy(tmp_path / "draft", target, 0.05)
+    prompts = [prompt_of(length, seed=length) for length in (3, 900, 130, 2000, 47, 300, 700, 1500)]
+    sampling = [
+        SamplingParams(max_tokens=100, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(8)
+    ]
+    texts = []
+    for reuses, model, speculation in ((True, None, {}), (False, None, {}), (False, draft, CHAIN), (False, None, TREE)):
+        settings: dict[str, Any] = {
+            "kv_cache": {"max_tokens": 8192, "dtype": name, "enable_block_reuse": reuses},
+            "scheduler": {"max_num_tokens": 512, "max_batch_size": 4},
+            "speculation": speculation,
+        }
+        with make_llm(target, model, devices=(("cuda:0",), ("cuda:0",)), **settings) as llm:
+            texts.append(tokens_of(llm.generate(prompts, sampling)))
+    assert all(found == texts[0] for found in texts)

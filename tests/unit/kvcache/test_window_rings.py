@@ -13,19 +13,18 @@ from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 from trtrun import SamplingParams
 from trtrun.models.config import read_model_config
 from trtrun.start.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
-from trtrun.start.window_rings import most_chunk, ring_space
+from trtrun.start.window_rings import describe_rings, most_chunk, ring_space
 
 WINDOW = 48
-ALL: dict[str, Any] = {"architecture": "MistralForCausalLM", "sliding_window": WINDOW}
+ALL: dict[str, Any] = {"architecture": "MistralForCausalLM", "sliding_window": WINDOW, "num_hidden_layers": 5}
 SOME: dict[str, Any] = {
     "architecture": "Qwen2ForCausalLM", "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 5,
 }  # fmt: skip
 CHAIN, TREE = {"draft_len": 3}, {"method": "ngram", "prompt_lookup_min": 1, "draft_len": 3, "max_paths": 3}
 
 
-@pytest.mark.parametrize("kind", [ALL, SOME], ids=["all layers", "some layers"])
-@pytest.mark.parametrize("name", ["plain", "int8"])
+@pytest.mark.parametrize(("kind", "name"), [(ALL, "plain"), (SOME, "int8")], ids=["all layers", "some layers"])
 def test_texts_are_those_of_layers_that_keep_all(tmp_path: Path, kind: dict[str, Any], name: str) -> None:
     """Of prompts several times as long as a ring, read in chunks; plain, with chains, with trees, after preemption."""
     more = {"dtype": torch.bfloat16, "max_position_embeddings": 1024}
@@ -43,6 +42,7 @@ def test_texts_are_those_of_layers_that_keep_all(tmp_path: Path, kind: dict[str,
         }
         config = configuration(target, model, speculation=speculation, **settings)
         assert (ring_space(config, read_model_config(target)) is None) is reuses
+        assert reuses or describe_rings(config, read_model_config(target)) is not None
         with make_llm(target, model, speculation=speculation, **settings) as llm:
             outputs = llm.generate(prompts, sampling)
             texts.append(tokens_of(outputs))
@@ -67,6 +67,9 @@ def test_bytes_of_a_window_of_4096_in_a_context_of_32768(tmp_path: Path) -> None
     assert rows * 4096 * token < in_rings < 1.3 * rows * 4096 * token
     assert kv_bytes_per_block(config, model, 1, torch.float32) == 0
     assert most_chunk(config, model, None) == 1024
+    assert describe_rings(config, model) == (
+        "5 of 5 layers have windows, and keep 5184 tokens of each row; prompts are read in chunks of 1024"
+    )
 
 
 def test_where_there_are_no_rings(tmp_path: Path) -> None:
