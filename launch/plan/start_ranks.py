@@ -19,13 +19,13 @@ from parallel.topology import Slot
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.prompt_tiles import tile_width
-from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.loading import heads_bytes
 from trtrun.sampling.keyed_ranks import NUM_KINDS
 from trtrun.start.engine_caches import VARIABLE, kernels_folder
 from trtrun.start.graph_counts import count_graphs
 from trtrun.start.kernels_ahead import has_mark, mark_file
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
+from trtrun.start.memory_requirements import reads_in_place
 from trtrun.start.startup import device_of
 
 Kernels = Literal["found", "missing", "unknown", "none"]
@@ -124,7 +124,7 @@ class RankStarts:
         if not (slot.device.startswith("cuda") and config.cuda_graphs and (shards.tp_size == 1 or self._nccl)):
             return 0
         has_triton = self._has_triton(slot)
-        tiled = has_triton and KV_FORMATS.get(config.kv_cache.dtype).is_plain
+        tiled = has_triton and reads_in_place(config, shards.model, "cuda")
         width = tile_width(shards.model, shards.tp_size, slot.device) if tiled else None
         kinds = NUM_KINDS if has_triton else 0
         return count_graphs(config, self._memory.context, role, shards.model, width, kinds)

@@ -30,6 +30,7 @@ from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.engine_loader import held_tensors
 from trtrun.models.engine_shards import hash_header, order_of_loading, stored_name
+from trtrun.models.kv_scales import attention_names, load_kv_scales
 from trtrun.models.quantization_config import QUANTIZATION_FILE
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weight_check import check_split, check_weights, choose_default
@@ -125,6 +126,7 @@ class EngineBuilder:
             limits=self.settings.limits,
             shards=shards,
             checkpoint=self.checkpoint.name,
+            kv_scales=self._kv_scales(),
         )
         write_whole(output / ENGINE_FILE, engine_json(description))
         write_whole(output / "config.json", json.dumps(self._model_config(), indent=2) + "\n")
@@ -148,6 +150,17 @@ class EngineBuilder:
             return "cpu"
         major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
         return f"cuda sm_{major}{minor}"
+
+    def _kv_scales(self) -> dict[str, tuple[list[float], list[float]]]:
+        """Of all layers, where the checkpoint has them for keys and values of 8 bits."""
+        scheme, heads = self.config.kv_scheme, self.config.num_kv_heads
+        if scheme is None or not scheme.has_scales:
+            return {}
+        made = {}
+        for name in attention_names(self.config.num_layers):
+            keys, values = load_kv_scales(self.files, name, heads, range(heads)).tolist()
+            made[name] = keys, values
+        return made
 
     def _model_config(self) -> dict[str, object]:
         """config.json in Hugging Face's words, whichever layout the checkpoint has."""

@@ -68,6 +68,8 @@ class EngineDescription(msgspec.Struct, frozen=True):
         limits: see there.
         shards: one for each tensor-parallel rank.
         checkpoint: name of the directory that it was built from.
+        kv_scales: of each layer's attention, by the checkpoint's names, those of keys and of values, one for each KV
+            head; none where the checkpoint has none.
     """
 
     format: int
@@ -80,6 +82,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     limits: Limits
     shards: list[ShardDescription]
     checkpoint: str
+    kv_scales: dict[str, tuple[list[float], list[float]]] = msgspec.field(default_factory=dict)
 
     @property
     def tp_size(self) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import chain
+from math import inf
 from pathlib import Path
 
 import torch
 
-from trtrun.configuration.engine_directory import EngineDescription
+from trtrun.configuration.engine_directory import ENGINE_FILE, EngineDescription
 from trtrun.errors import CheckpointError, reading, shorten_path
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSpec
 from trtrun.models.checkpoint import TORCH_NAMES
@@ -75,7 +77,7 @@ class EngineLoader:
         self._specs: dict[str, TensorSpec] = {}
         for weight in order_of_loading(config):
             self._specs |= held_tensors(weight, share, quantization_of(weight), dtype, device.type)
-        self._file = shard_path(path, engine, share.rank)
+        self._file, self._kv_scales = shard_path(path, engine, share.rank), engine.kv_scales
         for name, spec in self._specs.items():
             self._check(name, spec, engine)
         self._progress = progress
@@ -117,6 +119,16 @@ class EngineLoader:
     def tensor(self, weight: Weight) -> torch.Tensor:
         """See WeightLoader."""
         return self._take(stored_name(weight))
+
+    def kv_scales(self, attention: str, num_heads: int, heads: range) -> torch.Tensor:
+        """See WeightLoader."""
+        found = self._kv_scales.get(attention, ())
+        if [len(scales) for scales in found] != [num_heads] * 2 or not all(0 < one < inf for one in chain(*found)):
+            raise CheckpointError(
+                f"{shorten_path(self._file.parent)}: {ENGINE_FILE} does not hold a scale above 0 for each KV head of "
+                f"{attention}: build the engine again"
+            )
+        return torch.tensor(found)[:, heads.start : heads.stop]
 
     def release_buffer(self) -> None:
         """See WeightLoader."""

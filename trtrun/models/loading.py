@@ -20,7 +20,7 @@ from parallel.sharding import vocabulary_range
 from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.model_sections import LoadFormat
 from trtrun.errors import CheckpointError
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import choose_format
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
@@ -106,7 +106,7 @@ def load_model(
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
         logits_reader: the only rank of the group that needs logits; None where all do.
         load_format: `dummy` makes weights up, from config.json alone.
-        kv_format: how the store that the model will meet keeps keys and values, by name.
+        kv_format: how the store that the model will meet keeps keys and values, by name; see `choose_format`.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -116,7 +116,7 @@ def load_model(
     share = Share(communicator.rank, communicator.size)
     size = shard_bytes(config, *share, dtype, device, quantization)
     loader = _open_loader(path, config, share, device, dtype, default, load_format, progress)
-    reader = WeightReader(loader, communicator, batch_invariant, KV_FORMATS.get(kv_format))
+    reader = WeightReader(loader, communicator, batch_invariant, choose_format(kv_format, config.kv_scheme))
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
     head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
@@ -197,7 +197,7 @@ def load_heads(
     total = sum(math.prod(map(len, part.ranges)) * plan.files.check(part.name, part.shape) for part in stored)
     loader = CheckpointLoader(plan.files, share, target.device, dtype, lambda weight: held, total, progress)
     # What is proposed changes no text: a product may depend on how many rows there are.
-    reader = WeightReader(loader, communicator, batch_invariant=False, kv_format=KV_FORMATS.get(kv_format))
+    reader = WeightReader(loader, communicator, batch_invariant=False, kv_format=choose_format(kv_format))
     try:
         heads = plan.build(reader, target, communicator)
     except CheckpointError as error:

@@ -15,7 +15,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import PLAIN
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
@@ -115,7 +115,7 @@ def load_ends(
     quantization_of = partial(config.quantization_of, default=default)
     loader = CheckpointLoader(files, _WHOLE, device, dtype, quantization_of, total, None)
     # As the target's own are multiplied with.
-    reader = WeightReader(loader, communicator, batch_invariant=True, kv_format=KV_FORMATS.get("auto"))
+    reader = WeightReader(loader, communicator, batch_invariant=True, kv_format=PLAIN)
     embedding = reader.tensor(config.embedding) if config.embedding in ends else None
     head = None
     if config.head in ends:

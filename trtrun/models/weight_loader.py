@@ -18,6 +18,8 @@ import torch
 
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSlice
+from trtrun.models.checkpoint import Checkpoint
+from trtrun.models.kv_scales import load_kv_scales
 from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import HeldWeight, Share, Weight
 
@@ -62,6 +64,15 @@ class WeightLoader(Protocol):
 
         Raises:
             CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.
+        """
+        ...
+
+    def kv_scales(self, attention: str, num_heads: int, heads: range) -> torch.Tensor | None:
+        """[2, heads] float32 on the host: the scales of a layer's keys and values, see `load_kv_scales`; None where
+        weights are made up.
+
+        Raises:
+            CheckpointError: there are none, or they are not scales.
         """
         ...
 
@@ -168,6 +179,11 @@ class CheckpointLoader:
         """
         held = weight.cut(self.share)
         return self._fill(self._new(held), held)
+
+    def kv_scales(self, attention: str, num_heads: int, heads: range) -> torch.Tensor | None:
+        """See WeightLoader."""
+        files = self._files
+        return load_kv_scales(files, attention, num_heads, heads) if isinstance(files, Checkpoint) else None
 
     def stored(self, part: TensorSlice) -> torch.Tensor:
         """Read one slice on to the device in the file's dtype.

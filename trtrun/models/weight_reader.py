@@ -10,11 +10,15 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
-from trtrun.kvcache.formats import KVFormat
+from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
+from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.linear.layer import Linear
 from trtrun.models.weight_loader import WeightLoader
-from trtrun.models.weights import Weight
+from trtrun.models.weights import Axis, Weight
+
+_MADE_UP_MOST = 64.0
+"""The largest key or value that made-up scales are for."""
 
 
 class WeightReader:
@@ -55,6 +59,27 @@ class WeightReader:
         if head_dim not in self._backends:
             self._backends[head_dim] = attention_backend(self.device, self.dtype, head_dim, self._kv_format)
         return self._backends[head_dim]
+
+    def kv_scales(self, attention: str, keys: Axis) -> torch.Tensor | None:
+        """The scales of a layer's keys and values, where its store has none of tokens.
+
+        Args:
+            attention: in front of the layer's names.
+            keys: their features.
+
+        Returns:
+            [2, this rank's KV heads] bfloat16 on the device, or None.
+
+        Raises:
+            CheckpointError: see `load_kv_scales`.
+        """
+        if not isinstance(self._kv_format, ByteKV) or not self._kv_format.has_layer_scales:
+            return None
+        heads = keys.units(self.share)
+        scales = self._loader.kv_scales(attention, keys.size, heads)
+        if scales is None:  # made-up weights have made-up scales
+            scales = torch.full((2, len(heads)), _MADE_UP_MOST / LARGEST[self._kv_format.kind])
+        return scales.clamp(LEAST_SCALE, MOST_SCALE).to(self.device, torch.bfloat16)
 
     def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""

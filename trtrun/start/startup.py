@@ -39,7 +39,7 @@ from trtrun.kvcache.sizing import (
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import heads_bytes, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
-from trtrun.models.stored_report import describe_weights
+from trtrun.models.stored_report import describe_kept, describe_weights
 from trtrun.models.weight_check import choose_default
 from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
@@ -53,6 +53,7 @@ from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     HiddenKind,
     engine_working_bytes,
+    kv_bytes_in_rings,
     most_useful_blocks,
     resolve_dtype,
     round_shape,
@@ -192,10 +193,13 @@ class RankStartup:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
-            share = Share(0, communicator.size)
-            said = describe_weights(section.model, config, share, dtype, self._device.type)
-            if said is not None and communicator.rank == 0:
-                _logger.info("%s: %s", role, said)
+            share, kind = Share(0, communicator.size), self._device.type
+            for said in (
+                describe_weights(section.model, config, share, dtype, kind),
+                describe_kept(config, self._config.kv_cache.dtype, share, dtype, kind),
+            ):
+                if said is not None and communicator.rank == 0:
+                    _logger.info("%s: %s", role, said)
 
             def report(read: int, total: int, before: int = done, size: int = size) -> None:
                 # Files may hold more or less than the device: what counts is how much of the shard is there.
@@ -340,6 +344,13 @@ class RankStartup:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
+    def _ring_bytes(self) -> int:
+        """Of layers with a window, which `working_bytes` counts, too."""
+        return sum(
+            kv_bytes_in_rings(self._config, model, communicator.size, resolve_dtype(section, model))
+            for _, section, model, communicator in self._parts()
+        )
+
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [*(engine.report for engine in self._engines.values()), self._heads.report]
         dtypes = {engine.model.dtype for engine in self._engines.values()}
@@ -356,7 +367,7 @@ class RankStartup:
             shard_bytes=sum(report.shard_bytes for report in loaded)
             + (self._corpus.num_bytes if self._corpus is not None else 0),
             working_bytes=self._working_bytes,
-            kv_bytes=num_blocks * self._demand().bytes_per_block,
+            kv_bytes=num_blocks * self._demand().bytes_per_block + self._ring_bytes(),
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
             kernels="+".join(sorted({operations_of(self._device.type).name(dtype) for dtype in dtypes})),
             files_hash="+".join(
