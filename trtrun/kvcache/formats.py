@@ -144,9 +144,11 @@ class ByteKV(KVFormat):
         """See KVFormat."""
         import torch
 
-        from trtrun.kvcache.byte_codes import SCALE_BYTES
+        from trtrun.kvcache.byte_codes import ALIGNED, SCALE_BYTES
 
-        return head_dim + (0 if self.has_layer_scales else SCALE_BYTES), torch.uint8
+        if self.has_layer_scales:
+            return head_dim, torch.uint8
+        return -(-head_dim // ALIGNED) * ALIGNED + SCALE_BYTES, torch.uint8
 
     def write(
         self, store_layer: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor | None
@@ -161,7 +163,7 @@ class ByteKV(KVFormat):
         else:
             scale = scales_of(rows, self.kind)
             self._scales(store_layer)[tile, token] = scale
-        self._codes(store_layer)[tile, token] = to_codes(rows, scale, self.kind)
+        self._codes(store_layer)[..., : rows.shape[1]][tile, token] = to_codes(rows, scale, self.kind)
 
     def read(
         self,
@@ -174,7 +176,7 @@ class ByteKV(KVFormat):
         """See KVFormat."""
         from trtrun.kvcache.byte_codes import from_codes
 
-        codes = self._codes(store_layer).index_select(0, index)
+        codes = self._codes(store_layer)[..., :head_dim].index_select(0, index)
         if self.has_layer_scales:
             scale = _of_tiles(scales, index, store_layer).unsqueeze(1)
         else:
@@ -189,7 +191,7 @@ class ByteKV(KVFormat):
         return (codes,) if self.has_layer_scales else (codes, self._scales(store).view(*tiles, -1, 1))
 
     def _codes(self, store: torch.Tensor) -> torch.Tensor:
-        """[tiles, block, head_dim] uint8: a view."""
+        """[tiles, block, head_dim and what fills it up] uint8: a view."""
         from trtrun.kvcache.byte_codes import SCALE_BYTES
 
         block_size, width = store.shape[-2:]
@@ -199,13 +201,13 @@ class ByteKV(KVFormat):
         return tiles[:, : block_size * (width - SCALE_BYTES)].view(len(tiles), block_size, -1)
 
     def _scales(self, store: torch.Tensor) -> torch.Tensor:
-        """[tiles, block] bfloat16: a view."""
+        """[tiles, block] float32, all of them numbers of bfloat16: a view."""
         import torch
 
         from trtrun.kvcache.byte_codes import SCALE_BYTES
 
         block_size, width = store.shape[-2:]
-        return store.view(-1, block_size * width)[:, block_size * (width - SCALE_BYTES) :].view(torch.bfloat16)
+        return store.view(-1, block_size * width)[:, block_size * (width - SCALE_BYTES) :].view(torch.float32)
 
 
 def _of_tiles(scales: torch.Tensor | None, tile: torch.Tensor, store_layer: torch.Tensor) -> torch.Tensor:
