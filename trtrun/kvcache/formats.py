@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from trtrun.errors import ConfigError
 from trtrun.registry import Registry
 
 if TYPE_CHECKING:  # processes that only check a configuration do without
@@ -29,6 +30,13 @@ class KVFormat(ABC):
 
     kernels: frozenset[str] = frozenset()
     """Types of devices whose kernels read the store in place."""
+
+    def check(self, dtype: torch.dtype, device_type: str) -> None:  # noqa: B027 - most formats are for all
+        """Whether a model of `dtype` can be kept so on such devices.
+
+        Raises:
+            ConfigError: it cannot.
+        """
 
     @abstractmethod
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -139,6 +147,15 @@ class ByteKV(KVFormat):
     has_layer_scales: bool = False
 
     kernels = frozenset({"cuda"})
+
+    def check(self, dtype: torch.dtype, device_type: str) -> None:
+        """See KVFormat: on GPUs texts were those of plain decoding in bfloat16 alone."""
+        name = str(dtype).removeprefix("torch.")
+        if device_type == "cuda" and name != "bfloat16":
+            raise ConfigError(
+                f"on GPUs keys and values are kept in {self.kind} for models in bfloat16, not in {name}: write "
+                "kv_cache.dtype: plain, or dtype: bfloat16"
+            )
 
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """See KVFormat."""

@@ -23,7 +23,7 @@ from trtrun.kvcache.store import KVStore
 from trtrun.models.config import read_model_config
 from trtrun.models.kv_scales import load_kv_scales
 from trtrun.models.rank_files import open_checkpoint
-from trtrun.start.memory_requirements import kv_bytes_per_block
+from trtrun.start.memory_requirements import kv_bytes_per_block, reads_in_place
 
 CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -135,6 +135,18 @@ def test_whose_scales_a_store_has(tmp_path: Path) -> None:
 def configuration_bytes(folder: Path, model: Path, name: str) -> int:
     config = configuration(model, None, dtype="bfloat16", kv_cache={"dtype": name, "block_size": 16})
     return kv_bytes_per_block(config, read_model_config(model), 1, torch.bfloat16)
+
+
+def test_on_gpus_they_are_for_bfloat16_alone(tmp_path: Path) -> None:
+    path = with_kv_scales(tmp_path / "scaled", make_checkpoint(tmp_path / "source"), FP8_SCHEME)
+    model = read_model_config(path)
+    for name, kind in (("auto", "fp8"), ("int8", "int8")):
+        config = configuration(path, None, kv_cache={"dtype": name})
+        assert reads_in_place(config, model, "cuda", torch.bfloat16)
+        assert not reads_in_place(config, model, "cpu", torch.float32)
+        with pytest.raises(ConfigError, match=f"on GPUs keys and values are kept in {kind} .* not in float16: write"):
+            reads_in_place(config, model, "cuda", torch.float16)
+    assert reads_in_place(configuration(path, None, kv_cache={"dtype": "plain"}), model, "cuda", torch.float16)
 
 
 def test_a_block_takes_half_the_bytes(tmp_path: Path) -> None:
