@@ -7,6 +7,7 @@ bits. It knows weights and files. It does not know where they are put in place (
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,10 +109,11 @@ class EngineBuilder:
             done += num_bytes
             progress(done, total)
 
-        shards = []
+        # Shards of all ranks, and of all models of one architecture, may have headers that are otherwise alike.
+        built, shards = secrets.token_hex(16), []
         for rank, shard in enumerate(plans):
             file = output / f"rank{rank}.safetensors"
-            num_bytes = write_tensors(file, shard.plans(), written)
+            num_bytes = write_tensors(file, shard.plans(), written, {"engine": built, "rank": str(rank)})
             shards.append(ShardDescription(file.name, num_bytes, hash_header(file)))
         copy_beside(self.checkpoint, output)
         description = EngineDescription(

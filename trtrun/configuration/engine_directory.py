@@ -46,7 +46,8 @@ class ShardDescription(msgspec.Struct, frozen=True):
     Attributes:
         file: its name.
         bytes: of the file.
-        header_sha256: of its first bytes: names, dtypes, shapes and places of all tensors.
+        header_sha256: of its first bytes: a number of the build, the rank, and names, dtypes, shapes and places of all
+            tensors.
     """
 
     file: str

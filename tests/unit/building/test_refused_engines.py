@@ -61,6 +61,19 @@ def lengthen(engine: Path) -> None:
         file.write(b"more")
 
 
+def swap(engine: Path) -> None:
+    """Both have the same sizes and tensors."""
+    first, second, other = (engine / name for name in ("rank0.safetensors", "rank1.safetensors", "other"))
+    for file, place in ((first, other), (second, first), (other, second)):
+        file.rename(place)
+
+
+def take_from_another(engine: Path) -> None:
+    """Built with the same options of a checkpoint of the same shapes."""
+    other = build_engine(make_checkpoint(engine.parent / "tuned", seed=7, tokenizer=True), engine.parent / "other", 2)
+    shutil.copy(other / "rank1.safetensors", engine)
+
+
 def edit(engine: Path, **changes: Any) -> None:
     file = engine / "engine.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -71,6 +84,8 @@ def edit(engine: Path, **changes: Any) -> None:
     [
         (truncate, r"rank1\.safetensors is truncated \(\d+ bytes of \d+\): copy the engine again"),
         (change_header, r"rank1\.safetensors is not the file that was built: copy the engine again, or build it again"),
+        (swap, r"rank0\.safetensors is not the file that was built"),
+        (take_from_another, r"rank1\.safetensors is not the file that was built"),
         (lengthen, r"rank0\.safetensors is not the file that was built"),
         (lambda engine: (engine / "rank1.safetensors").write_bytes(b""), r"rank1\.safetensors is truncated \(0 bytes"),
         (lambda engine: (engine / "rank1.safetensors").unlink(), r"engine lacks rank1\.safetensors: copy"),
