@@ -142,7 +142,8 @@ def test_what_goes_beyond_an_engine_is_refused_with_both_numbers(
 ) -> None:
     limits = {"max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 128, "max_draft_len": 3}
     engine = build_engine(source, tmp_path / "engine", 2, **limits)
-    config = configure(engine)
+    config = configure(engine, scheduler={"max_seq_len": None})
+    assert config.scheduler.max_seq_len == 128
     check_job(config, make_topology(config))
     with pytest.raises(ConfigError, match=message):
         configure(engine, devices, **sections)
