@@ -16,7 +16,7 @@ from trtrun.configuration.drafting_methods import needs_draft_model
 from trtrun.configuration.engine_directory import ANYWHERE, EngineDescription, read_engine
 from trtrun.configuration.model_paths import find_model
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.configuration.round_sections import SchedulerSection
+from trtrun.configuration.round_sections import MOST_TOKENS, SchedulerSection
 from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import ConfigError, TrtrunError
 
@@ -97,7 +97,7 @@ def _defaults(engines: Engines) -> dict[str, int]:
             found[key] = min(limits)
     if "max_batch_size" in found and "max_num_tokens" not in found:
         draft_len = max(engine.limits.max_draft_len or 0 for engine in engines.values())
-        found["max_num_tokens"] = max(_ROUND_TOKENS, found["max_batch_size"] * (1 + draft_len))
+        found["max_num_tokens"] = min(MOST_TOKENS, max(_ROUND_TOKENS, found["max_batch_size"] * (1 + draft_len)))
     return found
 
 

@@ -262,6 +262,8 @@ def test_a_build_that_fails_or_is_killed_leaves_what_was_there(
         ({"quantization": "fp9"}, r"unknown quantization 'fp9' \(did you mean 'fp8'\?\)"),
         ({"quantization": "fp8"}, "quantization fp8 computes in bfloat16, not in float32"),
         ({"limits": Limits(max_batch_size=0)}, "--max-batch-size is 0: it must be 1 or more"),
+        ({"limits": Limits(max_batch_size=5000)}, "--max-batch-size is 5000: it must be 4096 or less"),
+        ({"limits": Limits(max_draft_len=2**31)}, "--max-draft-len is 2147483648: it must be 2147483647 or less"),
         ({"limits": Limits(max_seq_len=300)}, "--max-seq-len is 300, but the model's context is 256 tokens"),
         ({"limits": Limits(8, 20, None, 4)}, "--max-num-tokens is 20, too small to verify 5 tokens of each of 8 rows"),
     ],
