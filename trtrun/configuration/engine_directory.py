@@ -109,6 +109,21 @@ def is_engine(path: Path) -> bool:
     return (path / ENGINE_FILE).is_file()
 
 
+def was_built(path: Path) -> bool:
+    """Whether it is an engine of ours, of any format; other programs may have a file of the same name.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not is_engine(path):
+        return False
+    try:
+        msgspec.json.decode((path / ENGINE_FILE).read_bytes(), type=_Begin)
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        return False
+    return True
+
+
 def read_engine(path: Path) -> EngineDescription | None:
     """What an engine directory says of itself; None where it is no engine.
 
