@@ -6,6 +6,7 @@ bits. It knows weights and files. It does not know where they are put in place (
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping
@@ -116,6 +117,7 @@ class EngineBuilder:
             num_bytes = write_tensors(file, shard.plans(), written, {"engine": built, "rank": str(rank)})
             shards.append(ShardDescription(file.name, num_bytes, hash_header(file)))
         copy_beside(self.checkpoint, output)
+        config = json.dumps(self._model_config(), indent=2) + "\n"
         description = EngineDescription(
             format=FORMAT,
             trtrun=version,
@@ -127,9 +129,10 @@ class EngineBuilder:
             limits=self.settings.limits,
             shards=shards,
             checkpoint=self.checkpoint.name,
+            config_sha256=hashlib.sha256(config.encode()).hexdigest(),
         )
         write_whole(output / ENGINE_FILE, engine_json(description))
-        write_whole(output / "config.json", json.dumps(self._model_config(), indent=2) + "\n")
+        write_whole(output / "config.json", config)
         return description
 
     def quantization_of(self, weight: Weight) -> Quantization:

@@ -6,6 +6,7 @@ It knows names and numbers. It does not know weights (trtrun.models.engine_shard
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
@@ -69,6 +70,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
         limits: see there.
         shards: one for each tensor-parallel rank.
         checkpoint: name of the directory that it was built from.
+        config_sha256: of config.json, which says how the weights are computed with.
     """
 
     format: int
@@ -81,6 +83,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     limits: Limits
     shards: list[ShardDescription]
     checkpoint: str
+    config_sha256: str
 
     @property
     def tp_size(self) -> int:
@@ -128,13 +131,15 @@ def read_engine(path: Path) -> EngineDescription | None:
     """What an engine directory says of itself; None where it is no engine.
 
     Raises:
-        CheckpointError: it is another runtime's, of a newer format, or damaged; one line.
+        CheckpointError: it is another runtime's, of a newer format, or damaged, or its config.json is another one; one
+            line.
     """
     with reading(path, CheckpointError):
         if not is_engine(path):
             refuse_foreign(path)
             return None
         text = (path / ENGINE_FILE).read_bytes()
+        config = (path / "config.json").read_bytes() if (path / "config.json").is_file() else None
     try:
         begin = msgspec.json.decode(text, type=_Begin)
         if begin.format > FORMAT:
@@ -149,6 +154,12 @@ def read_engine(path: Path) -> EngineDescription | None:
         raise CheckpointError(
             f"{shorten_path(path / ENGINE_FILE)} is damaged ({one_line(error)}): build the engine again"
         ) from None
+    # That there is none says whoever needs it.
+    if config is not None and hashlib.sha256(config).hexdigest() != found.config_sha256:
+        raise CheckpointError(
+            f"{shorten_path(path / 'config.json')} is not the file that was built: copy the engine again, or build it "
+            "again"
+        )
     return found
 
 

@@ -74,6 +74,12 @@ def take_from_another(engine: Path) -> None:
     shutil.copy(other / "rank1.safetensors", engine)
 
 
+def change_config(engine: Path) -> None:
+    """All tensors would be there, with other texts."""
+    file = engine / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 1e-3}))
+
+
 def edit(engine: Path, **changes: Any) -> None:
     file = engine / "engine.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -96,6 +102,7 @@ def edit(engine: Path, **changes: Any) -> None:
         (lambda engine: edit(engine, limits={"max_batch_size": 0}), r"engine\.json is damaged"),
         (lambda engine: edit(engine, format=2, trtrun="9.0", shards="elsewhere"),
          r"engine of format 2, built by trtrun 9\.0, and this version reads 1: build it again"),
+        (change_config, r"config\.json is not the file that was built: copy the engine again, or build it again"),
         (lambda engine: (engine / "config.json").unlink(), r"has no config\.json"),
     ],
 )  # fmt: skip
