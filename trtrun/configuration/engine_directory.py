@@ -25,9 +25,11 @@ _FOREIGN = ("*.engine", "*.plan")
 """Files of TensorRT's own, which hold code for one version of it."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Word = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{1,100}\Z")]
+"""That stands in messages."""
 
 
-class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What rounds of an engine's jobs may be, at most; None where it has no limit.
 
     Attributes:
@@ -51,7 +53,7 @@ class ShardDescription(msgspec.Struct, frozen=True):
             tensors.
     """
 
-    file: str
+    file: Word
     bytes: int
     header_sha256: str
 
@@ -74,12 +76,12 @@ class EngineDescription(msgspec.Struct, frozen=True):
     """
 
     format: int
-    trtrun: str
-    architecture: str
-    dtype: str
-    quantization: str
-    quant_method: str | None
-    built_for: str
+    trtrun: Word
+    architecture: Word
+    dtype: Word
+    quantization: Word
+    quant_method: Word | None
+    built_for: Word
     limits: Limits
     shards: list[ShardDescription]
     checkpoint: str
@@ -94,17 +96,18 @@ class EngineDescription(msgspec.Struct, frozen=True):
         """In words: "an engine of llama-8b for cuda sm_90, fp8; at most 32 as max_batch_size"."""
         where = "any device" if self.built_for == ANYWHERE else self.built_for
         how = self.quant_method or self.quantization
-        names = self.limits.__struct_fields__
-        limits = [f"{limit} as {name}" for name in names if (limit := getattr(self.limits, name)) is not None]
+        keys = self.limits.__struct_fields__
+        limits = [f"{limit} as {key}" for key in keys if (limit := getattr(self.limits, key)) is not None]
         most = f"; at most {', '.join(limits)}" if limits else ""
-        return f"an engine of {self.checkpoint} for {where}, {self.dtype if how == 'none' else how}{most}"
+        name = shorten_path(Path(self.checkpoint))
+        return f"an engine of {name} for {where}, {self.dtype if how == 'none' else how}{most}"
 
 
 class _Begin(msgspec.Struct):
     """What stands in the engine.json of every format."""
 
     format: Count
-    trtrun: str
+    trtrun: Word
 
 
 def is_engine(path: Path) -> bool:

@@ -21,7 +21,7 @@ from launch.commands.build import BuildOptions, run_build
 from trtrun.building.engine_output import building
 from trtrun.building.settings import BuildSettings
 from trtrun.configuration.config import RuntimeConfig, make_config
-from trtrun.configuration.engine_directory import Limits
+from trtrun.configuration.engine_directory import Limits, read_engine
 from trtrun.configuration.topology import make_topology
 from trtrun.conversion import staged_output
 from trtrun.errors import ConfigError, TrtrunError
@@ -100,6 +100,10 @@ def edit(engine: Path, **changes: Any) -> None:
         (lambda engine: edit(engine, shards=[]), r"engine\.json is damaged \(its shards are not named\)"),
         (lambda engine: edit(engine, shards=[{"file": "../x", "bytes": 1, "header_sha256": ""}]), "are not named"),
         (lambda engine: edit(engine, limits={"max_batch_size": 0}), r"engine\.json is damaged"),
+        (lambda engine: edit(engine, limits={"max_batchsize": 2}), r"is damaged \(.*unknown field `max_batchsize`"),
+        (lambda engine: edit(engine, built_for="cpu\n\x1b[31m"), r"engine\.json is damaged \(.*`\$\.built_for`"),
+        (lambda engine: edit(engine, format=2, trtrun="9\n"), r"engine\.json is damaged \(.*`\$\.trtrun`"),
+        (lambda engine: edit(engine, shards=[{"file": "a\nb", "bytes": 1, "header_sha256": ""}]), r"shards.*file`"),
         (lambda engine: edit(engine, format=2, trtrun="9.0", shards="elsewhere"),
          r"engine of format 2, built by trtrun 9\.0, and this version reads 1: build it again"),
         (change_config, r"config\.json is not the file that was built: copy the engine again, or build it again"),
@@ -114,6 +118,12 @@ def test_what_is_damaged_is_refused_before_ranks_start(
         config = configure(engine)
         check_job(config, make_topology(config))
     assert "\n" not in str(raised.value)
+
+
+def test_names_of_checkpoints_are_one_line(source: Path, tmp_path: Path) -> None:
+    engine = build_engine(source.rename(tmp_path / "a\nb"), tmp_path / "engine")
+    found = read_engine(engine)
+    assert found is not None and found.describe().startswith("an engine of 'a\\nb' for any device")
 
 
 def test_engines_of_tensorrt_are_refused_by_name(tmp_path: Path) -> None:
