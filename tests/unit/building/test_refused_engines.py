@@ -180,6 +180,13 @@ def test_drafts_have_limits_of_their_own_engine(source: Path, tmp_path: Path) ->
     assert config.scheduler.max_batch_size == 3
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_heads_are_not_looked_for_in_engines(engine: Path, method: str) -> None:
+    config = configure(engine, draft={"model": str(engine)}, speculation={"method": method})
+    with pytest.raises(TrtrunError, match="engine is an engine, which has no heads: name their own directory"):
+        check_job(config, make_topology(config))
+
+
 def test_devices_of_another_type_are_refused(tmp_path: Path) -> None:
     from quantized_checkpoints import make_pair
 
