@@ -95,6 +95,7 @@ def edit(engine: Path, **changes: Any) -> None:
         (lengthen, r"rank0\.safetensors is not the file that was built"),
         (lambda engine: (engine / "rank1.safetensors").write_bytes(b""), r"rank1\.safetensors is truncated \(0 bytes"),
         (lambda engine: (engine / "rank1.safetensors").unlink(), r"engine lacks rank1\.safetensors: copy"),
+        (lambda engine: (engine / "engine.json").unlink(), r"has rank0\.safetensors, but no engine\.json: copy the engine"),
         (lambda engine: (engine / "engine.json").write_text("{"), r"engine\.json is damaged .*: build the engine"),
         (lambda engine: (engine / "engine.json").write_bytes(b"\xff"), r"engine\.json is damaged"),
         (lambda engine: edit(engine, shards=[]), r"engine\.json is damaged \(its shards are not named\)"),
@@ -283,6 +284,13 @@ def test_nothing_of_the_engine_before_is_read_with_new_weights(source: Path, eng
     assert {one.name for one in engine.iterdir()} == {"cache", "config.json", "engine.json", "rank0.safetensors"} | {
         one.name for one in source.glob("tokenizer*")
     }
+
+
+@pytest.mark.parametrize(("output", "message"), [("loop", "it is no directory"), ("loop/engine", "in a circle")])
+def test_links_in_a_circle_are_one_line(source: Path, tmp_path: Path, output: str, message: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=message):
+        build_engine(source, tmp_path / output)
 
 
 def test_two_builds_do_not_write_to_one_directory(source: Path, engine: Path, tmp_path: Path) -> None:
