@@ -95,7 +95,7 @@ def edit(engine: Path, **changes: Any) -> None:
         (lengthen, r"rank0\.safetensors is not the file that was built"),
         (lambda engine: (engine / "rank1.safetensors").write_bytes(b""), r"rank1\.safetensors is truncated \(0 bytes"),
         (lambda engine: (engine / "rank1.safetensors").unlink(), r"engine lacks rank1\.safetensors: copy"),
-        (lambda engine: (engine / "engine.json").unlink(), r"has rank0\.safetensors, but no engine\.json: copy the engine"),
+        (lambda engine: (engine / "engine.json").unlink(), r"has rank0\.safetensors, but no engine\.json: copy"),
         (lambda engine: (engine / "engine.json").write_text("{"), r"engine\.json is damaged .*: build the engine"),
         (lambda engine: (engine / "engine.json").write_bytes(b"\xff"), r"engine\.json is damaged"),
         (lambda engine: edit(engine, shards=[]), r"engine\.json is damaged \(its shards are not named\)"),
