@@ -31,7 +31,7 @@ from trtrun.linear.quantization.base import Tensors, TensorSpec
 from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.engine_loader import held_tensors
-from trtrun.models.engine_shards import hash_header, order_of_loading, stored_name
+from trtrun.models.engine_shards import describe_rank, hash_header, order_of_loading, stored_name
 from trtrun.models.quantization_config import QUANTIZATION_FILE
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weight_check import check_split, check_weights, choose_default
@@ -114,7 +114,9 @@ class EngineBuilder:
         built, shards = secrets.token_hex(16), []
         for rank, shard in enumerate(plans):
             file = output / f"rank{rank}.safetensors"
-            num_bytes = write_tensors(file, shard.plans(), written, {"engine": built, "rank": str(rank)})
+            num_bytes = write_tensors(
+                file, shard.plans(), written, {"engine": built, "rank": describe_rank(rank, size)}
+            )
             shards.append(ShardDescription(file.name, num_bytes, hash_header(file)))
         copy_beside(self.checkpoint, output)
         config = json.dumps(self._model_config(), indent=2) + "\n"

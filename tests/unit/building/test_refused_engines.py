@@ -80,6 +80,11 @@ def change_config(engine: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 1e-3}))
 
 
+def name_first_twice(engine: Path) -> None:
+    first, _ = json.loads((engine / "engine.json").read_text())["shards"]
+    edit(engine, shards=[first, first])
+
+
 def edit(engine: Path, **changes: Any) -> None:
     file = engine / "engine.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -91,6 +96,7 @@ def edit(engine: Path, **changes: Any) -> None:
         (truncate, r"rank1\.safetensors is truncated \(\d+ bytes of \d+\): copy the engine again"),
         (change_header, r"rank1\.safetensors is not the file that was built: copy the engine again, or build it again"),
         (swap, r"rank0\.safetensors is not the file that was built"),
+        (name_first_twice, r"rank0\.safetensors is not the file that was built"),
         (take_from_another, r"rank1\.safetensors is not the file that was built"),
         (lengthen, r"rank0\.safetensors is not the file that was built"),
         (lambda engine: (engine / "rank1.safetensors").write_bytes(b""), r"rank1\.safetensors is truncated \(0 bytes"),
@@ -185,6 +191,15 @@ def test_drafts_have_limits_of_their_own_engine(source: Path, tmp_path: Path) ->
 def test_heads_are_not_looked_for_in_engines(engine: Path, method: str) -> None:
     config = configure(engine, draft={"model": str(engine)}, speculation={"method": method})
     with pytest.raises(TrtrunError, match="engine is an engine, which has no heads: name their own directory"):
+        check_job(config, make_topology(config))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_other_numbers_of_ranks_cannot_be_written_into_an_engine(engine: Path, count: int) -> None:
+    shards = json.loads((engine / "engine.json").read_text())["shards"]
+    edit(engine, shards=(shards * 2)[:count])
+    config = configure(engine, count)
+    with pytest.raises(TrtrunError, match=r"rank0\.safetensors is not the file that was built"):
         check_job(config, make_topology(config))
 
 
