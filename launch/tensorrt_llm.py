@@ -22,6 +22,7 @@ from launch.mpi.job import Job
 from launch.pasted_words import CLOSING_QUOTES, OPENING_QUOTES, PastedParser
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig, make_config
+from trtrun.configuration.engine_defaults import find_engines
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import shorten
 from trtrun.models.eagle_tensors import find_eagle_method
@@ -171,9 +172,11 @@ def _parse_list(option: str, text: str, expected: str) -> object:
 
 
 def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> RuntimeConfig:
-    """The configuration that the options stand for; device numbers are CPU slots where there is no GPU, and which kind
-    of EAGLE head drafts its files say."""
-    draft_len, draft_devices, target_devices, use_logits = 4, [0], [0], False
+    """The configuration that the options stand for; device numbers are CPU slots where there is no GPU, which kind
+    of EAGLE head drafts its files say, and how many devices a target has that no option counts its engine."""
+    draft_len, draft_devices, use_logits = 4, [0], False
+    engine = find_engines({"target": {"model": arguments.engine_dir}}, None, "run.py").get("target")
+    target_devices = list(range(1 if engine is None else engine.tp_size))
     if arguments.draft_target_model_config is not None:
         draft_len, draft_devices, target_devices, use_logits = parse_draft_config(arguments.draft_target_model_config)
     kind = "cuda" if has_gpu else "cpu"

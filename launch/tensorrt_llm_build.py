@@ -1,7 +1,7 @@
 """The command line of TensorRT-LLM's trtllm-build, answered by `trtrun build`.
 
-Behind scripts/trtllm_build.py. How many ranks share the model says the checkpoint, as there. It knows that command
-line, and nothing of how an engine is built.
+Behind scripts/trtllm_build.py. How many ranks share the model says the checkpoint, as there, if no option does. It
+knows that command line, and nothing of how an engine is built.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trtrun.configuration.model_paths import find_model
 from trtrun.models.checkpoint import read_json
 from trtrun.models.config import read_model_config
 from trtrun.models.tensorrt_llm_config import is_tensorrt_llm, read_tp_size
+from trtrun.quantizing.directory import find_tp_size
 
 IDLE = (
     *(
@@ -63,6 +64,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max_num_tokens", type=int, help="Most tokens of a round.")
     parser.add_argument("--max_seq_len", "--max_decoder_seq_len", type=int, help="Most tokens of a request.")
     parser.add_argument("--max_draft_len", type=int, help="Most draft tokens of a row.")
+    parser.add_argument("--tp_size", type=int, help="Devices.  [default: what the checkpoint was converted for]")
     parser.add_argument("--max_beam_width", type=int, default=1, help="Only 1.")
     parser.add_argument("--speculative_decoding_mode", choices=MODES, help="Taken, and not needed.")
     parser.add_argument("--device", help="cuda or cpu: what the engine is for.  [default: what is here]")
@@ -94,7 +96,9 @@ def make_options(arguments: argparse.Namespace) -> BuildOptions:
         _say(f"--max_seq_len {max_seq_len} is more than the model's context, {context} tokens, which is taken")
         max_seq_len = context
     limits = Limits(arguments.max_batch_size, arguments.max_num_tokens, max_seq_len, arguments.max_draft_len or None)
-    tp_size = read_tp_size(values) if is_tensorrt_llm(values) else 1
+    tp_size = arguments.tp_size
+    if tp_size is None:
+        tp_size = read_tp_size(values) if is_tensorrt_llm(values) else find_tp_size(checkpoint)
     settings = BuildSettings(tp_size, device=arguments.device, limits=limits)
     return BuildOptions(checkpoint, Path(arguments.output_dir), settings, arguments.force)
 

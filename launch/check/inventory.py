@@ -27,6 +27,7 @@ from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine
 from trtrun.configuration.hub_cache import snapshot_of
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import TrtrunError
@@ -54,6 +55,8 @@ class RankInventory:
         versions: of everything that all ranks must have alike, by name.
         configs: hash of each model's config.json, and of ModelOpt's file beside it, by engine; without those that
             cannot be read.
+        engines: hash of each model's engine.json, by engine, or "none" where weights are a checkpoint's; without those
+            of which this rank holds nothing.
         snapshots: `org/name@commit` of each model, by engine, that lies in this host's Hugging Face cache.
         free_bytes: memory for this slot; None on a rank without a device, or where it is not known.
         shard_bytes: weights of this rank.
@@ -67,6 +70,7 @@ class RankInventory:
     is_placed: bool
     versions: dict[str, str]
     configs: dict[str, str] = field(default_factory=dict)
+    engines: dict[str, str] = field(default_factory=dict)
     snapshots: dict[str, str] = field(default_factory=dict)
     free_bytes: int | None = None
     shard_bytes: int = 0
@@ -103,9 +107,12 @@ def take_inventory(
     is_placed = is_local(topology.host(rank))
     tell("reading the models' configurations")
     configs: dict[str, str] = {}
+    engines: dict[str, str] = {}
     for name, section, is_held in _sections(config, topology, rank):
         try:
             configs[name] = _read_model(section, is_held)
+            if is_held or is_engine(section.model):
+                engines[name] = _read_built(section.model)
         except TrtrunError as error:
             problems.append(f"{name}: {error}")
         except OSError as error:
@@ -124,7 +131,7 @@ def take_inventory(
         if (found := snapshot_of(section.model))
     }
     inventory = RankInventory(
-        rank, host, os.getpid(), is_placed, versions, configs, snapshots, problems=tuple(problems)
+        rank, host, os.getpid(), is_placed, versions, configs, engines, snapshots, problems=tuple(problems)
     )
     if slot is None or problems or not is_placed:
         return inventory
@@ -173,6 +180,10 @@ def _read_model(section: ModelSection, is_held: bool) -> str:
         model, size = read_model_config(path), len(section.devices)
         check_model_weights(path, model, size, section.quantization, section.load_format)
     return hashlib.sha256(b"\0".join(configuration_bytes(path))).hexdigest()[:16]
+
+
+def _read_built(path: Path) -> str:
+    return hashlib.sha256((path / ENGINE_FILE).read_bytes()).hexdigest()[:16] if is_engine(path) else "none"
 
 
 def _look_at_device(inventory: RankInventory, config: RuntimeConfig, topology: Topology, rank: int) -> RankInventory:
@@ -259,10 +270,11 @@ def _different_versions(ranks: Sequence[RankInventory]) -> Iterator[str]:
 
 
 def _different_models(ranks: Sequence[RankInventory]) -> Iterator[str]:
-    """Models whose config.json, what is said beside it, or commit differs between ranks."""
+    """Models whose config.json, what is said beside it, engine or commit differs between ranks."""
     for name in ("draft", "target"):
         snapshots = _group(name, ((rank, rank.snapshots) for rank in ranks))
         configs = _group(name, ((rank, rank.configs) for rank in ranks))
+        engines = _group(name, ((rank, rank.engines) for rank in ranks))
         if len(snapshots) > 1:
             yield (
                 f"{name}: the Hugging Face caches do not have the same: {_list_findings(snapshots)}: name one commit "
@@ -272,6 +284,11 @@ def _different_models(ranks: Sequence[RankInventory]) -> Iterator[str]:
             yield (
                 f"{name}: config.json or {QUANTIZATION_FILE} is not the same everywhere: {_list_findings(configs)}: "
                 "copy one model to all hosts"
+            )
+        elif len(engines) > 1:
+            yield (
+                f"{name}: {ENGINE_FILE} is not the same everywhere: {_list_findings(engines)}: copy one engine to all "
+                "hosts"
             )
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -83,13 +84,14 @@ def run_build(options: BuildOptions) -> int:
     from trtrun.configuration.model_paths import find_model
 
     checkpoint, output = find_model(options.checkpoint, None, "--checkpoint"), options.output
-    check_output(output, checkpoint, options.force)
+    check = partial(check_output, output, checkpoint, options.force)
+    check()
     from launch.terminal import Bar
     from trtrun.building.engine_builder import EngineBuilder
 
     started, builder = time.monotonic(), EngineBuilder.open(checkpoint, options.settings)
     try:
-        with building(output) as folder, Bar("written", in_bytes=True) as bar:
+        with building(output, check) as folder, Bar("written", in_bytes=True) as bar:
             engine = builder.write(folder, __version__, bar.update)
     except OSError as error:
         raise FailedError(f"cannot write below {output}: {error.strerror}") from error

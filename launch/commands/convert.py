@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -75,7 +76,8 @@ def run_conversion(options: ConvertOptions) -> int:
     from trtrun.conversion.staged_output import check_output, staged
 
     model = find_model(options.model, None, "--model")
-    check_output(options.output, model, options.force)
+    check = partial(check_output, options.output, model, options.force)
+    check()
     from launch.terminal import Bar
     from trtrun.conversion.hugging_face_writer import write_hugging_face
     from trtrun.conversion.rank_writer import write_ranks
@@ -83,7 +85,7 @@ def run_conversion(options: ConvertOptions) -> int:
 
     started, source, output = time.monotonic(), open_source(model, options.dtype), options.output
     try:
-        with staged(output) as folder, Bar("written", in_bytes=True) as bar:
+        with staged(output, check) as folder, Bar("written", in_bytes=True) as bar:
             if options.layout == "trtllm":
                 size = write_ranks(source, folder, options.tp_size, bar.update)
             else:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
+from checkpoints import make_checkpoint
 from click.testing import CliRunner
 from commands import ROOT, Configs, Run, error_line
 from engines import build_engine
@@ -17,6 +19,7 @@ from pipelines import make_llm
 from launch import tensorrt_llm_build
 from launch.commands.build import build
 from launch.commands.convert import run_conversion
+from launch.tensorrt_llm_build import make_options, parse_arguments
 from launch.tensorrt_llm_convert import parse_arguments as parse_conversion
 from trtrun import SamplingParams
 
@@ -144,6 +147,22 @@ def test_a_command_line_of_a_web_page_for_several_ranks(
     assert "--gpt_attention_plugin" in said.err and "--multiple_profiles" in said.err
     limits = json.loads(Path("target-engine/engine.json").read_text())["limits"]
     assert limits == {"max_batch_size": 32, "max_seq_len": 65536, "max_draft_len": 10}
+
+
+def test_checkpoints_say_how_many_devices_engines_have(tmp_path: Path) -> None:
+    """Quantized ones, too, in whose files ranks have no place; an option goes before."""
+    source = make_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+
+    def count(*words: str) -> int:
+        return make_options(parse_arguments(["--checkpoint_dir", str(source), *words])).settings.tp_size
+
+    assert (count(), count("--tp_size=2")) == (1, 2)
+    report = source / "quantization_report.jsonl"
+    for identity, expected in (({"tp_size": 2}, 2), ({"tp_size": "x"}, 1), ({}, 1), ([], 1)):
+        report.write_text(json.dumps({"layer": 0}) + "\n" + json.dumps({"identity": identity}) + "\n")
+        assert count() == expected
+    report.write_text("{")
+    assert (count(), count("--tp_size=2")) == (1, 2)
 
 
 @pytest.mark.parametrize(

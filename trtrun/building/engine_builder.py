@@ -6,7 +6,9 @@ bits. It knows weights and files. It does not know where they are put in place (
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +31,7 @@ from trtrun.linear.quantization.base import Tensors, TensorSpec
 from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.engine_loader import held_tensors
-from trtrun.models.engine_shards import hash_header, order_of_loading, stored_name
+from trtrun.models.engine_shards import describe_rank, hash_header, order_of_loading, stored_name
 from trtrun.models.kv_scales import attention_names, load_kv_scales
 from trtrun.models.quantization_config import QUANTIZATION_FILE
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
@@ -109,12 +111,16 @@ class EngineBuilder:
             done += num_bytes
             progress(done, total)
 
-        shards = []
+        # Shards of all ranks, and of all models of one architecture, may have headers that are otherwise alike.
+        built, shards = secrets.token_hex(16), []
         for rank, shard in enumerate(plans):
             file = output / f"rank{rank}.safetensors"
-            num_bytes = write_tensors(file, shard.plans(), written)
+            num_bytes = write_tensors(
+                file, shard.plans(), written, {"engine": built, "rank": describe_rank(rank, size)}
+            )
             shards.append(ShardDescription(file.name, num_bytes, hash_header(file)))
         copy_beside(self.checkpoint, output)
+        config = json.dumps(self._model_config(), indent=2) + "\n"
         description = EngineDescription(
             format=FORMAT,
             trtrun=version,
@@ -127,9 +133,10 @@ class EngineBuilder:
             shards=shards,
             checkpoint=self.checkpoint.name,
             kv_scales=self._kv_scales(),
+            config_sha256=hashlib.sha256(config.encode()).hexdigest(),
         )
         write_whole(output / ENGINE_FILE, engine_json(description))
-        write_whole(output / "config.json", json.dumps(self._model_config(), indent=2) + "\n")
+        write_whole(output / "config.json", config)
         return description
 
     def quantization_of(self, weight: Weight) -> Quantization:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trtrun.configuration.engine_directory import Limits
+from trtrun.configuration.round_sections import MOST_ROWS, MOST_TOKENS
 from trtrun.errors import ConfigError, nearest
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -47,6 +48,9 @@ class BuildSettings:
             least = _LEAST_SEQ_LEN if name == "max_seq_len" else 1
             if value is not None and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be {least} or more")
+            most = MOST_ROWS if name == "max_batch_size" else MOST_TOKENS
+            if value is not None and value > most:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be {most} or less")
         rows, tokens = self.limits.max_batch_size, self.limits.max_num_tokens
         width = 1 + (self.limits.max_draft_len or 0)
         if rows is not None and tokens is not None and tokens < rows * width:

@@ -16,7 +16,7 @@ from trtrun.configuration.drafting_methods import needs_draft_model
 from trtrun.configuration.engine_directory import ANYWHERE, EngineDescription, read_engine
 from trtrun.configuration.model_paths import find_model
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.configuration.round_sections import SchedulerSection
+from trtrun.configuration.round_sections import MOST_TOKENS, SchedulerSection
 from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import ConfigError, TrtrunError
 
@@ -82,7 +82,9 @@ def take_over(values: Mapping[str, Any], engines: Engines, where: str) -> dict[s
         filled[role] = section
     scheduler = {} if values.get("scheduler") is None else values["scheduler"]
     if isinstance(scheduler, dict):
-        filled["scheduler"] = {**_defaults(engines), **scheduler}
+        # Without a number it is the target's context elsewhere, which may be beyond the limit.
+        given = {key: value for key, value in scheduler.items() if key != "max_seq_len" or value is not None}
+        filled["scheduler"] = {**_defaults(engines), **given}
     return filled
 
 
@@ -95,7 +97,7 @@ def _defaults(engines: Engines) -> dict[str, int]:
             found[key] = min(limits)
     if "max_batch_size" in found and "max_num_tokens" not in found:
         draft_len = max(engine.limits.max_draft_len or 0 for engine in engines.values())
-        found["max_num_tokens"] = max(_ROUND_TOKENS, found["max_batch_size"] * (1 + draft_len))
+        found["max_num_tokens"] = min(MOST_TOKENS, max(_ROUND_TOKENS, found["max_batch_size"] * (1 + draft_len)))
     return found
 
 

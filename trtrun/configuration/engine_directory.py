@@ -6,6 +6,7 @@ It knows names and numbers. It does not know weights (trtrun.models.engine_shard
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
@@ -24,9 +25,11 @@ _FOREIGN = ("*.engine", "*.plan")
 """Files of TensorRT's own, which hold code for one version of it."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Word = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{1,100}\Z")]
+"""That stands in messages."""
 
 
-class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What rounds of an engine's jobs may be, at most; None where it has no limit.
 
     Attributes:
@@ -46,10 +49,11 @@ class ShardDescription(msgspec.Struct, frozen=True):
     Attributes:
         file: its name.
         bytes: of the file.
-        header_sha256: of its first bytes: names, dtypes, shapes and places of all tensors.
+        header_sha256: of its first bytes: a number of the build, the rank, and names, dtypes, shapes and places of all
+            tensors.
     """
 
-    file: str
+    file: Word
     bytes: int
     header_sha256: str
 
@@ -68,20 +72,22 @@ class EngineDescription(msgspec.Struct, frozen=True):
         limits: see there.
         shards: one for each tensor-parallel rank.
         checkpoint: name of the directory that it was built from.
+        config_sha256: of config.json, which says how the weights are computed with.
         kv_scales: of each layer's attention, by the checkpoint's names, those of keys and of values, one for each KV
             head; none where the checkpoint has none.
     """
 
     format: int
-    trtrun: str
-    architecture: str
-    dtype: str
-    quantization: str
-    quant_method: str | None
-    built_for: str
+    trtrun: Word
+    architecture: Word
+    dtype: Word
+    quantization: Word
+    quant_method: Word | None
+    built_for: Word
     limits: Limits
     shards: list[ShardDescription]
     checkpoint: str
+    config_sha256: str
     kv_scales: dict[str, tuple[list[float], list[float]]] = msgspec.field(default_factory=dict)
 
     @property
@@ -93,17 +99,18 @@ class EngineDescription(msgspec.Struct, frozen=True):
         """In words: "an engine of llama-8b for cuda sm_90, fp8; at most 32 as max_batch_size"."""
         where = "any device" if self.built_for == ANYWHERE else self.built_for
         how = self.quant_method or self.quantization
-        names = self.limits.__struct_fields__
-        limits = [f"{limit} as {name}" for name in names if (limit := getattr(self.limits, name)) is not None]
+        keys = self.limits.__struct_fields__
+        limits = [f"{limit} as {key}" for key in keys if (limit := getattr(self.limits, key)) is not None]
         most = f"; at most {', '.join(limits)}" if limits else ""
-        return f"an engine of {self.checkpoint} for {where}, {self.dtype if how == 'none' else how}{most}"
+        name = shorten_path(Path(self.checkpoint))
+        return f"an engine of {name} for {where}, {self.dtype if how == 'none' else how}{most}"
 
 
 class _Begin(msgspec.Struct):
     """What stands in the engine.json of every format."""
 
     format: Count
-    trtrun: str
+    trtrun: Word
 
 
 def is_engine(path: Path) -> bool:
@@ -111,17 +118,34 @@ def is_engine(path: Path) -> bool:
     return (path / ENGINE_FILE).is_file()
 
 
+def was_built(path: Path) -> bool:
+    """Whether it is an engine of ours, of any format; other programs may have a file of the same name.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not is_engine(path):
+        return False
+    try:
+        msgspec.json.decode((path / ENGINE_FILE).read_bytes(), type=_Begin)
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        return False
+    return True
+
+
 def read_engine(path: Path) -> EngineDescription | None:
     """What an engine directory says of itself; None where it is no engine.
 
     Raises:
-        CheckpointError: it is another runtime's, of a newer format, or damaged; one line.
+        CheckpointError: it is another runtime's, of a newer format, or damaged, or its config.json is another one; one
+            line.
     """
     with reading(path, CheckpointError):
         if not is_engine(path):
             refuse_foreign(path)
             return None
         text = (path / ENGINE_FILE).read_bytes()
+        config = (path / "config.json").read_bytes() if (path / "config.json").is_file() else None
     try:
         begin = msgspec.json.decode(text, type=_Begin)
         if begin.format > FORMAT:
@@ -136,6 +160,12 @@ def read_engine(path: Path) -> EngineDescription | None:
         raise CheckpointError(
             f"{shorten_path(path / ENGINE_FILE)} is damaged ({one_line(error)}): build the engine again"
         ) from None
+    # That there is none says whoever needs it.
+    if config is not None and hashlib.sha256(config).hexdigest() != found.config_sha256:
+        raise CheckpointError(
+            f"{shorten_path(path / 'config.json')} is not the file that was built: copy the engine again, or build it "
+            "again"
+        )
     return found
 
 

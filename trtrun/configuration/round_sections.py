@@ -14,6 +14,9 @@ from trtrun.configuration.launch_config import Number, Section
 MOST_TOKENS = 2**31 - 1
 """Of a round or a request: positions and token counts travel as 32-bit numbers."""
 
+MOST_ROWS = 4096
+"""That run at once."""
+
 MOST_STORED_TOKENS = 2**40
 
 
@@ -54,7 +57,7 @@ class SchedulerSection(Section):
             no limit.
     """
 
-    max_batch_size: Annotated[int, Number, Field(ge=1, le=4096)] = 32
+    max_batch_size: Annotated[int, Number, Field(ge=1, le=MOST_ROWS)] = 32
     max_num_tokens: Annotated[int, Number, Field(ge=1, le=MOST_TOKENS)] = 2048
     max_seq_len: Annotated[int, Number, Field(ge=2, le=MOST_TOKENS)] | None = None
     plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] | None = None

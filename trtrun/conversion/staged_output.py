@@ -1,13 +1,16 @@
 """The directory that a checkpoint is converted to: what is there stays whole until all of the new one is.
 
 New files go into the folder `converting` first, with a marker by which a later conversion knows what a killed one has
-left. It knows names of files. It does not know what is in them.
+left. Two at once would take each other's files away, so that the second is refused. It knows names of files. It does
+not know what is in them.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -65,39 +68,68 @@ def is_unfinished(folder: Path) -> bool:
 
 
 @contextmanager
-def staged(output: Path, name: str = FOLDER, replaced: Sequence[str] = _WEIGHTS) -> Iterator[Path]:
+def staged(
+    output: Path, check: Callable[[], None], name: str = FOLDER, replaced: Sequence[str] = _WEIGHTS
+) -> Iterator[Path]:
     """A folder to write a model to. It takes the place of the one in `output` when the block ends, config.json last;
     where the block raises, nothing has changed.
 
     Args:
-        output: a directory that `check_output` has passed, or a check like it.
+        output: a directory that `check` has passed.
+        check: `check_output`, or one like it: what it has seen may be another's by now.
         name: of the folder in it, until then.
-        replaced: patterns of files that are taken away before new ones come, beside config.json.
+        replaced: patterns of files that are taken away before new ones come, beside config.json and what belongs
+            beside weights: a tokenizer of another model would be read.
 
     Raises:
+        ConfigError: another process writes there; or as of `check`.
         OSError: it cannot be written.
     """
     folder, is_new = output / name, not output.is_dir()
     output.mkdir(exist_ok=True)
-    _remove(folder)
-    folder.mkdir()
-    try:
-        (folder / MARKER).touch()
-        yield folder
-    except BaseException:
-        with suppress(OSError):  # the first error is the one to tell
+    with _locked(output):
+        try:
+            check()
             _remove(folder)
-            if is_new:
-                output.rmdir()
-        raise
-    _put_in_place(folder, output, replaced)
+            folder.mkdir()
+            (folder / MARKER).touch()
+            yield folder
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to tell
+                if is_unfinished(folder):
+                    _remove(folder)
+                if is_new:
+                    output.rmdir()
+            raise
+        _put_in_place(folder, output, (*replaced, *BESIDE))
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """No other process is in here with the same directory; the system ends the lock of one that is killed."""
+    directory = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--output {shorten_path(output)}: another trtrun writes there now: wait for it, or name another one"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+                raise
+            # A network file system that locks no directories.
+        yield
+    finally:
+        os.close(directory)
 
 
 def _put_in_place(folder: Path, output: Path, replaced: Sequence[str]) -> None:
     """Without config.json nothing is a model, so it goes first and comes last."""
     for pattern in (_CONFIG, *replaced):
         for file in output.glob(pattern):
-            file.unlink()
+            if file.is_symlink() or not file.is_dir():
+                file.unlink()
     files = [file for file in folder.iterdir() if file.name != MARKER]
     for file in sorted(files, key=lambda one: one.name == _CONFIG):
         os.replace(file, output / file.name)

@@ -45,18 +45,24 @@ class TensorPlan:
     make: Callable[[], torch.Tensor]
 
 
-def write_tensors(path: Path, plans: Mapping[str, TensorPlan], written: Callable[[int], None]) -> int:
+def write_tensors(
+    path: Path,
+    plans: Mapping[str, TensorPlan],
+    written: Callable[[int], None],
+    metadata: Mapping[str, str] | None = None,
+) -> int:
     """Write a file, and put it in place once it is whole; returns its bytes.
 
     Args:
         path: of the file.
         plans: by name; written in this order.
         written: called with the bytes of each tensor.
+        metadata: of the file, in its header.
 
     Raises:
         CheckpointError: a tensor is not what its plan says, or not finite.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, plan in plans.items():
         size = math.prod(plan.shape) * plan.dtype.itemsize

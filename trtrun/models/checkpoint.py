@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine
 from trtrun.configuration.hub_cache import mend_download
 from trtrun.errors import CheckpointError, one_line, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
@@ -150,6 +151,10 @@ class Checkpoint:
                 return [self.path / name]
         index = read_json(self.path, INDEX_FILE, required=False)
         if not index:
+            if is_engine(self.path):
+                raise CheckpointError(f"{self.path} is an engine, which has no {self._what}: name their own directory")
+            if (self.path / "rank0.safetensors").is_file():
+                raise CheckpointError(f"{self.path} has rank0.safetensors, but no {ENGINE_FILE}: copy the engine again")
             pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
             if pickles:
                 raise CheckpointError(f"{self.path} has its weights only as {self._tell_of(pickles)}")

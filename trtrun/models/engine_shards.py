@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,9 +61,17 @@ def read_places(path: Path, engine: EngineDescription, rank: int) -> dict[str, P
             raise CheckpointError(f"{where} is truncated ({size} bytes of {shard.bytes}): copy the engine again")
         with file.open("rb") as opened:
             header = _read_header(opened)
-        if size > shard.bytes or hashlib.sha256(header).hexdigest() != shard.header_sha256:
+        is_built = size == shard.bytes and hashlib.sha256(header).hexdigest() == shard.header_sha256
+        entries = json.loads(header[_LENGTH.size :]) if is_built else {}
+        # engine.json may have been edited.
+        if entries.pop(METADATA, {}).get("rank") != describe_rank(rank, engine.tp_size):
             raise CheckpointError(f"{where} is not the file that was built: copy the engine again, or build it again")
-        return dict(_places(header))
+        return {name: _place(entry, len(header)) for name, entry in entries.items()}
+
+
+def describe_rank(rank: int, size: int) -> str:
+    """Whose a shard is, in its header."""
+    return f"{rank} of {size}"
 
 
 def hash_header(file: Path) -> str:
@@ -78,11 +86,9 @@ def _read_header(opened: Any) -> bytes:
     return length + (opened.read(size) if size <= _MOST_HEADER_BYTES else b"")
 
 
-def _places(header: bytes) -> Iterator[tuple[str, Place]]:
-    for name, entry in json.loads(header[_LENGTH.size :]).items():
-        if name != METADATA:
-            start, stop = entry["data_offsets"]
-            yield name, Place(len(header) + start, stop - start, entry["dtype"], tuple(entry["shape"]))
+def _place(entry: Mapping[str, Any], data: int) -> Place:
+    start, stop = entry["data_offsets"]
+    return Place(data + start, stop - start, entry["dtype"], tuple(entry["shape"]))
 
 
 def order_of_loading(config: ModelConfig) -> list[Weight]:

@@ -28,9 +28,13 @@ def check_place(output: Path, source: Path | None = None) -> None:
         ConfigError: it cannot, or would be.
         OSError: nothing can be seen there.
     """
-    where, place = shorten_path(output), output.resolve()
+    where = shorten_path(output)
     if (output.exists() or output.is_symlink()) and not output.is_dir():
         raise ConfigError(f"--output {where}: it is no directory")
+    try:
+        place = output.resolve()
+    except RuntimeError:  # Python 3.13 raises OSError
+        raise ConfigError(f"--output {where}: its symbolic links lead in a circle") from None
     if not place.parent.is_dir():
         raise ConfigError(f"--output {where}: the directory {shorten_path(place.parent)} does not exist")
     if source is not None and place == source.resolve():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, ConfigError, one_line, reading, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
-from trtrun.models.written_files import NEW, check_place, copy_beside, put_in_place, write_whole
+from trtrun.models.written_files import BESIDE, NEW, check_place, copy_beside, put_in_place, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,9 +86,11 @@ class QuantizedDirectory:
         self._lines.unlink(missing_ok=True)
         self._state.mkdir(parents=True, exist_ok=True)
         write_whole(self._identity, "{}\n")
-        for pattern in (INDEX_FILE, "model*.safetensors", "rank*.safetensors", "*.new", REPORT):
+        # A tokenizer of another model would be read with the new weights.
+        for pattern in (INDEX_FILE, "model*.safetensors", "rank*.safetensors", "*.new", REPORT, *BESIDE):
             for file in self._output.glob(pattern):
-                file.unlink()
+                if file.is_symlink() or not file.is_dir():
+                    file.unlink()
         _empty(self._state)
 
     def shard(self, index: int) -> Path:
@@ -239,6 +241,15 @@ def read_report(output: Path) -> list[dict[str, Any]]:
     if not lines or not isinstance(lines[-1], dict) or IDENTITY not in lines[-1]:
         raise ConfigError(f"{shorten_path(file)} does not end in a summary: --force makes the checkpoint anew")
     return lines
+
+
+def find_tp_size(checkpoint: Path) -> int:
+    """Ranks that `trtrun quantize` made a checkpoint for; 1 for any other."""
+    try:
+        found = read_report(checkpoint)[-1][IDENTITY]["tp_size"]
+    except (ConfigError, KeyError, TypeError):
+        return 1
+    return found if isinstance(found, int) and found > 0 else 1
 
 
 def check_finished(output: Path, identity: Mapping[str, Any]) -> None:

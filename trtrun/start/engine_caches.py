@@ -98,7 +98,7 @@ class EngineCache:
     def _read(self) -> list[str]:
         try:
             found = json.loads((self._cache / _MADE_FOR).read_bytes()) if self._cache is not None else []
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return []
         return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
@@ -120,11 +120,15 @@ def copy_missing(source: Path, target: Path) -> None:
         if place.exists():
             continue
         unfinished = target / f".{one.name}.{os.getpid()}"
-        (shutil.copytree if one.is_dir() else shutil.copyfile)(one, unfinished)
         try:
-            os.replace(unfinished, place)
-        except OSError:  # another process was faster
-            shutil.rmtree(unfinished, ignore_errors=True)
+            (shutil.copytree if one.is_dir() else shutil.copyfile)(one, unfinished)
+            with suppress(OSError):  # another process was faster
+                os.replace(unfinished, place)
+        finally:
+            if unfinished.is_dir():
+                shutil.rmtree(unfinished, ignore_errors=True)
+            else:
+                unfinished.unlink(missing_ok=True)
 
 
 def _is_named() -> bool:
@@ -139,4 +143,8 @@ def _own_folder() -> Path:
 
 
 def _may_write(cache: Path) -> bool:
-    return os.access(cache if cache.exists() else cache.parent, os.W_OK)
+    """Whether kernels can be left there: the engine, its cache and what is in that may be different users'."""
+    for folder in (cache / _TRITON, cache):
+        if folder.exists() or folder.is_symlink():
+            return folder.is_dir() and os.access(folder, os.W_OK)
+    return os.access(cache.parent, os.W_OK)

@@ -1,5 +1,4 @@
-"""Engines that are damaged, foreign, or not for a job are refused in one line, before a weight is read; and a build
-loses nothing that nobody gave up."""
+"""Engines that are damaged, foreign, or not for a job are refused in one line, before a weight is read."""
 
 from __future__ import annotations
 
@@ -18,12 +17,10 @@ from paged import PagedModel
 
 from launch.check.preflight import check_job
 from launch.commands.build import BuildOptions, run_build
-from trtrun.building.engine_output import building
 from trtrun.building.settings import BuildSettings
 from trtrun.configuration.config import RuntimeConfig, make_config
-from trtrun.configuration.engine_directory import Limits
+from trtrun.configuration.engine_directory import Limits, read_engine
 from trtrun.configuration.topology import make_topology
-from trtrun.conversion import staged_output
 from trtrun.errors import ConfigError, TrtrunError
 from trtrun.models.config import read_model_config
 from trtrun.models.model_files import hash_model_files
@@ -61,6 +58,30 @@ def lengthen(engine: Path) -> None:
         file.write(b"more")
 
 
+def swap(engine: Path) -> None:
+    """Both have the same sizes and tensors."""
+    first, second, other = (engine / name for name in ("rank0.safetensors", "rank1.safetensors", "other"))
+    for file, place in ((first, other), (second, first), (other, second)):
+        file.rename(place)
+
+
+def take_from_another(engine: Path) -> None:
+    """Built with the same options of a checkpoint of the same shapes."""
+    other = build_engine(make_checkpoint(engine.parent / "tuned", seed=7, tokenizer=True), engine.parent / "other", 2)
+    shutil.copy(other / "rank1.safetensors", engine)
+
+
+def change_config(engine: Path) -> None:
+    """All tensors would be there, with other texts."""
+    file = engine / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 1e-3}))
+
+
+def name_first_twice(engine: Path) -> None:
+    first, _ = json.loads((engine / "engine.json").read_text())["shards"]
+    edit(engine, shards=[first, first])
+
+
 def edit(engine: Path, **changes: Any) -> None:
     file = engine / "engine.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -71,16 +92,25 @@ def edit(engine: Path, **changes: Any) -> None:
     [
         (truncate, r"rank1\.safetensors is truncated \(\d+ bytes of \d+\): copy the engine again"),
         (change_header, r"rank1\.safetensors is not the file that was built: copy the engine again, or build it again"),
+        (swap, r"rank0\.safetensors is not the file that was built"),
+        (name_first_twice, r"rank0\.safetensors is not the file that was built"),
+        (take_from_another, r"rank1\.safetensors is not the file that was built"),
         (lengthen, r"rank0\.safetensors is not the file that was built"),
         (lambda engine: (engine / "rank1.safetensors").write_bytes(b""), r"rank1\.safetensors is truncated \(0 bytes"),
         (lambda engine: (engine / "rank1.safetensors").unlink(), r"engine lacks rank1\.safetensors: copy"),
+        (lambda engine: (engine / "engine.json").unlink(), r"has rank0\.safetensors, but no engine\.json: copy"),
         (lambda engine: (engine / "engine.json").write_text("{"), r"engine\.json is damaged .*: build the engine"),
         (lambda engine: (engine / "engine.json").write_bytes(b"\xff"), r"engine\.json is damaged"),
         (lambda engine: edit(engine, shards=[]), r"engine\.json is damaged \(its shards are not named\)"),
         (lambda engine: edit(engine, shards=[{"file": "../x", "bytes": 1, "header_sha256": ""}]), "are not named"),
         (lambda engine: edit(engine, limits={"max_batch_size": 0}), r"engine\.json is damaged"),
+        (lambda engine: edit(engine, limits={"max_batchsize": 2}), r"is damaged \(.*unknown field `max_batchsize`"),
+        (lambda engine: edit(engine, built_for="cpu\n\x1b[31m"), r"engine\.json is damaged \(.*`\$\.built_for`"),
+        (lambda engine: edit(engine, format=2, trtrun="9\n"), r"engine\.json is damaged \(.*`\$\.trtrun`"),
+        (lambda engine: edit(engine, shards=[{"file": "a\nb", "bytes": 1, "header_sha256": ""}]), r"shards.*file`"),
         (lambda engine: edit(engine, format=2, trtrun="9.0", shards="elsewhere"),
          r"engine of format 2, built by trtrun 9\.0, and this version reads 1: build it again"),
+        (change_config, r"config\.json is not the file that was built: copy the engine again, or build it again"),
         (lambda engine: (engine / "config.json").unlink(), r"has no config\.json"),
     ],
 )  # fmt: skip
@@ -92,6 +122,12 @@ def test_what_is_damaged_is_refused_before_ranks_start(
         config = configure(engine)
         check_job(config, make_topology(config))
     assert "\n" not in str(raised.value)
+
+
+def test_names_of_checkpoints_are_one_line(source: Path, tmp_path: Path) -> None:
+    engine = build_engine(source.rename(tmp_path / "a\nb"), tmp_path / "engine")
+    found = read_engine(engine)
+    assert found is not None and found.describe().startswith("an engine of 'a\\nb' for any device")
 
 
 def test_engines_of_tensorrt_are_refused_by_name(tmp_path: Path) -> None:
@@ -127,7 +163,8 @@ def test_what_goes_beyond_an_engine_is_refused_with_both_numbers(
 ) -> None:
     limits = {"max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 128, "max_draft_len": 3}
     engine = build_engine(source, tmp_path / "engine", 2, **limits)
-    config = configure(engine)
+    config = configure(engine, scheduler={"max_seq_len": None})
+    assert config.scheduler.max_seq_len == 128
     check_job(config, make_topology(config))
     with pytest.raises(ConfigError, match=message):
         configure(engine, devices, **sections)
@@ -145,6 +182,22 @@ def test_drafts_have_limits_of_their_own_engine(source: Path, tmp_path: Path) ->
     # An engine that no method asks for is not looked at.
     config = make_config({**values, "scheduler": {"max_batch_size": 3}, "speculation": {"method": "none"}})
     assert config.scheduler.max_batch_size == 3
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_heads_are_not_looked_for_in_engines(engine: Path, method: str) -> None:
+    config = configure(engine, draft={"model": str(engine)}, speculation={"method": method})
+    with pytest.raises(TrtrunError, match="engine is an engine, which has no heads: name their own directory"):
+        check_job(config, make_topology(config))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_other_numbers_of_ranks_cannot_be_written_into_an_engine(engine: Path, count: int) -> None:
+    shards = json.loads((engine / "engine.json").read_text())["shards"]
+    edit(engine, shards=(shards * 2)[:count])
+    config = configure(engine, count)
+    with pytest.raises(TrtrunError, match=r"rank0\.safetensors is not the file that was built"):
+        check_job(config, make_topology(config))
 
 
 def test_devices_of_another_type_are_refused(tmp_path: Path) -> None:
@@ -178,64 +231,6 @@ def test_what_an_engine_says_and_holds_counts_as_the_models_files(engine: Path) 
     assert len({first, second, hash_model_files(engine)}) == 3
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
-
-
-def test_only_engines_are_built_anew_and_only_by_force(source: Path, engine: Path, tmp_path: Path) -> None:
-    before = contents(engine)
-    with pytest.raises(ConfigError, match="an engine is there; --force builds it anew"):
-        build_engine(source, engine)
-    assert contents(engine) == before
-    (engine / "notes.txt").write_text("mine")
-    build_engine(source, engine, force=True)
-    assert not (engine / "rank1.safetensors").exists() and (engine / "notes.txt").exists()
-    PagedModel(engine)
-    other = tmp_path / "other"
-    shutil.copytree(source, other)
-    for force in (False, True):
-        with pytest.raises(ConfigError, match="it is not empty, and trtrun build has not made it: name another one"):
-            build_engine(source, other, force=force)
-    (other / "building").mkdir()
-    before = contents(other)
-    with pytest.raises(ConfigError, match="trtrun build has not made it"):
-        build_engine(source, other)
-    (other / "building" / "trtrun-convert.unfinished").touch()
-    with pytest.raises(ConfigError, match="trtrun build has not made it"):
-        build_engine(source, other)
-    assert before.items() <= contents(other).items()
-    with pytest.raises(ConfigError, match="that is the model itself"):
-        build_engine(source, source, force=True)
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_build_that_fails_or_is_killed_leaves_what_was_there(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
-) -> None:
-    output = tmp_path / "output"
-    if is_there:
-        build_engine(source, output, max_batch_size=3)
-    before = contents(output) if is_there else None
-
-    class Killed(BaseException):
-        pass
-
-    def killed(*arguments: object) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("trtrun.building.engine_builder.hash_header", killed)
-        with pytest.raises(Killed):
-            build_engine(source, output, force=True)
-    assert (contents(output) if is_there else output.exists()) == (before or False)
-    with monkeypatch.context() as patch, pytest.raises(Killed), building(output) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-        patch.setattr(staged_output.os, "replace", killed)  # while files are put in place
-    assert (output / "building").is_dir() and not (output / "config.json").exists()
-    build_engine(source, output)
-    PagedModel(output)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -246,6 +241,8 @@ def test_a_build_that_fails_or_is_killed_leaves_what_was_there(
         ({"quantization": "fp9"}, r"unknown quantization 'fp9' \(did you mean 'fp8'\?\)"),
         ({"quantization": "fp8"}, "quantization fp8 computes in bfloat16, not in float32"),
         ({"limits": Limits(max_batch_size=0)}, "--max-batch-size is 0: it must be 1 or more"),
+        ({"limits": Limits(max_batch_size=5000)}, "--max-batch-size is 5000: it must be 4096 or less"),
+        ({"limits": Limits(max_draft_len=2**31)}, "--max-draft-len is 2147483648: it must be 2147483647 or less"),
         ({"limits": Limits(max_seq_len=300)}, "--max-seq-len is 300, but the model's context is 256 tokens"),
         ({"limits": Limits(8, 20, None, 4)}, "--max-num-tokens is 20, too small to verify 5 tokens of each of 8 rows"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 import mpi4py
 import pytest
 from checkpoints import make_checkpoint, make_draft
+from engines import build_engine
 from hub_caches import COMMIT, OTHER_COMMIT, fill_cache
 from huggingface_hub import constants
 
@@ -134,6 +135,23 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
     assert problem.startswith("target: config.json or hf_quant_config.json is not the same everywhere: ")
     assert f"{ranks[3].configs['target']} on rank 3 ({HOST})" in problem
     assert "on rank 0–2" in problem
+
+
+def test_engines_of_other_builds_are_told(pair: Path, tmp_path: Path) -> None:
+    """Their shards have the same shapes. Where nothing of a model is held, its config.json is enough."""
+    first, second = (build_engine(pair / "target", tmp_path / name, 2) for name in ("first", "second"))
+    found = {"devices": ["cpu:1", "cpu:2"]}
+    config, other = (config_of(pair, target={"model": str(model), **found}) for model in (first, second))
+    ranks, topology = collect_all(config)
+    assert find_misfits(ranks, topology) == []
+    ranks[3] = take_inventory(other, topology, 3)
+    (problem,) = find_misfits(ranks, topology)
+    assert problem.startswith("target: engine.json is not the same everywhere: ")
+    assert f"{ranks[3].engines['target']} on rank 3 ({HOST}): copy one engine to all hosts" in problem
+    (second / "engine.json").unlink()
+    ranks[3] = take_inventory(config, topology, 3)
+    ranks[1] = take_inventory(other, topology, 1)
+    assert find_misfits(ranks, topology) == []
 
 
 def test_different_commits_in_the_caches_of_hosts_are_told(

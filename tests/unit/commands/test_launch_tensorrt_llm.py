@@ -8,6 +8,7 @@ import click
 import pytest
 from checkpoints import make_checkpoint
 from eagle_heads import make_eagle_head, write_eagle_head
+from engines import build_engine
 from hub_caches import fill_cache
 from huggingface_hub import constants
 
@@ -113,6 +114,22 @@ def test_medusa_choices_are_a_tree_of_heads_beside_the_target_or_apart(
     for config, name in ((beside, "target"), (apart, "heads")):
         assert config.heads is not None and config.heads.model == tmp_path / name and config.draft is None
         assert (config.draft_len, config.draft_nodes[-1]) == ((4, 63) if "mc" in written else (2, 3))
+
+
+def test_engines_of_several_ranks_have_as_many_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no option counts them."""
+    build_engine(make_checkpoint(tmp_path / "source"), tmp_path / "target", 2)
+    monkeypatch.chdir(tmp_path)
+    for options in (
+        [],
+        ["--lookahead_config", "[2,2,2]"],
+        ["--medusa_choices", "[[0]]", "--draft_engine_dir", "source"],
+    ):
+        config = make_runtime_config(parse_arguments([*WORDS, *options]), has_gpu=False)
+        assert config.target.devices == ("cpu:0", "cpu:1")
+    words = [*WORDS, "--draft_engine_dir", "source", "--draft_target_model_config", "[4,[0],[1],False]"]
+    with pytest.raises(ConfigError, match=r"target\.devices: the engine was built for 2 devices, not for 1"):
+        make_runtime_config(parse_arguments(words), has_gpu=False)
 
 
 def test_medusa_choices_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_what_a_killed_conversion_left_is_written_over(
     with (
         monkeypatch.context() as patch,
         pytest.raises(KeyboardInterrupt),
-        staged_output.staged(output) as folder,
+        staged_output.staged(output, lambda: None) as folder,
     ):
         shutil.copytree(model, folder, dirs_exist_ok=True)
         patch.setattr(staged_output.os, "replace", move)
@@ -96,6 +96,41 @@ def test_a_conversion_that_fails_changes_nothing(model: Path, tmp_path: Path, re
     with pytest.raises((TrtrunError, ParallelError)):
         convert(model, tmp_path / "new", **more)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_tokenizer_of_the_checkpoint_before_does_not_stay(model: Path, tmp_path: Path) -> None:
+    """It would be read with the new weights."""
+    (model / "added_tokens.json").write_text("{}")
+    convert(model, tmp_path / "output")
+    for name in ("added_tokens.json", "tokenizer.json"):
+        (model / name).unlink()
+    convert(model, tmp_path / "output", is_forced=True)
+    assert not {"added_tokens.json", "tokenizer.json"} & contents(tmp_path / "output").keys()
+
+
+def test_two_conversions_do_not_write_to_one_directory(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with staged_output.staged(output, lambda: None) as folder:
+        with pytest.raises(ConfigError, match="output: another trtrun writes there now: wait for it, or name another"):
+            convert(model, output)
+        (folder / "config.json").write_text("{}")
+    assert contents(output) == {"config.json": b"{}"}
+
+
+def test_what_came_after_the_first_look_stays(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtrun.conversion import source
+
+    output = tmp_path / "output"
+
+    def open_source(*arguments: object) -> object:
+        monkeypatch.undo()
+        convert(model, output)
+        return source.open_source(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(source, "open_source", open_source)
+    with pytest.raises(ConfigError, match="a checkpoint is there; --force"):
+        convert(model, output, tp_size=2)
+    assert "rank0.safetensors" in contents(output) and "rank1.safetensors" not in contents(output)
 
 
 def test_a_model_inside_the_output_stays(model: Path, tmp_path: Path) -> None:

@@ -77,3 +77,11 @@ def test_a_run_of_another_kind_is_told_of_by_its_output(tmp_path: Path) -> None:
     QuantizedDirectory(output, 3, is_converted=True).begin({"format": "fp8"}, is_forced=False)
     with pytest.raises(ConfigError, match=rf"^--output {output}: it holds a run with another format"):
         QuantizedDirectory(output, 3, is_converted=True).begin({"format": "int4_awq"}, is_forced=False)
+
+
+def test_a_tokenizer_of_the_model_before_does_not_stay(options: QuantizeOptions) -> None:
+    """It would be read with the new weights; folders are somebody's."""
+    (options.model / "tokenizer.json").unlink()
+    (options.output / "tokenizer_of_mine").mkdir()
+    play_quantization(replace(options, resume=False, force=True), Drain())
+    assert not (options.output / "tokenizer.json").exists() and (options.output / "tokenizer_of_mine").is_dir()

@@ -101,3 +101,31 @@ def test_what_is_read_only_is_copied_to_the_users_cache(
     assert found == {"kernel/code": "new", "both/code": "mine", "mark": "12"}
     copy_missing(theirs, mine)  # nothing is left to do
     assert len(list(mine.iterdir())) == 3
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/triton"])
+def test_what_is_no_folder_is_not_compiled_to(sections: dict[str, ModelSection], tmp_path: Path, place: str) -> None:
+    file = tmp_path / "first" / place
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    cache = EngineCache([sections["first"]], GPU)
+    cache.begin()
+    cache.finish()
+    assert VARIABLE not in os.environ and kernels_folder([sections["first"]]) is None
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_folder: bool) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "kernel").mkdir(parents=True)
+    (source / "kernel" / "code").write_text("code")
+
+    def copy(file: str | Path, place: str | Path, **more: object) -> None:
+        Path(place).write_text("c")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine_caches.shutil, "copyfile", copy)
+    with pytest.raises(OSError):
+        copy_missing(source if is_folder else source / "kernel", target)
+    assert list(target.iterdir()) == []
