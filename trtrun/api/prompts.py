@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+from trtrun.core.guide import Guide
 from trtrun.core.nouns import Request
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
+from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.vocabulary import grammar_tokens
 from trtrun.tokens.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -43,6 +46,7 @@ class PromptReader:
     def __init__(self, model: Vocabulary, tokenizer: Tokenizer | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
         # The prompts of one call have the same words, which are made tokens once.
         self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
 
@@ -124,6 +128,15 @@ class PromptReader:
         if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
             raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
         self._check_some_allowed(sampling)
+        if sampling.guided is not None:
+            self._compile_guide(sampling.guided)
+
+    def _compile_guide(self, guide: Guide) -> None:
+        """Refuse a guide that is wrong, or takes more than it may."""
+        if self._grammars is None:
+            model = self._model
+            self._grammars = Grammars(grammar_tokens(self._tokenizer, model.vocab_size, model.eos_token_ids))
+        self._grammars.check(guide)
 
     def _check_some_allowed(self, sampling: SamplingParams) -> None:
         """Refuse parameters under which no first token may be chosen, whatever the prompt is."""

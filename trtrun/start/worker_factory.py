@@ -22,7 +22,11 @@ from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
+from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.row_guides import RowGuides
+from trtrun.guiding.vocabulary import grammar_tokens
 from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.models.config import read_model_config
 from trtrun.roles.exchange import DeviceExchange, Exchange
 from trtrun.roles.hidden_link import HiddenLink
 from trtrun.roles.message_exchange import MessageExchange
@@ -30,7 +34,9 @@ from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
 from trtrun.start.model_settings import mask_token
+from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
+from trtrun.tokens.text import read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,22 @@ class WorkerFactory:
             activity=Activity() if exchange else self.activity,
             phases=phase_clock(self.device) if (leads_draft or leads_target) and not exchange else HostPhases(),
             forced_acceptance=self.config.speculation.forced_acceptance,
+            guides=self._make_guides() if leads_target else None,
         )
+
+    def _make_guides(self) -> RowGuides:
+        """Of the target's rows, where they are decided."""
+        config, target = self.config, read_model_config(self.config.target.model)
+
+        def make_grammars() -> Grammars:
+            tokenizer = read_tokenizer(config.tokenizer or config.target.model)
+            return Grammars(grammar_tokens(tokenizer, target.vocab_size, target.eos_token_ids))
+
+        slot = self.topology.slot(self.rank)
+        assert slot is not None
+        slots = len(self.topology.slots_of_host(slot.host))
+        threads = torch.get_num_threads() if self.device.type == "cpu" else count_cores() // slots
+        return RowGuides(make_grammars, self.target_vocab_size, self.device, threads)
 
     def _make_drafter(self) -> Drafter | None:
         """The method's drafter, where this rank is one of those that draft."""

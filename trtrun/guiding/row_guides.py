@@ -1,0 +1,247 @@
+"""Matchers of the rows that are guided, and the masks of a round: which tokens each place of them may take.
+
+A matcher follows what its row has gained, as verdicts tell it. Masks of a draft are made on forks of it, so that
+nothing has to be rolled back. On a GPU all of this is done while the target computes: the verdict of the round before
+and the round's own draft are copied to the host behind what is launched anyway, and the masks are on the device before
+the logits are.
+
+It knows plans, grammars and bits. It does not know models, how tokens are chosen, or what the draft was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from llguidance import LLExecutor, LLMatcher
+
+from trtrun.core.nouns import Draft, RoundPlan, RowAdmission
+from trtrun.errors import InvalidRequestError
+from trtrun.guiding.grammars import Grammars
+from trtrun.sampling.token_masks import TokenMasks
+
+Gained = tuple[Sequence[int], Sequence[Sequence[int]]]
+"""Of each row how many tokens it has gained, and the tokens."""
+
+_MOST_THREADS = 16
+_FEW_MASKS = 4
+"""Which one thread makes: to wake others takes longer."""
+
+
+class RowGuide:
+    """The matcher of one row. Whatever goes wrong in it is its row's own: then no token may follow."""
+
+    def __init__(self, matcher: LLMatcher | None) -> None:
+        """Begin with `matcher`; None where there is none, as of a grammar that cannot be compiled."""
+        self._matcher = matcher
+
+    def fork(self) -> LLMatcher | None:
+        """A matcher that may go on by itself; None where nothing may follow."""
+        return None if self._matcher is None else self._matcher.deep_copy()
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """The row's own, for masks alone; None where nothing may follow."""
+        return self._matcher
+
+    def follow(self, tokens: Iterable[int]) -> None:
+        """The row gains tokens."""
+        for token in tokens:
+            if self._matcher is not None and not self._matcher.consume_token(token):
+                self._matcher = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Masks along one row's draft, or of one node: of lines from `line` on, for the place that the matcher has come to
+    and those behind each of `drafts`, up to the first that is not allowed."""
+
+    matcher: LLMatcher
+    line: int
+    drafts: list[int]
+
+
+class MaskMaker:
+    """Fills lines of bits, in several threads where there are many."""
+
+    def __init__(self, vocab_size: int, num_threads: int) -> None:
+        """Masks have `vocab_size` bits, as the grammar engine has it."""
+        self.words = -(-vocab_size // 32)
+        self._num_threads = min(num_threads, _MOST_THREADS)
+        self._executor: LLExecutor | None = None
+
+    def fill(self, bits: torch.Tensor, jobs: Sequence[_Job]) -> None:
+        """Write the masks of `jobs` to bits [lines, words] int32 on the host, contiguous; others stay as they are."""
+        num_masks = sum(1 + len(job.drafts) for job in jobs)
+        if self._num_threads > 1 and num_masks > _FEW_MASKS:
+            if self._executor is None:
+                self._executor = LLExecutor(self._num_threads)
+            work = [(job.matcher, job.line, job.drafts) for job in jobs]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(work, bits.data_ptr(), 4 * self.words, len(bits))
+            return
+        for job in jobs:
+            matcher = job.matcher.deep_copy() if job.drafts else job.matcher
+            for place in range(1 + len(job.drafts)):
+                if place and not matcher.try_consume_tokens([job.drafts[place - 1]]):
+                    break
+                address = bits.data_ptr() + 4 * self.words * (job.line + place)
+                matcher.unsafe_compute_mask_ptr(address, 4 * self.words)
+
+
+class RowGuides:
+    """The guides of the rows of one rank."""
+
+    def __init__(
+        self, make_grammars: Callable[[], Grammars], vocab_size: int, device: torch.device, num_threads: int = 1
+    ) -> None:
+        """Guide rows whose logits are [vocab_size] on `device`; `make_grammars` is called when a row is first guided,
+        and may raise InvalidRequestError."""
+        self._make_grammars = make_grammars
+        self._vocab_size = vocab_size
+        self._device = device
+        self._num_threads = num_threads
+        self._grammars: Grammars | None = None
+        self._maker: MaskMaker | None = None
+        self._rows: dict[int, RowGuide] = {}
+        self._pending: tuple[list[tuple[int, RowGuide]], Callable[[], Gained]] | None = None
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Take in rows that come and go."""
+        for row in plan.dropped_rows:
+            self._rows.pop(row, None)
+        for admission in plan.admissions:
+            self._rows.pop(admission.row, None)
+            if admission.sampling.guided is not None:
+                self._rows[admission.row] = self._admit(admission)
+
+    def _admit(self, admission: RowAdmission) -> RowGuide:
+        assert admission.sampling.guided is not None
+        try:
+            if self._grammars is None:
+                self._grammars = self._make_grammars()
+                self._maker = MaskMaker(max(self._vocab_size, self._grammars.vocab_size), self._num_threads)
+            guide = RowGuide(self._grammars.matcher(admission.sampling.guided))
+        except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
+            return RowGuide(None)
+        guide.follow(admission.tokens[admission.num_prompt_tokens :].tolist())
+        return guide
+
+    def guided(self, rows: Sequence[int]) -> list[int]:
+        """Places within `rows` of those that are guided."""
+        return [place for place, row in enumerate(rows) if row in self._rows] if self._rows else []
+
+    def note_verdict(self, rows: Sequence[int], gained: Callable[[], Gained]) -> None:
+        """Each of `rows` has gained tokens, which `gained` waits for and tells: once somebody asks what may follow."""
+        guides = [(place, self._rows[rows[place]]) for place in self.guided(rows)]
+        if guides:
+            self.settle()
+            self._pending = guides, gained
+
+    def settle(self) -> None:
+        """Follow the last verdict, once it is on the host."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        guides, gained = pending
+        counts, tokens = gained()
+        for place, guide in guides:
+            guide.follow(tokens[place][: counts[place]])
+
+    def masks(self, rows: Sequence[int], width: int, draft: HostDraft | None = None) -> TokenMasks | None:
+        """Of the places that are decided in a round; None where none of the rows is guided.
+
+        Args:
+            rows: the R rows.
+            width: of the draft: rows have one place more, of which those without a draft use the first.
+            draft: of the first of them; None where none of these is guided.
+        """
+        guided = self.guided(rows)
+        if not guided:
+            return None
+        self.settle()
+        assert self._maker is not None or all(self._rows[rows[place]].matcher is None for place in guided)
+        words = self._maker.words if self._maker is not None else -(-self._vocab_size // 32)
+        width += 1
+        num_places, num_lines = len(rows) * width, len(guided) * width
+        # One copy for both: places in front, and the bits behind them.
+        packed = torch.empty(num_places + num_lines * words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        places, bits = packed[:num_places].view(len(rows), width), packed[num_places:].view(num_lines, words)
+        places.fill_(-1)
+        bits.zero_()
+        jobs: list[_Job] = []
+        for number, place in enumerate(guided):
+            places[place] = torch.arange(number * width, (number + 1) * width, dtype=torch.int32)
+            guide = self._rows[rows[place]]
+            if guide.matcher is not None:
+                jobs += _jobs(guide.matcher, number * width, draft, place)
+        if self._maker is not None:
+            self._maker.fill(bits, jobs)
+        packed = packed.to(self._device, non_blocking=True)
+        places, bits = packed[:num_places].view(len(rows), width), packed[num_places:].view(num_lines, words)
+        return TokenMasks(places, bits)
+
+
+def _jobs(matcher: LLMatcher, line: int, draft: HostDraft | None, place: int) -> list[_Job]:
+    """What masks of one row take: along its draft, or for each node of its tree that its grammar lets stand."""
+    if draft is None or place >= draft.num_rows:
+        return [_Job(matcher, line, [])]
+    if not draft.is_tree:
+        return [_Job(matcher, line, draft.chain(place))]
+    jobs, forks = [_Job(matcher, line, [])], {-1: matcher}
+    for parent, node, token in draft.edges(place):
+        if parent in forks and node not in forks:
+            fork = forks[parent].deep_copy()
+            if fork.try_consume_tokens([token]):
+                forks[node] = fork
+                jobs.append(_Job(fork, line + 1 + node, []))
+    return jobs
+
+
+class HostDraft:
+    """A draft on its way to the host."""
+
+    def __init__(self, draft: Draft) -> None:
+        """Begin to copy the tokens of `draft`, and which of them follow one another."""
+        self.num_rows = len(draft.tokens)
+        self.is_tree = draft.paths is not None
+        sources = [draft.tokens, draft.draft_lens, *([] if draft.paths is None else [draft.paths])]
+        self._copies = [to_host(source) for source in sources]
+        self._event: Any = None
+        if draft.tokens.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._lists: list[Any] | None = None
+
+    def _read(self) -> list[Any]:
+        if self._lists is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._lists = [copy.tolist() for copy in self._copies]
+        return self._lists
+
+    def chain(self, place: int) -> list[int]:
+        """The tokens of one row's draft that follow one another."""
+        tokens, lens = self._read()[:2]
+        chain: list[int] = tokens[place][: max(0, lens[place])]
+        return chain
+
+    def edges(self, place: int) -> Iterable[tuple[int, int, int]]:
+        """Of one row's tree the parent of each node, -1 for the row's newest token, the node and its token, parents
+        first; some more than once."""
+        tokens, lens, paths = self._read()
+        for path in paths[place]:
+            parent = -1
+            for node in path[: max(0, lens[place])]:
+                if node < 0:
+                    break
+                yield parent, node, tokens[place][node]
+                parent = node
+
+
+def to_host(source: torch.Tensor) -> torch.Tensor:
+    """`source` itself on the CPU; else pinned memory that will have its contents."""
+    if source.is_cpu:
+        return source
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
