@@ -14,7 +14,7 @@ from trtrun.core.guide import Guide
 from trtrun.core.nouns import Request
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
-from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.vocabulary import grammar_tokens
 from trtrun.tokens.text import Tokenizer
 
@@ -135,7 +135,7 @@ class PromptReader:
         """Refuse a guide that is wrong, or takes more than it may."""
         if self._grammars is None:
             model = self._model
-            self._grammars = Grammars(grammar_tokens(self._tokenizer, model.vocab_size, model.eos_token_ids))
+            self._grammars = grammars_of(grammar_tokens(self._tokenizer, model.vocab_size, model.eos_token_ids))
         self._grammars.check(guide)
 
     def _check_some_allowed(self, sampling: SamplingParams) -> None:

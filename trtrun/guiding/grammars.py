@@ -51,6 +51,12 @@ def limits() -> LLParserLimits:
     )
 
 
+@lru_cache(maxsize=2)
+def grammars_of(tokens: LLTokenizer) -> Grammars:
+    """Those of a vocabulary, which all in a process share."""
+    return Grammars(tokens)
+
+
 class Grammars:
     """The grammars of one vocabulary, the last ones compiled."""
 
@@ -64,6 +70,10 @@ class Grammars:
     def vocab_size(self) -> int:
         """Tokens of the vocabulary, as masks have them."""
         return self._tokens.vocab_size
+
+    def has(self, guide: Guide) -> bool:
+        """Whether a guide is compiled."""
+        return guide in self._kept
 
     def check(self, guide: Guide) -> None:
         """Compile a guide, unless it is among the last ones.

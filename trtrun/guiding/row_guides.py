@@ -11,21 +11,20 @@ It knows plans, grammars and bits. It does not know models, how tokens are chose
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from llguidance import LLExecutor, LLMatcher
 
-from trtrun.core.nouns import Draft, RoundPlan, RowAdmission
+from trtrun.core.guide import Guide
+from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
 from trtrun.sampling.token_masks import TokenMasks
 
-Gained = tuple[Sequence[int], Sequence[Sequence[int]]]
-"""Of each row how many tokens it has gained, and the tokens."""
-
-_MOST_THREADS = 16
+_MOST_THREADS = 8
 _FEW_MASKS = 4
 """Which one thread makes: to wake others takes longer."""
 
@@ -33,24 +32,29 @@ _FEW_MASKS = 4
 class RowGuide:
     """The matcher of one row. Whatever goes wrong in it is its row's own: then no token may follow."""
 
-    def __init__(self, matcher: LLMatcher | None) -> None:
-        """Begin with `matcher`; None where there is none, as of a grammar that cannot be compiled."""
-        self._matcher = matcher
-
-    def fork(self) -> LLMatcher | None:
-        """A matcher that may go on by itself; None where nothing may follow."""
-        return None if self._matcher is None else self._matcher.deep_copy()
+    def __init__(self, matcher: LLMatcher | Future[LLMatcher | None] | None) -> None:
+        """Begin with `matcher`; None where there is none, as of a grammar that cannot be compiled. One that is still
+        compiled is waited for when it is asked."""
+        self._begun = matcher
+        self._is_over = False
 
     @property
     def matcher(self) -> LLMatcher | None:
         """The row's own, for masks alone; None where nothing may follow."""
-        return self._matcher
+        if isinstance(self._begun, Future):
+            self._begun = self._begun.result()
+        return None if self._is_over else self._begun
+
+    def fork(self) -> LLMatcher | None:
+        """A matcher that may go on by itself; None where nothing may follow."""
+        matcher = self.matcher
+        return None if matcher is None else matcher.deep_copy()
 
     def follow(self, tokens: Iterable[int]) -> None:
         """The row gains tokens."""
-        for token in tokens:
-            if self._matcher is not None and not self._matcher.consume_token(token):
-                self._matcher = None
+        matcher = self.matcher
+        if matcher is not None:
+            self._is_over = not all(map(matcher.consume_token, tokens))
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,13 @@ class MaskMaker:
         if self._num_threads > 1 and num_masks > _FEW_MASKS:
             if self._executor is None:
                 self._executor = LLExecutor(self._num_threads)
-            work = [(job.matcher, job.line, job.drafts) for job in jobs]
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(work, bits.data_ptr(), 4 * self.words, len(bits))
+            where = bits.data_ptr(), 4 * self.words, len(bits)
+            alone = [(job.matcher, job.line) for job in jobs if not job.drafts]
+            along = [(job.matcher, job.line, job.drafts) for job in jobs if job.drafts]
+            if alone:
+                self._executor.unsafe_compute_mask_ptr(alone, *where)
+            if along:
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(along, *where)
             return
         for job in jobs:
             matcher = job.matcher.deep_copy() if job.drafts else job.matcher
@@ -104,8 +113,9 @@ class RowGuides:
         self._num_threads = num_threads
         self._grammars: Grammars | None = None
         self._maker: MaskMaker | None = None
+        self._compiler: ThreadPoolExecutor | None = None
         self._rows: dict[int, RowGuide] = {}
-        self._pending: tuple[list[tuple[int, RowGuide]], Callable[[], Gained]] | None = None
+        self._pending: tuple[list[tuple[int, RowGuide]], HostCopies] | None = None
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come and go."""
@@ -117,35 +127,47 @@ class RowGuides:
                 self._rows[admission.row] = self._admit(admission)
 
     def _admit(self, admission: RowAdmission) -> RowGuide:
-        assert admission.sampling.guided is not None
+        guide = admission.sampling.guided
+        assert guide is not None
+        output = admission.tokens[admission.num_prompt_tokens :].tolist()
+        if self._grammars is not None and self._grammars.has(guide):
+            return RowGuide(self._begin(guide, output))
+        # Other rows do not wait for it: it is compiled while the prompt is read.
+        if self._compiler is None:
+            self._compiler = ThreadPoolExecutor(1, thread_name_prefix="guides")
+        return RowGuide(self._compiler.submit(self._begin, guide, output))
+
+    def _begin(self, guide: Guide, output: list[int]) -> LLMatcher | None:
+        """A matcher behind a row's output so far."""
         try:
             if self._grammars is None:
-                self._grammars = self._make_grammars()
-                self._maker = MaskMaker(max(self._vocab_size, self._grammars.vocab_size), self._num_threads)
-            guide = RowGuide(self._grammars.matcher(admission.sampling.guided))
+                grammars = self._make_grammars()
+                self._maker = MaskMaker(max(self._vocab_size, grammars.vocab_size), self._num_threads)
+                self._grammars = grammars
+            begun = RowGuide(self._grammars.matcher(guide))
         except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
-            return RowGuide(None)
-        guide.follow(admission.tokens[admission.num_prompt_tokens :].tolist())
-        return guide
+            return None
+        begun.follow(output)
+        return begun.matcher
 
     def guided(self, rows: Sequence[int]) -> list[int]:
         """Places within `rows` of those that are guided."""
         return [place for place, row in enumerate(rows) if row in self._rows] if self._rows else []
 
-    def note_verdict(self, rows: Sequence[int], gained: Callable[[], Gained]) -> None:
-        """Each of `rows` has gained tokens, which `gained` waits for and tells: once somebody asks what may follow."""
+    def note_verdict(self, rows: Sequence[int], verdict: Verdict) -> None:
+        """Each of `rows` gains what the verdict says: it is waited for once somebody asks what may follow."""
         guides = [(place, self._rows[rows[place]]) for place in self.guided(rows)]
         if guides:
             self.settle()
-            self._pending = guides, gained
+            self._pending = guides, HostCopies(verdict.num_tokens, verdict.tokens)
 
     def settle(self) -> None:
         """Follow the last verdict, once it is on the host."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        guides, gained = pending
-        counts, tokens = gained()
+        guides, copies = pending
+        counts, tokens = copies.lists()
         for place, guide in guides:
             guide.follow(tokens[place][: counts[place]])
 
@@ -161,25 +183,65 @@ class RowGuides:
         if not guided:
             return None
         self.settle()
-        assert self._maker is not None or all(self._rows[rows[place]].matcher is None for place in guided)
+        matchers = [self._rows[rows[place]].matcher for place in guided]
+        return self._make_masks(len(rows), guided, matchers, width + 1, draft)
+
+    def forced(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What must follow the plan's decode rows, because nothing else may: tokens [decode_rows, draft_len] int64 on
+        the device, and which of them [decode_rows, draft_len] bool, in each row the first ones; None where nothing
+        must. Of the ways to spell what must follow, the grammar engine allows the tokenizer's own alone."""
+        rows: list[int] = plan.decode_rows.tolist()
+        guided = self.guided(rows) if plan.draft_len else []
+        if not guided:
+            return None
+        self.settle()
+        tokens = torch.full((len(rows), plan.draft_len), -1, dtype=torch.int64)
+        for place in guided:
+            matcher = self._rows[rows[place]].matcher
+            most = max(0, int(plan.draft_lens[place]))
+            if matcher is not None and most:
+                found = matcher.compute_ff_tokens()[:most]
+                tokens[place, : len(found)] = torch.tensor(found, dtype=torch.int64)
+        if int(tokens.max()) < 0:
+            return None
+        tokens = tokens.to(self._device, non_blocking=True)
+        return tokens.clamp(min=0), tokens >= 0
+
+    def walk(self, rows: Sequence[int]) -> Walk | None:
+        """What may follow `rows` and the tokens of a draft behind them, one after the other; None where none of them is
+        guided."""
+        guided = self.guided(rows)
+        if not guided:
+            return None
+        self.settle()
+        forks = [self._rows[rows[place]].fork() for place in guided]
+        return Walk(lambda matchers: self._make_masks(len(rows), guided, matchers, 1, None), guided, forks)
+
+    def _make_masks(
+        self,
+        num_rows: int,
+        guided: Sequence[int],
+        matchers: Sequence[LLMatcher | None],
+        width: int,
+        draft: HostDraft | None,
+    ) -> TokenMasks:
+        """Of the rows at places `guided`, with `matchers`, and `width` positions each."""
         words = self._maker.words if self._maker is not None else -(-self._vocab_size // 32)
-        width += 1
-        num_places, num_lines = len(rows) * width, len(guided) * width
+        num_places, num_lines = num_rows * width, len(guided) * width
         # One copy for both: places in front, and the bits behind them.
         packed = torch.empty(num_places + num_lines * words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        places, bits = packed[:num_places].view(len(rows), width), packed[num_places:].view(num_lines, words)
+        places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         places.fill_(-1)
         bits.zero_()
         jobs: list[_Job] = []
-        for number, place in enumerate(guided):
-            places[place] = torch.arange(number * width, (number + 1) * width, dtype=torch.int32)
-            guide = self._rows[rows[place]]
-            if guide.matcher is not None:
-                jobs += _jobs(guide.matcher, number * width, draft, place)
+        places[list(guided)] = torch.arange(num_lines, dtype=torch.int32).view(-1, width)
+        for number, (place, matcher) in enumerate(zip(guided, matchers, strict=True)):
+            if matcher is not None:
+                jobs += _jobs(matcher, number * width, draft, place)
         if self._maker is not None:
             self._maker.fill(bits, jobs)
         packed = packed.to(self._device, non_blocking=True)
-        places, bits = packed[:num_places].view(len(rows), width), packed[num_places:].view(num_lines, words)
+        places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         return TokenMasks(places, bits)
 
 
@@ -199,6 +261,38 @@ def _jobs(matcher: LLMatcher, line: int, draft: HostDraft | None, place: int) ->
     return jobs
 
 
+class Walk:
+    """Matchers of rows that go on along a draft while it is made, a token a row and step."""
+
+    def __init__(
+        self,
+        make_masks: Callable[[Sequence[LLMatcher | None]], TokenMasks],
+        guided: Sequence[int],
+        forks: list[LLMatcher | None],
+    ) -> None:
+        """Begin with `forks` of the rows at places `guided`."""
+        self._make_masks = make_masks
+        self._guided = guided
+        self._forks = forks
+        self._told: HostCopies | None = None
+
+    def tell(self, tokens: torch.Tensor) -> None:
+        """The rows' drafts go on with `tokens` [rows] int64. Nothing waits for them here: call it before what the
+        device does next."""
+        self._told = HostCopies(tokens)
+
+    def masks(self) -> TokenMasks:
+        """What may come next, one position a row, once what was told is on the host."""
+        told, self._told = self._told, None
+        if told is not None:
+            (tokens,) = told.lists()
+            for number, place in enumerate(self._guided):
+                fork = self._forks[number]
+                if fork is not None and not fork.try_consume_tokens([tokens[place]]):
+                    self._forks[number] = None  # nothing that follows can be accepted
+        return self._make_masks(self._forks)
+
+
 class HostDraft:
     """A draft on its way to the host."""
 
@@ -207,30 +301,18 @@ class HostDraft:
         self.num_rows = len(draft.tokens)
         self.is_tree = draft.paths is not None
         sources = [draft.tokens, draft.draft_lens, *([] if draft.paths is None else [draft.paths])]
-        self._copies = [to_host(source) for source in sources]
-        self._event: Any = None
-        if draft.tokens.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        self._lists: list[Any] | None = None
-
-    def _read(self) -> list[Any]:
-        if self._lists is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._lists = [copy.tolist() for copy in self._copies]
-        return self._lists
+        self._copies = HostCopies(*sources)
 
     def chain(self, place: int) -> list[int]:
         """The tokens of one row's draft that follow one another."""
-        tokens, lens = self._read()[:2]
+        tokens, lens = self._copies.lists()[:2]
         chain: list[int] = tokens[place][: max(0, lens[place])]
         return chain
 
     def edges(self, place: int) -> Iterable[tuple[int, int, int]]:
         """Of one row's tree the parent of each node, -1 for the row's newest token, the node and its token, parents
         first; some more than once."""
-        tokens, lens, paths = self._read()
+        tokens, lens, paths = self._copies.lists()
         for path in paths[place]:
             parent = -1
             for node in path[: max(0, lens[place])]:
@@ -240,8 +322,26 @@ class HostDraft:
                 parent = node
 
 
-def to_host(source: torch.Tensor) -> torch.Tensor:
-    """`source` itself on the CPU; else pinned memory that will have its contents."""
-    if source.is_cpu:
-        return source
+class HostCopies:
+    """Tensors on their way to the host: from a GPU to pinned memory, behind what it has to do first."""
+
+    def __init__(self, *sources: torch.Tensor) -> None:
+        """Begin to copy; nothing waits for it here."""
+        self._copies = [source if source.is_cpu else _to_pinned(source) for source in sources]
+        self._event: Any = None
+        if any(source.is_cuda for source in sources):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._lists: list[Any] | None = None
+
+    def lists(self) -> list[Any]:
+        """Wait for them, and list what they hold."""
+        if self._lists is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._lists = [copy.tolist() for copy in self._copies]
+        return self._lists
+
+
+def _to_pinned(source: torch.Tensor) -> torch.Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)

@@ -61,12 +61,6 @@ class VerdictCopy:
         """Whether `wait` would not wait."""
         return self._event is None or self._event.query()
 
-    def gained(self) -> tuple[list[int], list[list[int]]]:
-        """Wait for the copy: of each row how many tokens it has gained, 0 where it has failed, and the tokens."""
-        report = self.wait()
-        assert report.num_tokens is not None
-        return report.num_tokens.tolist(), report.tokens.tolist()
-
     def wait(self, take_times: Callable[[], RoundTimes] = RoundTimes) -> ReportArrays:
         """Wait for the copy, and make the report of it.
 

@@ -62,7 +62,7 @@ class Worker:
         phases: times the phases of rounds; only leaders take its times.
         first_uses: what is captured and compiled from now on, in rounds.
         forced_acceptance: for benchmarks, see `speculation.verify`.
-        guides: of the rows that are guided, on the target leader; None elsewhere, and where nobody is.
+        guides: of the rows that are guided, on the target leader, and where a drafter asks them; None elsewhere.
     """
 
     exchange: Exchange
@@ -236,6 +236,8 @@ class Worker:
         if self.drafter is not None and self.target is None:
             hidden = self.exchange.receive_hidden(plan, verdict)
             step = None if hidden is None else Step(torch.empty((0, 1, 0), device=self.device), hidden)
+        if self.guides is not None and verdict is not None:
+            self.guides.note_verdict(plan.sampled_rows, verdict)
         if self.drafter is not None:
             self.drafter.observe(plan, verdict, step)
         self.phases.end("verifying" if self.target is not None else "waiting")
@@ -244,10 +246,7 @@ class Worker:
         """What the process's leaders tell the orchestrator of the round."""
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
-            copy = VerdictCopy(plan, verdict)
-            if self.guides is not None:
-                self.guides.note_verdict(plan.sampled_rows, copy.gained)
-            return self.exchange.conclude(plan, DecidedRound(copy, self._take_times))
+            return self.exchange.conclude(plan, DecidedRound(VerdictCopy(plan, verdict), self._take_times))
         if not self.leads_draft:
             return DoneRound(None)
         tells_chances = num_guesses and plan.round_index % _ROUNDS_BETWEEN_CHANCES == 0

@@ -22,7 +22,7 @@ from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
-from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import grammar_tokens
 from trtrun.kvcache.formats import KV_FORMATS
@@ -99,10 +99,16 @@ class WorkerFactory:
 
     def make_worker(self, exchange: Exchange | None = None) -> Worker:
         """The rank's part of each round, over `exchange` or the job's own."""
+        drafter = self._make_drafter()
         leads_draft, leads_target = self.rank == self._drafting_leader, self.rank == self.topology.target_leader
+        # What drafts ahead of verdicts does so without: what its rows may not have is not accepted.
+        asks = drafter is not None and not self.config.drafts_apart
+        guides = self._make_guides() if leads_target or asks else None
+        if guides is not None and drafter is not None and asks:
+            drafter.guide(guides)
         return Worker(
             exchange=exchange or (self._make_messages() if self.config.drafts_apart else self._make_link()),
-            drafter=self._make_drafter(),
+            drafter=drafter,
             target=self.engines.get("target"),
             leads_draft=leads_draft,
             leads_target=leads_target,
@@ -111,16 +117,16 @@ class WorkerFactory:
             activity=Activity() if exchange else self.activity,
             phases=phase_clock(self.device) if (leads_draft or leads_target) and not exchange else HostPhases(),
             forced_acceptance=self.config.speculation.forced_acceptance,
-            guides=self._make_guides() if leads_target else None,
+            guides=guides,
         )
 
     def _make_guides(self) -> RowGuides:
-        """Of the target's rows, where they are decided."""
+        """Of the target's rows, where they are decided or drafted."""
         config, target = self.config, read_model_config(self.config.target.model)
 
         def make_grammars() -> Grammars:
             tokenizer = read_tokenizer(config.tokenizer or config.target.model)
-            return Grammars(grammar_tokens(tokenizer, target.vocab_size, target.eos_token_ids))
+            return grammars_of(grammar_tokens(tokenizer, target.vocab_size, target.eos_token_ids))
 
         slot = self.topology.slot(self.rank)
         assert slot is not None

@@ -21,7 +21,8 @@ def _mask_kernel(logits, places, bits, output, vocabulary, words, PIECE: tl.cons
     inside = token < vocabulary
     value = tl.load(logits + line * vocabulary + token, mask=inside, other=0.0)
     place = tl.load(places + line).to(tl.int64)
-    word = tl.load(bits + place * words + token // 32, mask=inside & (place >= 0), other=-1)
+    is_masked = (tl.zeros_like(token) + place) >= 0
+    word = tl.load(bits + place * words + token // 32, mask=inside & is_masked, other=-1)
     is_allowed = ((word >> (token % 32)) & 1) == 1
     tl.store(output + line * vocabulary + token, tl.where(is_allowed, value, float("-inf")), mask=inside)
 
