@@ -113,6 +113,20 @@ def test_drafts_change_no_guided_text(plain: list[tuple[int, ...]], name: str) -
         assert llm.statistics()["mean_acceptance_length"] > 1
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_must_follow_is_drafted(name: str) -> None:
+    """Of a text that is the only one no draft token is rejected, nor is one left out."""
+    text = "the colour of the record is not known, and whoever looks for it is asked to wait"
+    settings = dict(DRAFTERS[name])
+    with make_llm(TARGET, settings.pop("draft", None), **settings) as llm:
+        sampling = SamplingParams(max_tokens=60, guided={"choice": [text]}, temperature=1.0, seed=3)
+        (output,) = llm.generate([PROMPTS[0]], sampling)
+        (completion,) = output.completions
+        assert completion.text == text
+        origins = completion.token_origins[: len(completion.token_ids) - 8]
+        assert "r" not in origins and origins.count("p") == 1 and origins.count("a") > 12, origins
+
+
 def test_greedy_texts_do_not_depend_on_how_drafts_are_accepted(plain: list[tuple[int, ...]]) -> None:
     speculation = {"draft_len": 4, "use_logits": True}
     with make_llm(TARGET, DRAFT, speculation=speculation, scheduler=FEW) as llm:
