@@ -91,6 +91,7 @@ def check_texts(llm: LLM, found: Sequence[tuple[int, ...]]) -> None:
     assert all(num_whole.values()), num_whole
 
 
+TREE = {"method": "eagle3", "eagle_topk": 3, "max_total_draft_tokens": 10, "draft_len": 4}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "draft": {"draft": DRAFT, "speculation": {"draft_len": 4}},
     "ahead": {"draft": DRAFT, "speculation": {"draft_len": 3}, "scheduler": {**FEW, "plans_ahead": 1}},
@@ -100,7 +101,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "recycling": {"speculation": {"method": "token_recycling"}},
     "lookahead": {"speculation": {"method": "lookahead"}},
     "medusa": {"heads": ASSETS / "medusa", "speculation": {"method": "medusa"}},
+    "medusa-tree": {"heads": ASSETS / "medusa", "speculation": {"method": "medusa", "medusa_choices": "mc_sim_7b_63"}},
     "eagle3": {"heads": ASSETS / "eagle3", "speculation": {"method": "eagle3"}},
+    "eagle3-tree": {"heads": ASSETS / "eagle3", "speculation": TREE},
 }
 
 
@@ -125,6 +128,17 @@ def test_what_must_follow_is_drafted(name: str) -> None:
         assert completion.text == text
         origins = completion.token_origins[: len(completion.token_ids) - 8]
         assert "r" not in origins and origins.count("p") == 1 and origins.count("a") > 12, origins
+
+
+def test_what_came_with_a_request_goes_on_behind_what_must_follow() -> None:
+    guided: Any = {"regex": "the record is known as [a-z]{12}"}
+    sampling = SamplingParams(max_tokens=30, guided=guided, temperature=1.0, seed=3)
+    with make_llm(TARGET, speculation={"method": "ngram", "draft_len": 4}) as llm:
+        (first,) = llm.generate([PROMPTS[0]], sampling)
+        tokens = first.completions[0].token_ids
+        (second,) = llm.generate([PROMPTS[0]], replace(sampling, draft_token_ids=tokens[:-1]))
+        assert second.completions[0].token_ids == tokens
+        assert "r" not in second.completions[0].token_origins
 
 
 def test_greedy_texts_do_not_depend_on_how_drafts_are_accepted(plain: list[tuple[int, ...]]) -> None:
