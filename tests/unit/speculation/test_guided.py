@@ -111,8 +111,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 def test_drafts_change_no_guided_text(plain: list[tuple[int, ...]], name: str) -> None:
     settings = {"scheduler": FEW, **DRAFTERS[name]}
     count = 18 if name == "lookahead" else len(ASKED)  # its rounds are large
+    # Where nobody has penalties trees are verified another way.
+    simple = [place for place, (_, sampling) in enumerate(ASKED) if sampling.repetition_penalty == 1.0]
     with make_llm(TARGET, settings.pop("draft", None), **settings) as llm:
         assert run(llm, ASKED[:count]) == plain[:count]
+        if name.endswith("tree"):
+            assert run(llm, [ASKED[place] for place in simple]) == [plain[place] for place in simple]
         assert llm.statistics()["mean_acceptance_length"] > 1
 
 
@@ -138,7 +142,8 @@ def test_what_came_with_a_request_goes_on_behind_what_must_follow() -> None:
         tokens = first.completions[0].token_ids
         (second,) = llm.generate([PROMPTS[0]], replace(sampling, draft_token_ids=tokens[:-1]))
         assert second.completions[0].token_ids == tokens
-        assert "r" not in second.completions[0].token_origins
+        origins = second.completions[0].token_origins
+        assert "r" not in origins and origins.count("p") == 1, origins
 
 
 def test_greedy_texts_do_not_depend_on_how_drafts_are_accepted(plain: list[tuple[int, ...]]) -> None:
