@@ -24,6 +24,7 @@ from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
 from trtrun.sampling.token_masks import TokenMasks
 
+_ANYTHING = Guide("json", "true")
 _MOST_THREADS = 8
 _FEW_MASKS = 4
 """Which one thread makes: to wake others takes longer."""
@@ -117,6 +118,10 @@ class RowGuides:
         self._rows: dict[int, RowGuide] = {}
         self._pending: tuple[list[tuple[int, RowGuide]], HostCopies] | None = None
 
+    def prepare(self) -> None:
+        """Have the vocabulary read before a row is guided, in a thread beside this one."""
+        self._submit(_ANYTHING, [])
+
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come and go."""
         for row in plan.dropped_rows:
@@ -133,9 +138,12 @@ class RowGuides:
         if self._grammars is not None and self._grammars.has(guide):
             return RowGuide(self._begin(guide, output))
         # Other rows do not wait for it: it is compiled while the prompt is read.
+        return RowGuide(self._submit(guide, output))
+
+    def _submit(self, guide: Guide, output: list[int]) -> Future[LLMatcher | None]:
         if self._compiler is None:
             self._compiler = ThreadPoolExecutor(1, thread_name_prefix="guides")
-        return RowGuide(self._compiler.submit(self._begin, guide, output))
+        return self._compiler.submit(self._begin, guide, output)
 
     def _begin(self, guide: Guide, output: list[int]) -> LLMatcher | None:
         """A matcher behind a row's output so far."""

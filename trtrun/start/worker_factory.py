@@ -104,6 +104,8 @@ class WorkerFactory:
         # What drafts ahead of verdicts does so without: what its rows may not have is not accepted.
         asks = drafter is not None and not self.config.drafts_apart
         guides = self._make_guides() if leads_target or asks else None
+        if guides is not None and exchange is None and self.device.type == "cuda":
+            guides.prepare()  # nothing is left to be done first in a round there
         if guides is not None and drafter is not None and asks:
             drafter.guide(guides)
         return Worker(
