@@ -10,24 +10,21 @@ It knows plans, grammars and bits. It does not know models, how tokens are chose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Verdict
+from trtrun.core.nouns import RoundPlan, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.host_copies import HostCopies, HostDraft
+from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
 from trtrun.sampling.token_masks import TokenMasks
 
 _ANYTHING = Guide("json", "true")
-_MOST_THREADS = 8
-_FEW_MASKS = 4
-"""Which one thread makes: to wake others takes longer."""
 
 
 class RowGuide:
@@ -58,56 +55,31 @@ class RowGuide:
             self._is_over = not all(map(matcher.consume_token, tokens))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Masks along one row's draft, or of one node: of lines from `line` on, for the place that the matcher has come to
-    and those behind each of `drafts`, up to the first that is not allowed."""
-
-    matcher: LLMatcher
-    line: int
-    drafts: list[int]
-
-
-class MaskMaker:
-    """Fills lines of bits, in several threads where there are many."""
-
-    def __init__(self, vocab_size: int, num_threads: int) -> None:
-        """Masks have `vocab_size` bits, as the grammar engine has it."""
-        self.words = -(-vocab_size // 32)
-        self._num_threads = min(num_threads, _MOST_THREADS)
-        self._executor: LLExecutor | None = None
-
-    def fill(self, bits: torch.Tensor, jobs: Sequence[_Job]) -> None:
-        """Write the masks of `jobs` to bits [lines, words] int32 on the host, contiguous; others stay as they are."""
-        num_masks = sum(1 + len(job.drafts) for job in jobs)
-        if self._num_threads > 1 and num_masks > _FEW_MASKS:
-            if self._executor is None:
-                self._executor = LLExecutor(self._num_threads)
-            where = bits.data_ptr(), 4 * self.words, len(bits)
-            alone = [(job.matcher, job.line) for job in jobs if not job.drafts]
-            along = [(job.matcher, job.line, job.drafts) for job in jobs if job.drafts]
-            if alone:
-                self._executor.unsafe_compute_mask_ptr(alone, *where)
-            if along:
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(along, *where)
-            return
-        for job in jobs:
-            matcher = job.matcher.deep_copy() if job.drafts else job.matcher
-            for place in range(1 + len(job.drafts)):
-                if place and not matcher.try_consume_tokens([job.drafts[place - 1]]):
-                    break
-                address = bits.data_ptr() + 4 * self.words * (job.line + place)
-                matcher.unsafe_compute_mask_ptr(address, 4 * self.words)
-
-
 class RowGuides:
     """The guides of the rows of one rank."""
 
     def __init__(
-        self, make_grammars: Callable[[], Grammars], vocab_size: int, device: torch.device, num_threads: int = 1
+        self,
+        make_grammars: Callable[[], Grammars],
+        vocab_size: int,
+        device: torch.device,
+        num_threads: int = 1,
+        share: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        follows: bool = True,
     ) -> None:
-        """Guide rows whose logits are [vocab_size] on `device`; `make_grammars` is called when a row is first guided,
-        and may raise InvalidRequestError."""
+        """Guide rows whose logits are [vocab_size] on `device`.
+
+        Args:
+            make_grammars: called when a row is first guided; may raise InvalidRequestError.
+            vocab_size: V.
+            device: of the rows.
+            num_threads: that make masks.
+            share: what the rank that decides has in a tensor, on all ranks of a group that draft alike. Collective.
+            follows: whether this rank keeps matchers; one that does not is told what must follow by `share`.
+        """
+        self._share = share
+        self._follows = follows
         self._make_grammars = make_grammars
         self._vocab_size = vocab_size
         self._device = device
@@ -129,7 +101,7 @@ class RowGuides:
         for admission in plan.admissions:
             self._rows.pop(admission.row, None)
             if admission.sampling.guided is not None:
-                self._rows[admission.row] = self._admit(admission)
+                self._rows[admission.row] = self._admit(admission) if self._follows else RowGuide(None)
 
     def _admit(self, admission: RowAdmission) -> RowGuide:
         guide = admission.sampling.guided
@@ -165,7 +137,7 @@ class RowGuides:
     def note_verdict(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Each of `rows` gains what the verdict says: it is waited for once somebody asks what may follow."""
         guides = [(place, self._rows[rows[place]]) for place in self.guided(rows)]
-        if guides:
+        if guides and self._follows:
             self.settle()
             self._pending = guides, HostCopies(verdict.num_tokens, verdict.tokens)
 
@@ -202,18 +174,27 @@ class RowGuides:
         guided = self.guided(rows) if plan.draft_len else []
         if not guided:
             return None
-        self.settle()
+        most = plan.draft_lens.tolist()
         tokens = torch.full((len(rows), plan.draft_len), -1, dtype=torch.int64)
-        for place in guided:
-            matcher = self._rows[rows[place]].matcher
-            most = max(0, int(plan.draft_lens[place]))
-            if matcher is not None and most:
-                found = matcher.compute_ff_tokens()[:most]
-                tokens[place, : len(found)] = torch.tensor(found, dtype=torch.int64)
-        if int(tokens.max()) < 0:
+        for place, found in zip(
+            guided, self.forced_behind({rows[place]: most[place] for place in guided}), strict=True
+        ):
+            tokens[place, : len(found)] = torch.tensor(found, dtype=torch.int64)
+        if self._share is None and int(tokens.max()) < 0:
             return None
         tokens = tokens.to(self._device, non_blocking=True)
+        if self._share is not None:
+            tokens = self._share(tokens)
         return tokens.clamp(min=0), tokens >= 0
+
+    def forced_behind(self, most: Mapping[int, int]) -> list[list[int]]:
+        """What must follow each of some rows, at most as many tokens as `most` says; none of one that is not guided."""
+        self.settle()
+        forced: list[list[int]] = []
+        for row, length in most.items():
+            matcher = self._rows[row].matcher if row in self._rows else None
+            forced.append(matcher.compute_ff_tokens()[: max(0, length)] if matcher is not None else [])
+        return forced
 
     def walk(self, rows: Sequence[int]) -> Walk | None:
         """What may follow `rows` and the tokens of a draft behind them, one after the other; None where none of them is
@@ -241,32 +222,16 @@ class RowGuides:
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         places.fill_(-1)
         bits.zero_()
-        jobs: list[_Job] = []
+        jobs: list[MaskJob] = []
         places[list(guided)] = torch.arange(num_lines, dtype=torch.int32).view(-1, width)
         for number, (place, matcher) in enumerate(zip(guided, matchers, strict=True)):
             if matcher is not None:
-                jobs += _jobs(matcher, number * width, draft, place)
+                jobs += mask_jobs(matcher, number * width, draft, place)
         if self._maker is not None:
             self._maker.fill(bits, jobs)
         packed = packed.to(self._device, non_blocking=True)
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         return TokenMasks(places, bits)
-
-
-def _jobs(matcher: LLMatcher, line: int, draft: HostDraft | None, place: int) -> list[_Job]:
-    """What masks of one row take: along its draft, or for each node of its tree that its grammar lets stand."""
-    if draft is None or place >= draft.num_rows:
-        return [_Job(matcher, line, [])]
-    if not draft.is_tree:
-        return [_Job(matcher, line, draft.chain(place))]
-    jobs, forks = [_Job(matcher, line, [])], {-1: matcher}
-    for parent, node, token in draft.edges(place):
-        if parent in forks and node not in forks:
-            fork = forks[parent].deep_copy()
-            if fork.try_consume_tokens([token]):
-                forks[node] = fork
-                jobs.append(_Job(fork, line + 1 + node, []))
-    return jobs
 
 
 class Walk:
@@ -299,57 +264,3 @@ class Walk:
                 if fork is not None and not fork.try_consume_tokens([tokens[place]]):
                     self._forks[number] = None  # nothing that follows can be accepted
         return self._make_masks(self._forks)
-
-
-class HostDraft:
-    """A draft on its way to the host."""
-
-    def __init__(self, draft: Draft) -> None:
-        """Begin to copy the tokens of `draft`, and which of them follow one another."""
-        self.num_rows = len(draft.tokens)
-        self.is_tree = draft.paths is not None
-        sources = [draft.tokens, draft.draft_lens, *([] if draft.paths is None else [draft.paths])]
-        self._copies = HostCopies(*sources)
-
-    def chain(self, place: int) -> list[int]:
-        """The tokens of one row's draft that follow one another."""
-        tokens, lens = self._copies.lists()[:2]
-        chain: list[int] = tokens[place][: max(0, lens[place])]
-        return chain
-
-    def edges(self, place: int) -> Iterable[tuple[int, int, int]]:
-        """Of one row's tree the parent of each node, -1 for the row's newest token, the node and its token, parents
-        first; some more than once."""
-        tokens, lens, paths = self._copies.lists()
-        for path in paths[place]:
-            parent = -1
-            for node in path[: max(0, lens[place])]:
-                if node < 0:
-                    break
-                yield parent, node, tokens[place][node]
-                parent = node
-
-
-class HostCopies:
-    """Tensors on their way to the host: from a GPU to pinned memory, behind what it has to do first."""
-
-    def __init__(self, *sources: torch.Tensor) -> None:
-        """Begin to copy; nothing waits for it here."""
-        self._copies = [source if source.is_cpu else _to_pinned(source) for source in sources]
-        self._event: Any = None
-        if any(source.is_cuda for source in sources):
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        self._lists: list[Any] | None = None
-
-    def lists(self) -> list[Any]:
-        """Wait for them, and list what they hold."""
-        if self._lists is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._lists = [copy.tolist() for copy in self._copies]
-        return self._lists
-
-
-def _to_pinned(source: torch.Tensor) -> torch.Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)

@@ -30,7 +30,8 @@ import torch
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.first_uses import FirstUseWatch
-from trtrun.guiding.row_guides import HostDraft, RowGuides
+from trtrun.guiding.host_copies import HostDraft
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.roles.exchange import Exchange
 from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound, VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling

@@ -101,12 +101,10 @@ class WorkerFactory:
         """The rank's part of each round, over `exchange` or the job's own."""
         drafter = self._make_drafter()
         leads_draft, leads_target = self.rank == self._drafting_leader, self.rank == self.topology.target_leader
-        # What drafts ahead of verdicts does so without: what its rows may not have is not accepted.
-        asks = drafter is not None and not self.config.drafts_apart
-        guides = self._make_guides() if leads_target or asks else None
+        guides = self._make_guides() if leads_target or drafter is not None else None
         if guides is not None and exchange is None and self.device.type == "cuda":
             guides.prepare()  # nothing is left to be done first in a round there
-        if guides is not None and drafter is not None and asks:
+        if guides is not None and drafter is not None:
             drafter.guide(guides)
         return Worker(
             exchange=exchange or (self._make_messages() if self.config.drafts_apart else self._make_link()),
@@ -128,13 +126,19 @@ class WorkerFactory:
 
         def make_grammars() -> Grammars:
             tokenizer = read_tokenizer(config.tokenizer or config.target.model)
+            if tokenizer is None and config.draft is not None:
+                tokenizer = read_tokenizer(config.draft.model)  # the same; a host of drafts may have no other
             return grammars_of(grammar_tokens(tokenizer, target.vocab_size, target.eos_token_ids))
 
         slot = self.topology.slot(self.rank)
         assert slot is not None
         slots = len(self.topology.slots_of_host(slot.host))
         threads = torch.get_num_threads() if self.device.type == "cpu" else count_cores() // slots
-        return RowGuides(make_grammars, self.target_vocab_size, self.device, threads)
+        group = self.groups.target
+        in_place = self._drafting_role is Role.TARGET and group is not None and group.size > 1
+        share = GroupOfTarget(group).share if in_place and group is not None else None
+        follows = share is None or self.rank == self.topology.target_leader
+        return RowGuides(make_grammars, self.target_vocab_size, self.device, threads, share, follows=follows)
 
     def _make_drafter(self) -> Drafter | None:
         """The method's drafter, where this rank is one of those that draft."""

@@ -17,7 +17,9 @@ from trtrun.core.nouns import Draft
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.row_guides import HostDraft, MaskMaker, RowGuide, _jobs
+from trtrun.guiding.host_copies import HostDraft
+from trtrun.guiding.masks import MaskMaker, mask_jobs
+from trtrun.guiding.row_guides import RowGuide
 from trtrun.guiding.vocabulary import grammar_tokens
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
@@ -167,7 +169,7 @@ def test_masks_of_a_draft_are_those_of_its_tokens(grammars: Grammars, tokenizer:
         Draft(torch.tensor([[*chain, wrong, wrong], [*chain, wrong, wrong]]), torch.tensor([len(chain) + 2, 2]))
     )
     width = len(chain) + 3
-    jobs = [job for place in range(3) for job in _jobs(matcher.deep_copy(), place * width, draft, place)]
+    jobs = [job for place in range(3) for job in mask_jobs(matcher.deep_copy(), place * width, draft, place)]
     bits = torch.zeros((3 * width, VOCABULARY // 32), dtype=torch.int32)
     MaskMaker(VOCABULARY, threads).fill(bits, jobs)
     for place, known in enumerate((len(chain), 2, 0)):
@@ -184,7 +186,7 @@ def test_masks_of_a_tree_are_those_of_its_nodes(grammars: Grammars, tokenizer: T
     yes, no, wrong = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("y", "no", "x"))
     tokens = torch.tensor([[EOS, no, wrong, yes, wrong]])
     paths = torch.tensor([[[1, 0, -1], [3, 2, 4], [2, 4, -1]]])
-    jobs = _jobs(matcher, 0, HostDraft(Draft(tokens, torch.tensor([3]), paths=paths)), 0)
+    jobs = mask_jobs(matcher, 0, HostDraft(Draft(tokens, torch.tensor([3]), paths=paths)), 0)
     bits = torch.zeros((6, VOCABULARY // 32), dtype=torch.int32)
     MaskMaker(VOCABULARY, 1).fill(bits, jobs)
     found = [tokens_of(line) for line in bits]
