@@ -93,8 +93,7 @@ FIELDS: tuple[Field, ...] = (
         frequency_penalty="",
         logit_bias="",
         logprobs="completions: 0 to 20; chats: true or false",
-        response_format="text, json_object or json_schema, with or without strict; see guided.md, as for what follows "
-        "that says what a text must be",
+        response_format="text, json_object, json_schema; of this and of what is guided below: guided.md",
         stream="",
         stream_options="below",
     ),
