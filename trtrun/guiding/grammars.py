@@ -83,18 +83,19 @@ class Grammars:
         """
         self._compiled(guide)
 
-    def matcher(self, guide: Guide) -> LLMatcher:
-        """A matcher at the start of a text; its errors are its own (`is_error`).
+    def matcher(self, guide: Guide, *, anew: bool = False) -> LLMatcher:
+        """A matcher at the start of a text; its errors are its own (`is_error`). Those of one grammar share what their
+        lexer has found out, and the bound of its states: `anew` begins from nothing, here and for who asks next.
 
         Raises:
             InvalidRequestError: as of `check`.
         """
-        return self._compiled(guide).deep_copy()
+        return self._compiled(guide, anew).deep_copy()
 
-    def _compiled(self, guide: Guide) -> LLMatcher:
+    def _compiled(self, guide: Guide, anew: bool = False) -> LLMatcher:
         with self._lock:
             matcher = self._kept.pop(guide, None)
-            if matcher is not None:
+            if matcher is not None and not anew:
                 self._kept[guide] = matcher
                 return matcher
         matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())

@@ -10,7 +10,7 @@ It knows plans, grammars and bits. It does not know models, how tokens are chose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -30,29 +30,49 @@ _ANYTHING = Guide("json", "true")
 class RowGuide:
     """The matcher of one row. Whatever goes wrong in it is its row's own: then no token may follow."""
 
-    def __init__(self, matcher: LLMatcher | Future[LLMatcher | None] | None) -> None:
-        """Begin with `matcher`; None where there is none, as of a grammar that cannot be compiled. One that is still
-        compiled is waited for when it is asked."""
-        self._begun = matcher
-        self._is_over = False
+    def __init__(
+        self,
+        begun: LLMatcher | Future[LLMatcher | None] | None,
+        output: Sequence[int] = (),
+        begin_anew: Callable[[], LLMatcher | None] = lambda: None,
+    ) -> None:
+        """Begin with a matcher.
+
+        Args:
+            begun: behind `output`; None where there is none, as of a grammar that cannot be compiled. One that is still
+                compiled is waited for when it is asked.
+            output: the row's tokens that it follows.
+            begin_anew: makes one of the same grammar that shares nothing with others.
+        """
+        self._begun = begun
+        self._output = [*output]
+        self._begin_anew = begin_anew
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """The row's own, for masks alone; None where nothing may follow."""
+        """The row's own, to be forked; None where nothing may follow."""
         if isinstance(self._begun, Future):
             self._begun = self._begun.result()
-        return None if self._is_over else self._begun
+        return self._begun
 
-    def fork(self) -> LLMatcher | None:
-        """A matcher that may go on by itself; None where nothing may follow."""
-        matcher = self.matcher
-        return None if matcher is None else matcher.deep_copy()
-
-    def follow(self, tokens: Iterable[int]) -> None:
+    def follow(self, tokens: Sequence[int]) -> None:
         """The row gains tokens."""
         matcher = self.matcher
-        if matcher is not None:
-            self._is_over = not all(map(matcher.consume_token, tokens))
+        self._output += tokens
+        if matcher is not None and not all(map(matcher.consume_token, tokens)):
+            self.renew()
+
+    def renew(self) -> LLMatcher | None:
+        """The row's matcher made anew; None where nothing may follow.
+
+        Matchers of one grammar share what their lexer has found out, and its bound with it: so which of them passes it
+        depends on the others. What one that shares nothing says depends on the row's text alone.
+        """
+        matcher = self._begin_anew()
+        if matcher is not None and not all(map(matcher.consume_token, self._output)):
+            matcher = None
+        self._begun = matcher
+        return matcher
 
 
 class RowGuides:
@@ -108,27 +128,30 @@ class RowGuides:
         assert guide is not None
         output = admission.tokens[admission.num_prompt_tokens :].tolist()
         if self._grammars is not None and self._grammars.has(guide):
-            return RowGuide(self._begin(guide, output))
-        # Other rows do not wait for it: it is compiled while the prompt is read.
-        return RowGuide(self._submit(guide, output))
+            begun: LLMatcher | Future[LLMatcher | None] | None = self._begin(guide, output)
+        else:  # other rows do not wait for it: it is compiled while the prompt is read
+            begun = self._submit(guide, output)
+        return RowGuide(begun, output, lambda: self._begin(guide, [], anew=True))
 
     def _submit(self, guide: Guide, output: list[int]) -> Future[LLMatcher | None]:
         if self._compiler is None:
             self._compiler = ThreadPoolExecutor(1, thread_name_prefix="guides")
         return self._compiler.submit(self._begin, guide, output)
 
-    def _begin(self, guide: Guide, output: list[int]) -> LLMatcher | None:
-        """A matcher behind a row's output so far."""
+    def _begin(self, guide: Guide, output: list[int], *, anew: bool = False) -> LLMatcher | None:
+        """A matcher behind a row's output so far; None where it cannot follow."""
         try:
             if self._grammars is None:
                 grammars = self._make_grammars()
                 self._maker = MaskMaker(max(self._vocab_size, grammars.vocab_size), self._num_threads)
                 self._grammars = grammars
-            begun = RowGuide(self._grammars.matcher(guide))
+            matcher = self._grammars.matcher(guide, anew=anew)
         except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
             return None
-        begun.follow(output)
-        return begun.matcher
+        return matcher if anew or all(map(matcher.consume_token, output)) else self._behind(guide, output)
+
+    def _behind(self, guide: Guide, output: list[int]) -> LLMatcher | None:
+        return RowGuide(None, output, lambda: self._begin(guide, [], anew=True)).renew()
 
     def guided(self, rows: Sequence[int]) -> list[int]:
         """Places within `rows` of those that are guided."""
@@ -163,8 +186,8 @@ class RowGuides:
         if not guided:
             return None
         self.settle()
-        matchers = [self._rows[rows[place]].matcher for place in guided]
-        return self._make_masks(len(rows), guided, matchers, width + 1, draft)
+        guides = [self._rows[rows[place]] for place in guided]
+        return self._make_masks(len(rows), guided, [guide.matcher for guide in guides], width + 1, draft, guides)
 
     def forced(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What must follow the plan's decode rows, because nothing else may: tokens [decode_rows, draft_len] int64 on
@@ -193,7 +216,7 @@ class RowGuides:
         forced: list[list[int]] = []
         for row, length in most.items():
             matcher = self._rows[row].matcher if row in self._rows else None
-            forced.append(matcher.compute_ff_tokens()[: max(0, length)] if matcher is not None else [])
+            forced.append(matcher.deep_copy().compute_ff_tokens()[: max(0, length)] if matcher is not None else [])
         return forced
 
     def walk(self, rows: Sequence[int]) -> Walk | None:
@@ -203,7 +226,8 @@ class RowGuides:
         if not guided:
             return None
         self.settle()
-        forks = [self._rows[rows[place]].fork() for place in guided]
+        matchers = [self._rows[rows[place]].matcher for place in guided]
+        forks = [None if matcher is None else matcher.deep_copy() for matcher in matchers]
         return Walk(lambda matchers: self._make_masks(len(rows), guided, matchers, 1, None), guided, forks)
 
     def _make_masks(
@@ -213,8 +237,10 @@ class RowGuides:
         matchers: Sequence[LLMatcher | None],
         width: int,
         draft: HostDraft | None,
+        guides: Sequence[RowGuide] = (),
     ) -> TokenMasks:
-        """Of the rows at places `guided`, with `matchers`, and `width` positions each."""
+        """Of the rows at places `guided`, with `matchers`, and `width` positions each; `guides` have these made anew
+        where a bound is passed."""
         words = self._maker.words if self._maker is not None else -(-self._vocab_size // 32)
         num_places, num_lines = num_rows * width, len(guided) * width
         # One copy for both: places in front, and the bits behind them.
@@ -228,10 +254,22 @@ class RowGuides:
             if matcher is not None:
                 jobs += mask_jobs(matcher, number * width, draft, place)
         if self._maker is not None:
-            self._maker.fill(bits, jobs)
+            for job in self._maker.fill(bits, jobs):
+                # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
+                if guides and job.is_first:
+                    _fill_first(self._maker, bits, job.line, guides[job.line // width])
         packed = packed.to(self._device, non_blocking=True)
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         return TokenMasks(places, bits)
+
+
+def _fill_first(maker: MaskMaker, bits: torch.Tensor, line: int, guide: RowGuide) -> None:
+    """The mask behind a row's own tokens, by its matcher, and by one made anew where that passes a bound, too."""
+    matcher = guide.matcher
+    if matcher is not None and maker.fill(bits, mask_jobs(matcher, line, None, 0)):
+        matcher = guide.renew()
+        if matcher is not None:
+            maker.fill(bits, mask_jobs(matcher, line, None, 0))
 
 
 class Walk:

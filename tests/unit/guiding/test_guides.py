@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide
-from trtrun.core.nouns import Draft
+from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.masks import MaskMaker, mask_jobs
-from trtrun.guiding.row_guides import RowGuide
+from trtrun.guiding.row_guides import RowGuide, RowGuides
 from trtrun.guiding.vocabulary import grammar_tokens
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 VOCABULARY, EOS = 4096, 0
+_NONE = np.zeros(0, dtype=np.int32)
+PLAN = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NONE, _NONE, max_context=1)
 COMPACT = {
     "x-guidance": {"whitespace_flexible": False},
     "type": "object",
@@ -203,4 +207,37 @@ def test_a_text_that_is_not_its_grammars_ends_there(grammars: Grammars, tokenize
     guide.follow([no, EOS, EOS])
     assert guide.matcher is not None and allowed(guide.matcher) == [EOS]
     guide.follow([no])
-    assert guide.matcher is None and guide.fork() is None
+    assert guide.matcher is None
+
+
+def test_a_bound_that_others_have_used_up_is_ones_own_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matchers of one grammar share their lexer's states: which of them finds none left depends on the others."""
+    few = LLParserLimits(max_lexer_states=200, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "limits", lambda: few)
+    guide = guide_of({"regex": "((a|b)*a(a|b){9}c?){2,9}((a|b)*b(a|b){8}d?)*"})
+    grammars = Grammars(grammar_tokens(tokenizer, VOCABULARY, (EOS,)))
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
+    guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
+    for seed in range(4):
+        choose = random.Random(seed)
+        text = [choose.choice(letters) for _ in range(30)]
+        admission = RowAdmission(0, seed, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
+        guides.begin_round(replace(PLAN, admissions=(admission,)))
+        for token in text:
+            masks = guides.masks([0], 0)
+            assert masks is not None and {*letters} <= {*tokens_of(masks.bits[0])}, seed
+            guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[token]])))
+
+
+def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no end of the text, which the engine's own would be."""
+    none = LLParserLimits(max_lexer_states=5, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "limits", lambda: none)
+    guide = guide_of({"regex": "[a-z]{3,40}(x|y)*[0-9]"})
+    guides = RowGuides(lambda: Grammars(grammar_tokens(tokenizer, VOCABULARY, (EOS,))), VOCABULARY, torch.device("cpu"))
+    admission = RowAdmission(0, 0, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
+    guides.begin_round(replace(PLAN, admissions=(admission,)))
+    masks = guides.masks([0], 0)
+    assert masks is not None and not masks.bits.any()
