@@ -34,9 +34,9 @@ class PastedParser(argparse.ArgumentParser):
         Raises:
             click.UsageError: one is unknown, or lacks its value.
         """
-        arguments, unknown = self.parse_known_args(mend_words(words))
+        known = [option for action in self._actions for option in action.option_strings]
+        arguments, unknown = self.parse_known_args([_part(word, known) for word in mend_words(words)])
         if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
             raise click.UsageError(f"unknown option '{unknown[0]}'{nearest(unknown[0].partition('=')[0], known)}")
         return arguments
 
@@ -63,6 +63,12 @@ def mend_words(words: Sequence[str]) -> list[str]:
             rest = rest[closing_at + 1 :]
         mended.append(word)
     return mended
+
+
+def _part(word: str, known: Sequence[str]) -> str:
+    """Put back the sign between an option and a path: `--output_dir./engine`."""
+    option, dot, path = word.partition("./")
+    return f"{option}={dot}{path}" if dot and option in known else word
 
 
 def _find_closing(word: str, rest: Sequence[str]) -> int | None:

@@ -1,8 +1,8 @@
 """The command line of TensorRT-LLM's examples/run.py for draft-target models, Medusa and lookahead, answered by trtrun.
 
-Model directories take the place of engine directories, CPU slots that of GPUs where there are none. Behind
-scripts/run.py. It knows that command line and its habits, such as `mpirun -n 1` around a job of many ranks, and nothing
-of how the job runs.
+Engine directories are those of `trtrun build`, or model directories; CPU slots take the place of GPUs where there are
+none. Behind scripts/run.py. It knows that command line and its habits, such as `mpirun -n 1` around a job of many
+ranks, and nothing of how the job runs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         click.UsageError: an option is unknown, lacks its value or is not supported.
     """
     parser = PastedParser(prog="run.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--engine_dir", required=True, help="The target's model directory.")
-    parser.add_argument("--draft_engine_dir", help="The draft's model directory.")
+    parser.add_argument("--engine_dir", required=True, help="The target's engine, or model directory.")
+    parser.add_argument("--draft_engine_dir", help="The draft's engine, or model directory.")
     parser.add_argument("--tokenizer_dir", help="Where the tokenizer is, if not beside the target.")
     parser.add_argument(
         DRAFT_OPTION,

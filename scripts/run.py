@@ -1,4 +1,4 @@
-"""TensorRT-LLM's examples/run.py command lines for draft-target models, with model directories in place of engines."""
+"""TensorRT-LLM's examples/run.py command lines for draft-target models, with engines or model directories."""
 
 import sys
 from pathlib import Path

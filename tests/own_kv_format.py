@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import torch
 
-from trtrun.kvcache.formats import KV_FORMATS, KVFormat
+from trtrun.kvcache.formats import KV_FORMATS, RowFormat
 
 _SCALE_BYTES = 4
 
 
-class RoundedKV(KVFormat):
+class RoundedKV(RowFormat):
     """int8 and a scale."""
 
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:

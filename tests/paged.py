@@ -14,6 +14,7 @@ import torch
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.configuration.model_sections import LoadFormat
+from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
@@ -99,20 +100,30 @@ class PagedModel:
         quantization: str = "none",
         device: torch.device = CPU,
         load_format: LoadFormat = "auto",
+        kv_format: str = "auto",
     ) -> None:
         self._device = device
         self._group = LockStepGroup(tp_size)
 
         def load(rank: int) -> tuple[CausalLM, LoadReport]:
             communicator = LockStepCommunicator(self._group, rank) if tp_size > 1 else SoloCommunicator()
-            return load_model(path, communicator, device, dtype, quantization=quantization, load_format=load_format)
+            return load_model(
+                path,
+                communicator,
+                device,
+                dtype,
+                quantization=quantization,
+                load_format=load_format,
+                kv_format=kv_format,
+            )
 
         loaded = self._group.run(load)
         self.models = [model for model, _ in loaded]
         self.reports = [report for _, report in loaded]
         config = self.models[0].config
+        made = choose_format(kv_format, config.kv_scheme)
         self.stores = [
-            KVStore(config.num_layers, num_blocks, model.kv_heads, block_size, config.head_dim, dtype, device)
+            KVStore(config.num_layers, num_blocks, model.kv_heads, block_size, config.head_dim, dtype, device, made)
             for model in self.models
         ]
         self.block_size = block_size

@@ -25,6 +25,7 @@ from launch.mpi.parent_death import ending_with_parent
 from launch.mpi.sessions import clear_session
 from launch.placement.allocation import is_local
 from trtrun.configuration.device_lists import host_of
+from trtrun.configuration.engine_directory import is_engine
 from trtrun.environment import OURS
 from trtrun.errors import ConfigError, TrtrunError, one_line
 from trtrun.models.config import read_model_config
@@ -124,6 +125,9 @@ def check_peer(job: Job, options: BenchOptions) -> None:
     sections = [section for section in (config.target, config.draft) if section is not None]
     if any(section.load_format == "dummy" for section in sections):
         raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
+    engine = next((section.model for section in sections if is_engine(section.model)), None)
+    if engine is not None:
+        raise ConfigError(f"--peer {options.peer} reads checkpoints, and {engine} is an engine: name the one it is of")
     quantization = config.target.quantization
     if quantization != "none":
         raise ConfigError(

@@ -22,6 +22,7 @@ from trtrun.models.loading import heads_bytes, shard_bytes
 from trtrun.start.corpora import corpus_bytes
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
+    kv_bytes_in_rings,
     most_useful_blocks,
     resolve_dtype,
     store_bytes_per_block,
@@ -127,6 +128,16 @@ class JobMemory:
         if (apart := self.heads_apart(slot)) is not None:
             drafted += apart.bytes_per_block
         return drafted + self.target.block_bytes(slot.target_index, self.config, self.heads_on_target)
+
+    def ring_bytes(self, rank: int) -> int:
+        """Of layers with a window on one rank, whatever the number of blocks; `working_bytes` counts them, too."""
+        slot = self.topology.slot(rank)
+        engines = () if slot is None else ((self.draft, slot.draft_index), (self.target, slot.target_index))
+        return sum(
+            kv_bytes_in_rings(self.config, engine.model, engine.tp_size, engine.dtype)
+            for engine, index in engines
+            if engine is not None and index is not None
+        )
 
     def working_bytes(self, rank: int) -> int:
         """Upper bound, by shapes, of what rounds need on one rank beside weights and KV. GPUs measure it at start."""

@@ -34,9 +34,10 @@ from launch.terminal import output_console
 from parallel.topology import Topology
 from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
-from trtrun.models.stored_report import describe_stored
+from trtrun.models.stored_report import describe_kept, describe_weights
 from trtrun.models.weights import Share
 from trtrun.start.model_settings import mask_token
+from trtrun.start.window_rings import describe_rings
 
 UNKNOWN = "-"
 
@@ -220,7 +221,8 @@ def _share_blocks(rank: RankPlan, memory: JobMemory, kv_tokens: int | None) -> R
     if kv_tokens is None:
         return replace(rank, kv_bytes=None, kv_tokens=None)
     blocks = kv_tokens // memory.config.kv_cache.block_size + 1
-    return replace(rank, kv_bytes=blocks * memory.block_bytes(rank.rank), kv_tokens=kv_tokens)
+    kv_bytes = blocks * memory.block_bytes(rank.rank) + memory.ring_bytes(rank.rank)
+    return replace(rank, kv_bytes=kv_bytes, kv_tokens=kv_tokens)
 
 
 def _expect_nccl(topology: Topology, gpus_absent: bool) -> tuple[bool, list[str]]:
@@ -260,12 +262,18 @@ def _note_memory(unknown: Sequence[RankPlan], kv_tokens: int | None, at_most: in
 
 
 def _note_stored(memory: JobMemory) -> Iterator[str]:
-    """What becomes of weights that the checkpoints have quantized."""
+    """What becomes of weights that the checkpoints have quantized, what engines were built for, and how keys and values
+    are kept."""
     for role, shards in (("target", memory.target), ("draft", memory.draft)):
         if shards is not None:
             kind = kind_of(shards.section.devices[0])
-            said = describe_stored(shards.model, Share(0, shards.tp_size), shards.dtype, kind)
-            yield from [] if said is None else [f"{role}: {said}"]
+            share, name = Share(0, shards.tp_size), memory.config.kv_cache.dtype
+            said = (
+                describe_weights(shards.section.model, shards.model, share, shards.dtype, kind),
+                describe_kept(shards.model, name, share, shards.dtype, kind),
+                describe_rings(memory.config, shards.model),
+            )
+            yield from (f"{role}: {line}" for line in said if line is not None)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

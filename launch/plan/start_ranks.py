@@ -19,18 +19,17 @@ from parallel.topology import Slot
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.prompt_tiles import tile_width
-from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.loading import heads_bytes
 from trtrun.sampling.keyed_ranks import NUM_KINDS
+from trtrun.start.engine_caches import VARIABLE, kernels_folder
 from trtrun.start.graph_counts import count_graphs
 from trtrun.start.kernels_ahead import has_mark, mark_file
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
+from trtrun.start.memory_requirements import reads_in_place
 from trtrun.start.startup import device_of
 
 Kernels = Literal["found", "missing", "unknown", "none"]
 """Of Triton: an earlier start like this one has left them, or none has; the GPU is not here to tell; there are none."""
-
-_TRITON_CACHE = "TRITON_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class RankStarts:
         if not (slot.device.startswith("cuda") and config.cuda_graphs and (shards.tp_size == 1 or self._nccl)):
             return 0
         has_triton = self._has_triton(slot)
-        tiled = has_triton and KV_FORMATS.get(config.kv_cache.dtype).is_plain
+        tiled = has_triton and reads_in_place(config, shards.model, "cuda")
         width = tile_width(shards.model, shards.tp_size, slot.device) if tiled else None
         kinds = NUM_KINDS if has_triton else 0
         return count_graphs(config, self._memory.context, role, shards.model, width, kinds)
@@ -146,7 +145,8 @@ class RankStarts:
             return "unknown"
         parts = [(role, section, index, len(section.devices)) for role, section, index in self._parts(slot)]
         config = self._memory.config
-        folder = config.launch.environment.get(_TRITON_CACHE) if self._memory.topology.world_size > 1 else None
+        folder = config.launch.environment.get(VARIABLE) if self._memory.topology.world_size > 1 else None
+        folder = folder or kernels_folder(section for _, section, _ in reversed(self._parts(slot)))
         is_told = any(role == "target" for role, *_ in parts) or config.heads_apart
         heads = self._memory.heads if is_told else None
         mark = mark_file(kinds_of_kernels(config, parts, heads), device_of(slot), folder)

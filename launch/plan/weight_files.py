@@ -16,10 +16,12 @@ from pathlib import Path
 
 import torch
 
+from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.models.config import ModelConfig
 from trtrun.models.dummy_weights import DummyWeights
+from trtrun.models.engine_shards import bytes_of_ranks, shard_path
 from trtrun.models.rank_files import open_checkpoint
 from trtrun.models.weight_check import check_weights, choose_default
 from trtrun.models.weight_files import WeightFiles
@@ -82,8 +84,13 @@ def inspect_files(section: ModelSection, model: ModelConfig, *, for_target: bool
     is_made_up = section.load_format == "dummy"
     if not is_made_up:
         try:
-            files = open_checkpoint(section.model)
-            read_bytes, paths = of_ranks(files), files.list_files()
+            engine = read_engine(section.model)
+            if engine is None:
+                files = open_checkpoint(section.model)
+                read_bytes, paths = of_ranks(files), files.list_files()
+            else:
+                read_bytes = bytes_of_ranks(section.model, engine)
+                paths = [shard_path(section.model, engine, rank) for rank in range(size)]
             cached = [cached_bytes(path) for path in paths]
             known = [size for size in cached if size is not None]
             return ModelFiles(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launch.train.options import TrainOptions
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import ConfigError, shorten_path
 from trtrun.models.config import read_model_config
@@ -32,6 +33,11 @@ def check_training(config: RuntimeConfig, options: TrainOptions) -> None:
         )
     check_output(options)
     start = find_start(config, options)
+    for model in (config.target.model, start):
+        if model is not None and is_engine(model):
+            raise ConfigError(
+                f"{shorten_path(model)} is an engine, and training reads checkpoints: name the one it is of"
+            )
     target_size = read_model_config(config.target.model).vocab_size
     if start is not None:
         read_model_config(start)

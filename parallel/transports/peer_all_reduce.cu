@@ -60,6 +60,15 @@ struct Bfloat16 {
     }
 };
 
+// Let the next kernel begin, and wait until all before this one is written, where kernels begin early: elsewhere both
+// are done by the time that a kernel begins. Before anything is read or written.
+__device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The sum of a word of every rank, in the order of the ranks.
 template <class Type> __device__ __forceinline__ u32 sum_words(const u32 (&words)[RANKS]) {
     float total[Type::in_word], values[Type::in_word];
@@ -310,11 +319,13 @@ __device__ __forceinline__ void two_shot(char *message, long long bytes, int chu
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
         one_shot_##name(char *message, long long bytes, long long rank, OTHERS_ARGUMENTS) {                       \
         COLLECT_OTHERS                                                                                            \
+        begin();                                                                                                  \
         one_shot<Type>(message, bytes, (int)rank, own, others);                                                   \
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
         two_shot_##name(char *message, long long bytes, long long chunk, long long rank, OTHERS_ARGUMENTS) {      \
         COLLECT_OTHERS                                                                                            \
+        begin();                                                                                                  \
         two_shot<Type>(message, bytes, (int)chunk, (int)rank, own, others);                                       \
     }
 

@@ -5,8 +5,9 @@ Two kernels (`peer_all_reduce.cu`), compiled by CuPy's NVRTC at first use and ke
 - one_shot, for small messages: every rank sends its whole message to all others and sums all of them.
 - two_shot, for messages of any size: rank r sums slice r of each piece and sends the sums to all others.
 
-Both only enqueue. What tells calls apart is counted on the device, so that a CUDA graph may hold them and be replayed
-any number of times between other calls. Multicast (NVLink SHARP) is not used: it adds up in an order of its own.
+Both begin while the kernel before them ends, and let the next one begin (early_launch.py). Both only enqueue. What
+tells calls apart is counted on the device, so that a CUDA graph may hold them and be replayed any number of times
+between other calls. Multicast (NVLink SHARP) is not used: it adds up in an order of its own.
 
 It knows addresses, bytes and ranks. It does not know which kernel is better for a size.
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from parallel.transports.early_launch import begins_early, launch_early
 from parallel.transports.peer_memory import PeerMemory
 
 MOST_RANKS = 8
@@ -128,6 +130,7 @@ class PeerAllReduce:
         self._device = device
         self._module, self._kernels = _compile(layout, device)
         self._driver: Any = importlib.import_module("cupy.cuda").driver
+        self._begins_early = begins_early(device)
         self._addresses = (memory.own, *memory.others, *(0,) * (MOST_RANKS - layout.ranks))
         if first_call:
             numbers = torch.full((2 * BLOCKS,), first_call, dtype=torch.int64).to(torch.int32)
@@ -171,7 +174,10 @@ class PeerAllReduce:
         kernel = self._kernels[name, message.dtype]
         with torch.cuda.device(self._device):  # the driver wants its context to be the current one
             stream = torch.cuda.current_stream(self._device).cuda_stream
-            self._driver.launchKernel(kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(places), 0)
+            if self._begins_early:
+                launch_early(kernel, blocks, THREADS, stream, ctypes.addressof(places))
+            else:
+                self._driver.launchKernel(kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(places), 0)
 
 
 def _count_bytes(message: torch.Tensor) -> int:

@@ -20,9 +20,9 @@ from gpu_bench.head_parts import play_eagle3_apart, play_heads, play_heads_besid
 from gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
-from gpu_bench.quantized_parts import play_quantized
+from gpu_bench.quantized_parts import play_quantized, play_quantized_kv
 from gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
-from gpu_bench.start_parts import play_starts, play_useless_draft
+from gpu_bench.start_parts import play_engines, play_starts, play_useless_draft
 from gpu_bench.tables import name_workload
 from gpu_bench.workbench import Options, Workbench
 
@@ -78,11 +78,15 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part(
         "starts", "from the command to ready, with cold caches and warm ones", 130, partial(play_starts, placement=ONE)
     )
+    about = "from the command to ready, of checkpoints and of engines that are built of them"
+    yield Part("engine", about, 300, partial(play_engines, placement=ONE), False)
     yield Part("exactness", "texts equal to plain decoding's", 45, partial(play_exactness, placement=ONE))
     yield Part("1b", "1B-shaped target, plain", 25, play_small)
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
     about = "8B- and 70B-shaped targets in 4 bits, beside bfloat16 and FP8"
     yield Part("quantized", about, 150, partial(play_quantized, placement=ONE))
+    about = "8B-shaped target behind prompts of 8,000 tokens, keys and values plain and of 8 bits"
+    yield Part("quantized-kv", about, 180, partial(play_quantized_kv, placement=ONE))
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)

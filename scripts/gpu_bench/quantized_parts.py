@@ -1,12 +1,19 @@
-"""What weights of fewer bits give: plain decoding of quantized targets beside those of bfloat16.
+"""What weights of fewer bits give, and keys and values of fewer: plain decoding beside that in bfloat16.
 
-It knows `trtrun bench`'s JSON. It does not know when it runs.
+It knows `trtrun bench`'s JSON, and that of long_rows.py. It does not know when it runs.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+from gpu_bench.children import run
 from gpu_bench.placements import Placement
 from gpu_bench.workbench import Workbench
+
+LONG_ROWS = Path(__file__).resolve().parent / "long_rows.py"
+WORKLOADS = {"cuda": ("32x8000", "1x8000"), "cpu": ("2x96", "1x96")}
 
 FP8 = ("--set", "target.quantization=fp8", "--set", "target.dtype=bfloat16")
 
@@ -30,3 +37,26 @@ def play_quantized(bench: Workbench, placement: Placement) -> None:
         plain = entry["plain"]
         rate, first = plain["tokens_per_s"], plain["time_to_first_token_ms"]
         large.add(entry["rows"], rate, plain["time_per_output_token_ms"], first)
+
+
+def play_quantized_kv(bench: Workbench, placement: Placement) -> None:
+    """Plain steps of the 8B shape over long contexts, by how keys and values are kept; the figures have the ratios."""
+    workloads = WORKLOADS[bench.options.kind]
+    columns = ("kept as", "rows", "tokens of each", "tokens/s", "ms a step", "÷ plain", "prompts, s", "KiB a token")
+    table = bench.table(f"8B-shaped target, keys and values of 8 bits: {placement.about}", *columns)
+    longest = max(int(workload.split("x")[1]) for workload in workloads)
+    sets = [f"scheduler.max_seq_len={longest + 192}", *bench.options.overrides]
+    base: dict[int, float] = {}
+    for name in ("plain", "fp8", "int8"):
+        config = bench.config("8b", placement, drafts=False)
+        words = [sys.executable, LONG_ROWS, config, *workloads, "--max-tokens", bench.options.scale.max_tokens]
+        for override in (*sets, f"kv_cache.dtype={name}"):
+            words += ["--set", override]
+        report = bench.succeed(run(words, bench.folder, bench.deadline)).last_json()
+        token_kib = report["kv_bytes"] / report["kv_tokens"] / 1024
+        for entry in report["results"]:
+            rows, rate = entry["rows"], entry["tokens_per_s"]
+            entry["ratio"] = round(rate / base.setdefault(rows, rate), 4)
+            cells = (rate, entry["step_ms"], entry["ratio"], entry["prompts_s"], token_kib)
+            table.add(name, rows, entry["prompt_tokens"], *cells)
+        bench.keep({"kv_cache": name, **report})

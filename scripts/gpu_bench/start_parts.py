@@ -1,12 +1,17 @@
-"""What a user meets first: how long a start takes, and what a draft costs that is never right.
+"""What a user meets first: how long a start takes, of checkpoints and of engines, and what a draft costs that is never
+right.
 
 It knows caches on disk and `trtrun bench`'s JSON. It does not know when it runs.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
+from typing import Any
 
+from gpu_bench.children import TRTRUN, ChildError, run
 from gpu_bench.placements import Placement
 from gpu_bench.workbench import Workbench
 from launch.batch.warm_up import CACHES
@@ -70,6 +75,83 @@ def play_starts(bench: Workbench, placement: Placement) -> None:
                 report = ended.last_json()
                 bench.keep({"pair": pair, "caches": state, "seconds": ended.seconds, "report": report})
                 table.add(f"{pair}-shaped", state, report["start_s"], ended.seconds, made)
+
+
+WARM_STARTS = 2
+ENGINE_PROMPTS = 8
+
+
+def play_engines(bench: Workbench, placement: Placement) -> None:
+    """From the command to ready with warm caches: of the 8B-shaped pair's checkpoints, weights in files, and of engines
+    that are built of them; and whether the texts are the same."""
+    shapes = bench.pair("8b")
+    bench.write_weights(shapes.target, shapes.draft)
+    checkpoints = bench.config("8b", placement, files=True, as_shipped=True)
+    engines = _build_engines(bench, checkpoints)
+    configs = {"checkpoint": checkpoints, "engine": engines}
+    columns = ("of", "start", "seconds to ready", "weights", "kernels", "largest round", "all kernels once, graphs")
+    table = bench.table(
+        f"Starts of checkpoints and of engines, 8B-shaped pair: {placement.about}", *columns, "the rest"
+    )
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    states = ("cold", *(["warm"] * WARM_STARTS)) if bench.options.kind == "cuda" else ("warm",)
+    for state in states:  # one after the other: both meet the same page cache
+        for name, config in configs.items():
+            report = _start_once(bench, config, f"caches-{name}", state)
+            phases, ready = report["start_phases_s"], report["start_s"]
+            told = [phases.get(column, 0.0) for column in columns[3:]]
+            table.add(name, state, ready, *told, ready - sum(told))
+            if state == "warm":
+                seconds[name].append(ready)
+    mean = {name: statistics.mean(values) for name, values in seconds.items()}
+    equal = _texts(bench, checkpoints) == _texts(bench, engines)
+    ratio = mean["engine"] / mean["checkpoint"]
+    bench.keep({"warm_start_s": seconds, "engine_over_checkpoint": round(ratio, 3), "equal_texts": equal})
+    end = bench.table("Engines", "engine ÷ checkpoint, to ready", "equal texts")
+    end.add(ratio, equal)
+    if not equal:
+        raise ChildError("texts of engines differ from those of their checkpoints")
+
+
+def _build_engines(bench: Workbench, config: Path) -> Path:
+    """Build an engine of each model of a job; returns the YAML file of a job that runs them."""
+    table = bench.table("Engines that are built", "of", "GB", "seconds", "for")
+    values: dict[str, Any] = json.loads(config.read_text())
+    for role in ("target", "draft"):
+        model, output = Path(values[role]["model"]), bench.folder / f"engine-{role}"
+        words = ["build", "--checkpoint", model, "--output", output, "--tp", len(values[role]["devices"])]
+        words += ["--device", bench.options.kind]
+        ended = bench.succeed(run([*TRTRUN, *words], bench.folder, bench.deadline))
+        made = ended.last_json()
+        bench.keep({"build": role, **made})
+        table.add(model.name, made["bytes"] / 1e9, ended.seconds, made["built_for"])
+        values[role] = {**values[role], "model": str(output)}
+    file = config.with_name("engines.yaml")
+    file.write_text(json.dumps(values), encoding="utf-8")
+    return file
+
+
+def _start_once(bench: Workbench, config: Path, caches: str, state: str) -> dict[str, Any]:
+    folder = bench.folder / caches
+    # An engine's kernels lie in the engine.
+    named = {variable: str(folder / below) for variable, below in CACHES.items()}
+    variables = {"XDG_CACHE_HOME": named["XDG_CACHE_HOME"]} if "engine" in caches else named
+    with bench.start(*_one_row(config), variables=variables) as child:
+        ended = bench.succeed(child.wait(bench.deadline))
+    report = ended.last_json()
+    bench.keep({"caches": f"{caches}, {state}", "seconds": ended.seconds, "report": report})
+    return report
+
+
+def _texts(bench: Workbench, config: Path) -> list[Any]:
+    """Tokens of some prompts, greedy."""
+    prompts, output = bench.folder / "engine-prompts.jsonl", config.with_suffix(".rows")
+    rows = [{"prompt_token_ids": [3 + index, 7, 11, 5 + index]} for index in range(ENGINE_PROMPTS)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokens = ("--max-tokens", bench.options.scale.max_tokens)
+    bench.succeed(bench.trtrun("run", "--config", config, "--prompts", prompts, "--output", output, *tokens))
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    return [row["token_ids"] for row in found]
 
 
 def _one_row(config: object) -> tuple[object, ...]:

@@ -254,7 +254,7 @@ def test_a_part_of_every_kind_on_two_devices(trtrun: Run, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("count", "parts"),
     [
-        (1, "8b,8b-long,8b-sampled,1b,70b,quantized"),
+        (1, "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv"),
         (4, "8b:two-draft1-target1"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
 from drains import wait_for_end_of, wait_until
+from engines import build_engine
 
 FAKE = Path(__file__).parent / "fake_vllm"
 MEDUSA = Path(__file__).parents[2] / "launch" / "configs" / "medusa_cpu.yaml"
@@ -101,7 +102,9 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
     config: Configs, trtrun: Run, tmp_path: Path
 ) -> None:
     words = ("bench", "--config", config(FOUR_RANKS))
+    engine = build_engine(config.pair / "draft", tmp_path / "engine")
     cases = {
+        ("--peer", "vllm", "--set", f"draft.model={engine}"): "engine is an engine: name the one it is of",
         ("--peer", "vllm"): f"vllm cannot be imported by {sys.executable}: name an interpreter that has it",
         ("--peer", "vllm", "--peer-python", tmp_path / "no"): "no cannot be started: No such file or directory",
         ("--peer-python", sys.executable): "--peer-python names the interpreter of a peer: add --peer",

@@ -76,6 +76,18 @@ def test_what_becomes_of_quantized_weights_is_said(config: Configs, trtrun: Run,
     assert len(told) == 1 and told[0].startswith("target: fp8 weights become float32 as they are read: ")
 
 
+def test_how_keys_and_values_are_kept_is_said(config: Configs, trtrun: Run) -> None:
+    """With their bytes, and which device has no kernel for them."""
+    words = ("plan", "--config", config(ONE_PROCESS), "--json", "--set")
+    done = [trtrun(*words, f"kv_cache.dtype={name}") for name in ("fp8", "plain", "fp9")]
+    assert [one.returncode for one in done] == [0, 0, 2]
+    codes, plain = (json.loads(one.stdout) for one in done[:2])
+    told = [note for note in codes["notes"] if note not in plain["notes"]]
+    assert [note.split(":")[0] for note in told] == ["target", "draft"]
+    assert "kept in fp8, with a scale for each token and head: " in told[0] and "plain torch" in told[0]
+    assert "unknown kv_cache.dtype 'fp9' (did you mean 'fp8'?); known: auto, fp8, int8, plain" in done[2].stderr
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import ONE_PROCESS, Configs, Run, error_line, write_rows
 from drains import wait_until
+from engines import build_engine
 from output_rows import read_rows, without_drafting
 from safetensors.torch import load_file
 
@@ -209,6 +210,17 @@ def test_what_is_wrong_is_one_line_before_anything_is_written(
             "the target has no layer 3: name some from -1, the embedding, to 2",
         ),
         (("--data", data, "--output", output, "--speculation", "none"), "give a 'draft' section, or --from DIR"),
+        (
+            (
+                "--data",
+                data,
+                "--output",
+                output,
+                "--set",
+                f"target.model={build_engine(pair / 'target', tmp_path / 'e')}",
+            ),
+            "is an engine, and training reads checkpoints: name the one it is of",
+        ),
     ]
     for words, said in cases:
         done = trtrun("train-drafter", "--config", path, *more, *words)

@@ -22,7 +22,16 @@ PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "pa
 # with rooms inside may have a table of their own.
 LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "launch": (
-        frozenset({"demo", "tensorrt_llm", "tensorrt_llm_convert", "tensorrt_llm_quantize", "console"}),
+        frozenset(
+            {
+                "demo",
+                "tensorrt_llm",
+                "tensorrt_llm_build",
+                "tensorrt_llm_convert",
+                "tensorrt_llm_quantize",
+                "console",
+            }
+        ),
         frozenset({"cli"}),
         frozenset({"commands"}),
         frozenset({"plan", "bench", "serve", "train", "quantize"}),
@@ -50,7 +59,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"speculation"}),
         frozenset({"scheduling"}),
         frozenset({"engine"}),
-        frozenset({"training", "quantizing"}),
+        frozenset({"training", "quantizing", "building"}),
         frozenset({"conversion"}),
         frozenset({"models"}),
         frozenset({"layers"}),
@@ -72,11 +81,11 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"job"}),
         frozenset({"rendezvous"}),
         frozenset({"startup"}),
-        frozenset({"engine_maker", "kernels_ahead"}),
+        frozenset({"engine_maker", "kernels_ahead", "engine_caches"}),
         frozenset({"worker_factory", "largest_round", "graph_counts", "corpora", "rank_heads"}),
         frozenset({"policies"}),
         frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels"}),
-        frozenset({"model_settings"}),
+        frozenset({"model_settings", "window_rings"}),
     ),
     "trtrun.roles": (
         frozenset({"orchestrator"}),
@@ -105,6 +114,10 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"plain_layer", "rounding", "texts"}),
         frozenset({"settings"}),
     ),
+    "trtrun.building": (
+        frozenset({"engine_builder", "engine_output"}),
+        frozenset({"settings"}),
+    ),
     "trtrun.linear": (
         frozenset({"layer", "stored"}),
         frozenset({"quantization"}),
@@ -129,6 +142,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.configuration": (
         frozenset({"topology"}),
         frozenset({"config"}),
+        frozenset({"engine_defaults"}),
         frozenset({"section_check", "drafting_methods", "model_paths", "model_sections", "round_sections"}),
         frozenset({"head_methods", "text_methods"}),
         frozenset({"recycling_trees", "speculation_section"}),
@@ -137,6 +151,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
             {
                 "device_lists",
                 "dynamic_tree",
+                "engine_directory",
                 "hub_cache",
                 "launch_config",
                 "lookahead_windows",

@@ -33,6 +33,7 @@ from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
 from trtrun.start.model_settings import mask_token, target_context
 from trtrun.start.policies import make_orchestrator
+from trtrun.start.window_rings import most_chunk
 from trtrun.timing.telemetry import RunStatistics
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer, read_shared_tokenizer
@@ -111,7 +112,13 @@ class LLMEngine:
         tile = tile_width(model, len(config.target.devices), config.target.devices[0])
         in_parallel = mask_token(config) is not None
         limits = SchedulerLimits.of(
-            config, target_context(config, model), draft_context, job.num_blocks, tile, drafts_in_parallel=in_parallel
+            config,
+            target_context(config, model),
+            draft_context,
+            job.num_blocks,
+            tile,
+            drafts_in_parallel=in_parallel,
+            most_chunk=most_chunk(config, model, draft_model),
         )
         return cls(config, job, model, limits, tokenizer)
 

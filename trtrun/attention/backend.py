@@ -39,6 +39,7 @@ class AttentionBackend(Protocol):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate queries and keys, store the new keys and values, then attend.
 
@@ -47,10 +48,12 @@ class AttentionBackend(Protocol):
                 tokens where `reads_forks`, else of its places.
             value: [tokens, kv_heads, head], alike.
             angles: cosines and signed sines, [places, 1, head] each; see RotaryEmbedding.
-            store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head].
+            store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head] as the format has it.
             batch: the forward's segments.
             scale: factor of the scores.
             window: sliding window in tokens, None for full attention.
+            kv_scales: of the layer's keys and values by head, [2, kv_heads] bfloat16, where the store's format has
+                scales of layers.
 
         Returns:
             [places, heads, head] in query_key's dtype.
@@ -80,6 +83,7 @@ def attend(
     batch: AttentionBatch,
     scale: float,
     window: int | None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`AttentionBackend.forward`, where tokens may stand at several places: draft trees take the kernels of chains.
 
@@ -87,10 +91,11 @@ def attend(
     """
     forks = batch.forks
     if forks is None:
-        return backend.forward(query_key, value, angles, store_layer, batch, scale, window)
+        return backend.forward(query_key, value, angles, store_layer, batch, scale, window, kv_scales)
     if not backend.reads_forks:
         query_key, value = query_key.index_select(0, forks.nodes), value.index_select(0, forks.nodes)
-    return backend.forward(query_key, value, angles, store_layer, batch, scale, window).index_select(0, forks.places)
+    attended = backend.forward(query_key, value, angles, store_layer, batch, scale, window, kv_scales)
+    return attended.index_select(0, forks.places)
 
 
 class HostAttention:
@@ -113,6 +118,7 @@ class HostAttention:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
         backend = self._choose(store_layer.shape[3])
@@ -131,10 +137,10 @@ class HostAttention:
 def attention_backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN
 ) -> AttentionBackend:
-    """The backend for a model: kernels that read the store in place where they work and its format is plain, else
-    gathered contexts."""
-    if not kv_format.is_plain:
+    """The backend for a model: kernels that read the store in place where they work and know its format, else gathered
+    contexts."""
+    if device.type not in kv_format.kernels:
         return GatherAttention(kv_format)
     if device.type == "cpu":
         return HostAttention(dtype, head_dim)
-    return operations_of(device.type).attention(dtype, head_dim) or GatherAttention()
+    return operations_of(device.type).attention(dtype, head_dim, kv_format) or GatherAttention(kv_format)

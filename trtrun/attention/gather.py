@@ -40,7 +40,8 @@ class GatherAttention:
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
         """See AttentionBackend."""
-        operations_of(store.device.type).copy_tokens(store, source, target, offset)
+        for part in self._format.parts(store):
+            operations_of(store.device.type).copy_tokens(part, source, target, offset)
 
     def forward(
         self,
@@ -51,39 +52,45 @@ class GatherAttention:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        _, num_blocks, kv_heads, _, width = store_layer.shape
+        num_blocks, kv_heads = store_layer.shape[1:3]
         head_dim = query_key.shape[-1]
         rotated = rotate(query_key, *angles)
         query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         write = batch.write_index((num_blocks, kv_heads))
         fresh = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
-        store_layer.view(-1, width).index_copy_(0, write, self._format.encode(fresh))
+        self._format.write(store_layer, write, fresh, kv_scales)
         outputs = []
         for number, segment in enumerate(batch.segments):
             queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)
             groups = batch.groups(number)
             if groups[0].rows is None or len(groups) == 1:
-                outputs.append(self._attend(queries, store_layer, groups[0], scale, window))
+                outputs.append(self._attend(queries, store_layer, groups[0], scale, window, kv_scales))
                 continue
             output = torch.empty_like(queries)
             for group in groups:
                 assert group.rows is not None
-                output[group.rows] = self._attend(queries[group.rows], store_layer, group, scale, window)
+                output[group.rows] = self._attend(queries[group.rows], store_layer, group, scale, window, kv_scales)
             outputs.append(output)
         flat = [output.reshape(-1, query.shape[1], head_dim) for output in outputs]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _attend(
-        self, query: torch.Tensor, store_layer: torch.Tensor, group: ContextGroup, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        store_layer: torch.Tensor,
+        group: ContextGroup,
+        scale: float,
+        window: int | None,
+        kv_scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [R, Q, heads, head] → the same shape; the store's layer is [2, blocks, kv_heads, block, head]."""
+        """query [R, Q, heads, head] → the same shape; the store's layer is [2, blocks, kv_heads, block, …]."""
         rows, queries, heads, head_dim = query.shape
-        _, num_blocks, kv_heads, block_size, width = store_layer.shape
+        num_blocks, kv_heads = store_layer.shape[1:3]
         index = group.gather_index((num_blocks, kv_heads))
-        stored = store_layer.view(-1, block_size, width).index_select(0, index)
-        context = self._format.decode(stored, head_dim, query.dtype)
+        context = self._format.read(store_layer, index, head_dim, query.dtype, kv_scales)
         keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
         mask = group.mask(window)
         grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)

@@ -25,6 +25,7 @@ from trtrun.configuration.drafting_methods import (
     needs_heads,
     read_speculation,
 )
+from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
 from trtrun.configuration.model_paths import find_file, find_model
 from trtrun.configuration.model_sections import HeadsSection, ModelSection, OfHeads
@@ -263,7 +264,7 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
         ConfigError: one line that names the source and the key.
     """
     with reading(where, ConfigError):
-        config = check_section(RuntimeConfig, values, where)
+        config = _check_values(values, base, where)
         changes: dict[str, object] = {}
         for name, key in (("target", "target"), ("draft", "draft"), ("heads", "draft")):
             section = cast(ModelSection | HeadsSection | None, getattr(config, name))
@@ -276,6 +277,24 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
             corpus = find_file(config.speculation.suffix_corpus, base, f"{where}: speculation.suffix_corpus")
             changes["speculation"] = config.speculation.model_copy(update={"suffix_corpus": corpus})
         return config.model_copy(update=changes)
+
+
+def _check_values(values: Mapping[str, Any], base: Path | None, where: str) -> RuntimeConfig:
+    """The sections, with what engines among the models say in the place of defaults."""
+    engines = find_engines(values, base, where)
+    if not engines:
+        return check_section(RuntimeConfig, values, where)
+    filled = take_over(values, engines, where)
+    config = check_section(RuntimeConfig, filled, where)
+    shortened = shorten_drafts(filled, _drafts_of(config), engines)
+    config = config if shortened is None else check_section(RuntimeConfig, shortened, where)
+    sections = {"target": config.target, "draft": config.draft}
+    check_fit(sections, config.scheduler, _drafts_of(config), engines, where)
+    return config
+
+
+def _drafts_of(config: RuntimeConfig) -> Drafts:
+    return Drafts(config.speculation, config.draft_nodes[-1], config.max_paths > 1)
 
 
 def make_one_device_config(
@@ -298,16 +317,18 @@ def make_one_device_config(
     Raises:
         TrtrunError: no target, or something in it is wrong.
     """
+
+    def model(path: object, quantization: str) -> dict[str, Any]:
+        rounded = {} if quantization == "none" else {"quantization": quantization}  # an engine says its own
+        return {"model": str(path), "devices": [device], "dtype": dtype, **rounded}
+
     values: dict[str, Any] = {
-        "target": {"model": str(target) if target is not None else "", "devices": [device], "dtype": dtype,
-                   "quantization": target_quantization},
+        "target": model(target if target is not None else "", target_quantization),
         "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
                         "use_logits": use_logits},
     }  # fmt: skip
     if target is None:
         raise ConfigError("LLM needs `target`, the directory of a model, or `config`")
     if draft is not None:
-        values["draft"] = {
-            "model": str(draft), "devices": [device], "dtype": dtype, "quantization": draft_quantization
-        }  # fmt: skip
+        values["draft"] = model(draft, draft_quantization)
     return make_config(values, base=Path.cwd(), where="LLM")

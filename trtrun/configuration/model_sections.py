@@ -30,9 +30,9 @@ class ModelSection(Section):
     downloaded.
 
     Attributes:
-        model: directory in Hugging Face layout (safetensors), relative to the file or to the working directory, or
-            `org/name` in the cache; `asset:target` is shipped, and for it `asset:draft`, `asset:medusa`, `asset:eagle3`
-            and `asset:pard_draft`. Where hosts differ: `{node1: /a/model, default: /b/model}`.
+        model: Hugging Face directory (safetensors) or engine (`trtrun build`), beside the file or in the working
+            directory, or `org/name` in the cache; `asset:target` is shipped, and for it `asset:draft`, `asset:medusa`,
+            `asset:eagle3`, `asset:pard_draft`. By host: `{node1: /a/model, default: /b/model}`.
         devices: in tensor-parallel order: `[0, 1]` GPUs, `["cpu:0", "cpu:1"]` CPU slots, `{node1: [0, 1]}` on hosts,
             `{nodes: 2, gpus_per_node: 4}` from the Slurm allocation. A device of both engines is one process.
         dtype: of weights, activations and KV; `auto` takes the checkpoint's.

@@ -26,8 +26,10 @@ class KVCacheSection(Section):
             of a GPU, 0.5 of the host.
         max_tokens: tokens to hold, in place of the fraction. No more than all rows can use are kept; where these do
             not fit the start is refused, with the bytes.
-        enable_block_reuse: share full verified blocks between requests with the same prefix.
-        dtype: how keys and values are kept, by the name of a KV format; `auto` keeps them as the model has them.
+        enable_block_reuse: share full verified blocks between requests with the same prefix. Where it is off, layers
+            with a sliding window keep what the window and a round need of each row, and no more.
+        dtype: how keys and values are kept. `auto`: as the checkpoint was made for, else as the model has them.
+            `plain`: as the model has them. `fp8`, `int8`: a byte for each number, for about twice the tokens.
     """
 
     block_size: Annotated[int, Number, Field(ge=1, le=1024)] = 16
@@ -38,7 +40,8 @@ class KVCacheSection(Section):
 
 
 class SchedulerSection(Section):
-    """Limits of one round.
+    """Limits of one round. Those that engines were built with take the place of defaults, and bound what may stand here
+    (docs/engines.md).
 
     Attributes:
         max_batch_size: rows that run at once.

@@ -21,9 +21,9 @@ from trtrun.linear.stored.byte_layouts import Fp8Layout
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.linear.stored.modelopt import ModelOptAwqLayout
 from trtrun.models.blocks import DecoderPlan
-from trtrun.models.checkpoint import Checkpoint, read_json
+from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.quantization_config import QUANTIZATION_FILE
+from trtrun.models.kv_scales import find_kv_scales
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weights import Weight
 from trtrun.tensors import DTYPES
@@ -92,19 +92,13 @@ class Source:
     @cached_property
     def kv_algorithm(self) -> str | None:
         """`kv_cache_quant_algo`: "FP8" or "INT8", where there are scales of keys and values."""
-        section = self.values.get("quantization_config") or {}
-        scheme = section.get("kv_cache_scheme") or {}
-        beside = read_json(self.path, QUANTIZATION_FILE, required=False).get("quantization") or {}
-        named = self.values.get("kv_cache_quant_algo") or section.get("kv_cache_quant_algo")
-        named = named or beside.get("kv_cache_quant_algo")
-        by_scheme = {"float": "FP8", "int": "INT8"}.get(scheme.get("type", ""))
-        return str(named) if named else by_scheme
+        scheme = self.config.kv_scheme
+        return None if scheme is None else scheme.dtype.upper()
 
     def kv_scales(self, index: int) -> list[torch.Tensor]:
         """Scales of keys and values of a layer, by any of their names."""
-        prefix = f"model.layers.{index}.self_attn."
-        names = [f"{prefix}{end}" for end in ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")]
-        return [self.read_whole(name).float().reshape(1) for name in names if name in self.files]
+        names = find_kv_scales(self.files, f"model.layers.{index}.self_attn")
+        return [self.read_whole(name).float().amax().reshape(1) for name in names]
 
     def read(self, stored: TensorSlice) -> torch.Tensor:
         """A slice in the file's dtype, on the host.

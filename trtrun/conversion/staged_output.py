@@ -7,7 +7,7 @@ left. It knows names of files. It does not know what is in them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from trtrun.models.written_files import BESIDE, check_place
 
 FOLDER = "converting"
 MARKER = "trtrun-convert.unfinished"
-"""A file of that folder, the first to come and the last to go."""
+"""A file of the folder, the first to come and the last to go."""
 
 _CONFIG = "config.json"
 _WEIGHTS = ("rank*.safetensors", "model*.safetensors", INDEX_FILE)
@@ -45,7 +45,7 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
 
 def _check_files(output: Path, is_forced: bool) -> None:
     where, folder = shorten_path(output), output / FOLDER
-    files = sorted(file for file in output.iterdir() if file != folder or not _is_own(folder))
+    files = sorted(file for file in output.iterdir() if file != folder or not is_unfinished(folder))
     known = (_CONFIG, *_WEIGHTS, *BESIDE)
     others = [file.name for file in files if file.is_dir() or not any(map(file.match, known))]
     if others:
@@ -58,24 +58,26 @@ def _check_files(output: Path, is_forced: bool) -> None:
         raise ConfigError(f"--output {where}: it has {files[0].name}; --force writes over what is there")
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether a conversion made it; empty, it was killed at its first or last step."""
+def is_unfinished(folder: Path) -> bool:
+    """Whether `staged` made it; empty, it was killed at its first or last step."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     return is_folder and ((folder / MARKER).is_file() or not any(folder.iterdir()))
 
 
 @contextmanager
-def staged(output: Path) -> Iterator[Path]:
-    """A folder to write a checkpoint to. It takes the place of the one in `output` when the block ends, config.json
-    last; where the block raises, nothing has changed.
+def staged(output: Path, name: str = FOLDER, replaced: Sequence[str] = _WEIGHTS) -> Iterator[Path]:
+    """A folder to write a model to. It takes the place of the one in `output` when the block ends, config.json last;
+    where the block raises, nothing has changed.
 
     Args:
-        output: a directory that `check_output` has passed.
+        output: a directory that `check_output` has passed, or a check like it.
+        name: of the folder in it, until then.
+        replaced: patterns of files that are taken away before new ones come, beside config.json.
 
     Raises:
         OSError: it cannot be written.
     """
-    folder, is_new = output / FOLDER, not output.is_dir()
+    folder, is_new = output / name, not output.is_dir()
     output.mkdir(exist_ok=True)
     _remove(folder)
     folder.mkdir()
@@ -88,12 +90,12 @@ def staged(output: Path) -> Iterator[Path]:
             if is_new:
                 output.rmdir()
         raise
-    _put_in_place(folder, output)
+    _put_in_place(folder, output, replaced)
 
 
-def _put_in_place(folder: Path, output: Path) -> None:
+def _put_in_place(folder: Path, output: Path, replaced: Sequence[str]) -> None:
     """Without config.json nothing is a model, so it goes first and comes last."""
-    for pattern in (_CONFIG, *_WEIGHTS):
+    for pattern in (_CONFIG, *replaced):
         for file in output.glob(pattern):
             file.unlink()
     files = [file for file in folder.iterdir() if file.name != MARKER]

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from trtrun.errors import CheckpointError
+from trtrun.models.weight_loader import is_finite
 from trtrun.models.written_files import NEW, put_in_place
 
 _CODES = {
@@ -70,7 +71,7 @@ def write_tensors(path: Path, plans: Mapping[str, TensorPlan], written: Callable
             tensor = plan.make()
             if tuple(tensor.shape) != plan.shape or tensor.dtype != plan.dtype:
                 raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {plan.dtype} {plan.shape}")
-            if tensor.dtype.is_floating_point and not bool(tensor.float().isfinite().all()):
+            if not is_finite(tensor):
                 raise CheckpointError(f"{name} has numbers that are not finite in {tensor.dtype}")
             data = tensor.contiguous().flatten().view(torch.uint8).numpy()
             file.write(data.data)

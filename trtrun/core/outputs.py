@@ -128,6 +128,7 @@ class RankReport:
     `device_used_bytes` is what its GPU's driver counts then, of all processes; 0 on CPUs.
     `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
     `files_hash` tells the files of its models, as they were once it had read them, from others.
+    `start_seconds` is what phases of its start took, by name, in order: from weights to all kernels run once.
     """
 
     rank: int
@@ -143,6 +144,7 @@ class RankReport:
     device_used_bytes: int = 0
     kernels: str = ""
     files_hash: str = ""
+    start_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 
 from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft
+from trtrun.engine.block_copies import copy_blocks
 from trtrun.engine.rows import RowState
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.blocks import NULL_BLOCK
@@ -86,7 +87,7 @@ class DraftPaths:
         self._blocks = blocks.view(shape)
 
     def _copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        operations_of(source.device.type).copy_blocks(self._store.data, source, target)
+        copy_blocks(self._store, source, target)
 
     def fork(self, rows: torch.Tensor, draft: Draft, tables: torch.Tensor) -> TreeBatch:
         """Make ready for a forward over the trees of `draft`, and copy what the paths share of a block.

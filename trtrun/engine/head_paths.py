@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.engine.block_copies import copy_blocks
 from trtrun.engine.rows import RowState
-from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.store import KVStore
 from trtrun.tensors import kept_range
@@ -108,7 +108,7 @@ class HeadPaths:
         return tables.flatten(0, 1), positions
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        operations_of(source.device.type).copy_blocks(self._store.data, source.reshape(-1), target.reshape(-1))
+        copy_blocks(self._store, source.reshape(-1), target.reshape(-1))
 
     def clear(self, rows: torch.Tensor) -> None:
         """Zero the blocks of the rows' nodes: see `KVStore.clear`."""

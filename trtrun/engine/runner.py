@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
+from trtrun.engine.block_copies import copy_blocks
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
 from trtrun.engine.forwards import Forwards
@@ -23,7 +24,6 @@ from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, ca
 from trtrun.engine.hidden_taps import HiddenTaps
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
-from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
@@ -108,7 +108,7 @@ class Engine:
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
-        operations_of(self.device.type).copy_blocks(self._store.data, source, target)
+        copy_blocks(self._store, source, target)
 
     @property
     def has_trees(self) -> bool:
@@ -153,6 +153,7 @@ class Engine:
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
+        self._store.announce(plan.block_updates)
         if self._model.has_overflowed:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))

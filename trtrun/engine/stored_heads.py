@@ -15,13 +15,13 @@ from functools import partial
 import torch
 
 from trtrun.core.nouns import FedPart, RoundPlan
+from trtrun.engine.block_copies import copy_blocks
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_graphs import HeadGraphs
 from trtrun.engine.head_paths import HeadPaths, HeadSpace, HeadTree
 from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.start_forwards import tree_depths
 from trtrun.engine.tree_graphs import TreeGraphs
-from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
@@ -157,7 +157,7 @@ class StoredHeads:
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
-        operations_of(source.device.type).copy_blocks(self._store.data, source, target)
+        copy_blocks(self._store, source, target)
 
     def step(self, batch: StepBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Feed tokens [R] int64 with hidden [R, hidden], which is overwritten; the states [R, hidden] behind them."""

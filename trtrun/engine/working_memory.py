@@ -96,7 +96,7 @@ def working_bytes(
     quantization: str = "none",
     graphs: bool = False,
     num_taps: int = 0,
-    has_plain_kv: bool = True,
+    kv_in_place: bool = True,
     heads: HeadsPlan | None = None,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
@@ -111,7 +111,7 @@ def working_bytes(
         quantization: how its weights are held, by name.
         graphs: whether forwards are captured as CUDA graphs.
         num_taps: boundaries of the residual stream that are handed out.
-        has_plain_kv: whether kernels can read the KV store where it lies.
+        kv_in_place: whether kernels read the KV store where it lies.
         heads: that draft for its rows; None without.
     """
     share = Share(tp_rank, tp_size)
@@ -131,7 +131,7 @@ def working_bytes(
     rows = shape.max_rows + shape.num_guesses
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     total += _activation_bytes(tokens, share, model, dtype)
-    total += _attention_bytes(tokens, shape, share, model, dtype, device_type, has_plain_kv)
+    total += _attention_bytes(tokens, shape, share, model, dtype, device_type, kv_in_place)
     total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
     if verifies and shape.max_paths > 1:
         # Attention meets nodes once for each path through them. Logits are laid out by path, of some rows at a time;
@@ -148,7 +148,7 @@ def working_bytes(
         total += tokens * heads.token_bytes(share, dtype.itemsize)
         if heads.stored is not None:
             total += RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, heads.stored.head_dim, dtype)
-            total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, has_plain_kv)
+            total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, kv_in_place)
     if graphs:
         mixes = shape.max_tokens if verifies and shape.max_paths == 1 else None
         rows, size, blocks = shape.max_rows, shape.block_size, -(-(shape.max_seq_len + scratch) // shape.block_size)
@@ -178,7 +178,7 @@ def head_rank_bytes(
     device_type: str,
     *,
     graphs: bool,
-    has_plain_kv: bool,
+    kv_in_place: bool,
 ) -> int:
     """Upper bound of the bytes that a rank of its own needs for heads beside their weights and their KV store.
 
@@ -189,7 +189,7 @@ def head_rank_bytes(
         dtype: of activations.
         device_type: "cpu" or "cuda".
         graphs: whether what is repeated is captured as CUDA graphs.
-        has_plain_kv: whether kernels can read the KV store where it lies.
+        kv_in_place: whether kernels read the KV store where it lies.
     """
     assert heads.stored is not None
     share, scratch = Share(0, 1), shape.draft_len + 2 + shape.block_size
@@ -200,7 +200,7 @@ def head_rank_bytes(
     # As they come, and as they are laid out by rows.
     total += 2 * tokens * len(heads.taps) * target.hidden_size * dtype.itemsize
     total += tokens * heads.token_bytes(share, dtype.itemsize)
-    total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, has_plain_kv)
+    total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, kv_in_place)
     drafting = max(shape.max_rows * shape.most_fed, shape.num_guesses)
     total += heads.num_logits * drafting * target.vocab_size * _FLOAT * _SAMPLING_TENSORS
     if graphs:
@@ -242,16 +242,17 @@ def _attention_bytes(
     model: ModelShape,
     dtype: torch.dtype,
     device_type: str,
-    has_plain_kv: bool,
+    kv_in_place: bool,
 ) -> int:
     """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
-    if device_type == "cuda" and has_plain_kv:
+    if device_type == "cuda" and kv_in_place:
         return MOST_PARTIAL_BYTES
-    takes_shape = has_plain_kv and takes_head(model.head_dim) and takes_blocks(shape.block_size)
+    takes_shape = kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size)
     if dtype is torch.bfloat16 and takes_shape and machine.processor_kind() is not None:
         return 0
     heads, keys = len(model.queries.units(share)), len(model.keys.held(share))
-    context = 2 * shape.max_seq_len * keys * dtype.itemsize
+    # A format that no kernel knows is widened, by way of float32 twice.
+    context = 2 * shape.max_seq_len * keys * (dtype.itemsize + (0 if kv_in_place else 2 * _FLOAT + 1))
     mask = min(tokens, shape.max_seq_len) * shape.max_seq_len * (_FLOAT + 2)
     scores = max(1 << 20, 16 * heads * shape.max_seq_len) * (3 * _FLOAT + dtype.itemsize)
     return context + mask + scores

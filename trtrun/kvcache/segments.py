@@ -12,8 +12,8 @@ Indices count in one layer's store, [2, blocks, kv_heads, block, head]: keys fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional
@@ -97,6 +97,11 @@ class AttentionBatch:
             parts = [segment.write_index(store, self.block_size).reshape(-1) for segment in self.segments]
             index = self._write[store] = with_values(torch.cat(parts), store, self.block_size)
         return index
+
+    def with_tables(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AttentionBatch:
+        """The same with other block tables."""
+        segments = [replace(segment, block_tables=change(segment.block_tables)) for segment in self.segments]
+        return AttentionBatch(segments, self.block_size, self.forks)
 
     def groups(self, number: int) -> Sequence[ContextGroup]:
         """The rows of segment `number`, gathered by how long their contexts are.

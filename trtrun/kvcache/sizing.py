@@ -100,6 +100,8 @@ def count_kv_blocks(
                 f"beside {taken}: at most {fitting} tokens fit"
             )
         return wanted
+    if not demand.bytes_per_block:  # where all layers have rings
+        return most_useful + NUM_NULL_BLOCKS
     blocks = int(left * fraction) // demand.bytes_per_block
     if blocks <= NUM_NULL_BLOCKS:
         raise ConfigError(

@@ -7,20 +7,22 @@ attention reads them (trtrun.attention).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.formats import PLAIN, KVFormat
+from trtrun.kvcache.rings import Rings, RingSpace
+from trtrun.kvcache.segments import AttentionBatch
 
 _LINE_BYTES = 64
 
 
 class KVStore:
     """Keys and values of all layers: one tensor [layers, 2, blocks, kv_heads, block, head], where the last dimension is
-    what the format makes of a head.
+    what the format makes of a head; and where layers with a window have rings, another one of these layers.
 
     A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
     tiles. How tokens lie inside a tile is the attention backend's business. The tensor is made of zeros, never of
@@ -38,6 +40,8 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         kv_format: KVFormat = PLAIN,
+        ring_space: RingSpace | None = None,
+        num_row_blocks: int | None = None,
     ) -> None:
         """Allocate `num_blocks` blocks, the null block included.
 
@@ -50,18 +54,30 @@ class KVStore:
             dtype: of the model's keys and values.
             device: where the store lives.
             kv_format: how they are kept.
+            ring_space: of layers with a window; None where these are as the others.
+            num_row_blocks: see Rings.
         """
         self.num_blocks = num_blocks
         self.kv_heads = kv_heads
         self.block_size = block_size
         self.head_dim = head_dim
         width, stored_dtype = kv_format.stored(head_dim, dtype)
-        shape = (num_layers, 2, num_blocks, kv_heads, block_size, width)
-        if device.type == "cpu":
-            self.data = _lazy_zeros(shape, stored_dtype)
-        else:
-            self.data = torch.zeros(shape, dtype=stored_dtype, device=device)
-        self._layers = self.data.unbind()
+
+        def zeros(layers: int, blocks: int) -> torch.Tensor:
+            shape = (layers, 2, blocks, kv_heads, block_size, width)
+            return _zeros(shape, stored_dtype, device)
+
+        windowed = (False,) * num_layers if ring_space is None else ring_space.layers
+        self._windowed = windowed
+        self.data = zeros(windowed.count(False), num_blocks)
+        self._rings: Rings | None = None
+        layers = [iter(self.data.unbind()), iter(())]
+        self._in_rings = self.data[:0]
+        if ring_space is not None:
+            self._rings = Rings(ring_space, num_blocks, num_row_blocks or num_blocks, device)
+            self._in_rings = zeros(windowed.count(True), self._rings.num_places)
+            layers[1] = iter(self._in_rings.unbind())
+        self._layers = [next(layers[is_windowed]) for is_windowed in windowed]
 
     @staticmethod
     def bytes_per_block(
@@ -84,22 +100,46 @@ class KVStore:
         """
         self.data[:, :, :num_blocks].zero_()
 
+    def announce(self, updates: np.ndarray) -> None:
+        """Take in the blocks that a plan gives to rows, before anything is written there; see `Rings.announce`."""
+        if self._rings is not None:
+            self._rings.announce(updates)
+
+    def batches(self, batch: AttentionBatch) -> Sequence[AttentionBatch]:
+        """The batch that each layer attends with: with the tables of its blocks, or of their places in rings."""
+        if self._rings is None:
+            return (batch,) * len(self._windowed)
+        in_rings = batch.with_tables(self._rings.places)
+        return [in_rings if is_windowed else batch for is_windowed in self._windowed]
+
+    def parts(self, *blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The tensors that hold keys and values, each with the places in it of `blocks` [n] int64."""
+        if self.data.numel():
+            yield self.data, *blocks
+        if self._rings is not None:
+            yield self._in_rings, *(self._rings.places(one) for one in blocks)
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero some blocks, and the null block with them.
 
         What attention does not see is multiplied by 0, so that it must be finite; a row whose numbers overflowed leaves
         infinities and NaN behind.
         """
-        self.data.index_fill_(2, torch.tensor([NULL_BLOCK, *blocks], device=self.data.device), 0)
+        for data, places in self.parts(torch.tensor([NULL_BLOCK, *blocks], device=self.data.device)):
+            data.index_fill_(2, places, 0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole store."""
-        return self.data.numel() * self.data.element_size()
+        return sum(data.numel() * data.element_size() for data in (self.data, self._in_rings))
 
     def layer(self, index: int) -> torch.Tensor:
         """Keys, then values of one layer: a view [2, blocks, kv_heads, block, head]."""
         return self._layers[index]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -56,6 +56,7 @@ class Attention:
         output: this rank's heads back to hidden, for whoever is handed what was attended.
         rotated_heads: this rank's query and key heads.
         window: sliding window, None for the whole context.
+        kv_scales: of the layer; see AttentionBackend.
     """
 
     qkv: Linear
@@ -65,6 +66,7 @@ class Attention:
     rotated_heads: int
     head_dim: int
     window: int | None
+    kv_scales: torch.Tensor | None = None
 
     @property
     def takes_rounded_rows(self) -> bool:
@@ -85,8 +87,8 @@ class Attention:
         query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        scale, window = self.head_dim**-0.5, self.window
-        return attend(self.backend, query_key, value, angles, store_layer, batch, scale, window).flatten(1)
+        places = self.backend, query_key, value, angles, store_layer, batch
+        return attend(*places, self.head_dim**-0.5, self.window, self.kv_scales).flatten(1)
 
 
 class RowParallelLinear:

@@ -111,6 +111,7 @@ class AttentionPlan:
             rotated_heads=heads + kv_heads,
             head_dim=self.shape.head_dim,
             window=self.window,
+            kv_scales=reader.kv_scales(self.name, self.shape.keys),
         )
 
 

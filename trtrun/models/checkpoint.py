@@ -31,7 +31,7 @@ _MOST_DIGITS = 300  # of a whole number; each one fits into a float then
 
 _INTEGERS = {"I32", "I64"}
 _FLAGS = {"BOOL", "U8", *_INTEGERS}
-_DTYPES = {
+TORCH_NAMES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
@@ -251,7 +251,9 @@ class Checkpoint:
 
     def first_dtype(self) -> str:
         """Dtype of the first tensor that has a supported one, float32 if none has."""
-        return next((_DTYPES[name] for name in self._dtypes.values() if _DTYPES.get(name) in ITEM_BYTES), "float32")
+        return next(
+            (TORCH_NAMES[name] for name in self._dtypes.values() if TORCH_NAMES.get(name) in ITEM_BYTES), "float32"
+        )
 
     def check(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
@@ -275,11 +277,11 @@ class Checkpoint:
                 f"{self._file_of[name]}: tensor '{name}' has shape {list(self._shapes[name])}, "
                 f"but config.json calls for {list(shape)}"
             )
-        dtype = _DTYPES.get(self._dtypes[name])
+        dtype = TORCH_NAMES.get(self._dtypes[name])
         if dtype is None or dtype not in dtypes:
             raise CheckpointError(
                 f"{self._file_of[name]}: tensor '{name}' has dtype {self._dtypes[name]}, which is not supported; "
-                f"known: {', '.join(name for name, of_torch in _DTYPES.items() if of_torch in dtypes)}"
+                f"known: {', '.join(name for name, of_torch in TORCH_NAMES.items() if of_torch in dtypes)}"
             )
         return _ALL_BYTES[dtype]
 
@@ -294,7 +296,7 @@ class Checkpoint:
             yield 0, self._read_otherwise(name, ranges)
             return
         rows, columns = ranges[0], tuple(slice(item.start, item.stop) for item in ranges[1:])
-        row_bytes = _ALL_BYTES[_DTYPES[self._dtypes[name]]]
+        row_bytes = _ALL_BYTES[TORCH_NAMES[self._dtypes[name]]]
         for size in self._shapes[name][1:]:
             row_bytes *= size  # whole rows: a column slice still touches their pages
         step = max(1, _PIECE_BYTES // row_bytes)

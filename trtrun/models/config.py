@@ -16,10 +16,12 @@ from typing import Any
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
+from trtrun.kvcache.formats import KVScheme
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
 from trtrun.models.checkpoint import ITEM_BYTES, read_json
+from trtrun.models.kv_scales import read_kv_scheme
 from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.models.quantization_config import read_quantization
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
@@ -60,6 +62,7 @@ class ModelConfig(ModelShape):
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
         quant_method: what the checkpoint calls the way in which it is quantized; None where it is not.
         stored: how it has stored each matrix; None where it has stored all plainly.
+        kv_scheme: how it was made to have keys and values kept; None where it says nothing.
         mask_token: a token that stands for one that is not known, for models that were trained to draft several in one
             forward (see `_MASK_TOKENS`); None for others.
     """
@@ -75,6 +78,13 @@ class ModelConfig(ModelShape):
     quant_method: str | None = None
     stored: StoredQuantizations | None = None
     mask_token: int | None = None
+    kv_scheme: KVScheme | None = None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, in tokens; None where it sees all, or where its plan does not say."""
+        attention = (getattr(layer, "attention", None) for layer in self.layers)
+        return tuple(getattr(it, "window", None) for it in attention)
 
     @property
     def embedding(self) -> Weight:
@@ -196,7 +206,8 @@ def read_model_config(path: Path) -> ModelConfig:
         config = _parse(values)
         dtype = _parse_dtype(values)
     quant_method, stored = read_quantization(path, values)
-    config = replace(config, quant_method=quant_method, stored=stored)
+    scheme = read_kv_scheme(path, values, config.num_layers)
+    config = replace(config, quant_method=quant_method, stored=stored, kv_scheme=scheme)
     # generation_config.json decides where it exists, as in transformers: without the key nothing ends a text.
     with _naming(path / ("generation_config.json" if generation else "config.json")):
         config = replace(config, eos_token_ids=_parse_eos(generation or values, config.vocab_size))

@@ -111,8 +111,9 @@ class CausalLM:
         delta = None
         behind_layers = len(self._layers)
         reads_end = taps is not None and taps.read_from(behind_layers)
+        batches = store.batches(attention)
         for index, layer in enumerate(self._layers):
-            attended = layer.attend(hidden, delta, angles, attention, store.layer(index))
+            attended = layer.attend(hidden, delta, angles, batches[index], store.layer(index))
             if taps is not None:
                 taps.keep(index, hidden)  # what the layer before left to add is in it by now
             if index == behind_layers - 1:
@@ -145,7 +146,8 @@ class CausalLM:
 
     def copy_tokens(self, store: KVStore, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         """Copy all layers' keys and values of single tokens; see `AttentionBackend.copy_tokens`."""
-        self._attention.copy_tokens(store.data, source, target, offset)
+        for data, of_source, of_target in store.parts(source, target):
+            self._attention.copy_tokens(data, of_source, of_target, offset)
 
     @inference
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

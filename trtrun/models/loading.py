@@ -17,9 +17,10 @@ import torch
 
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
+from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.model_sections import LoadFormat
 from trtrun.errors import CheckpointError
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import choose_format
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
@@ -28,11 +29,13 @@ from trtrun.linear.quantization.base import count_bytes
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
+from trtrun.models.engine_loader import EngineLoader
 from trtrun.models.heads import HeadsPlan, HeadsTarget
 from trtrun.models.rank_files import open_checkpoint
 from trtrun.models.weight_check import check_split, check_weights
 from trtrun.models.weight_files import WeightFiles
-from trtrun.models.weight_reader import Progress, WeightReader
+from trtrun.models.weight_loader import CheckpointLoader, Progress, WeightLoader
+from trtrun.models.weight_reader import WeightReader
 from trtrun.models.weights import Share
 from trtrun.tensors import DTYPES, dtype_name
 
@@ -103,7 +106,7 @@ def load_model(
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
         logits_reader: the only rank of the group that needs logits; None where all do.
         load_format: `dummy` makes weights up, from config.json alone.
-        kv_format: how the store that the model will meet keeps keys and values, by name.
+        kv_format: how the store that the model will meet keeps keys and values, by name; see `choose_format`.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -112,22 +115,8 @@ def load_model(
     config, default = read_model_config(path), QUANTIZATIONS.get(quantization)
     share = Share(communicator.rank, communicator.size)
     size = shard_bytes(config, *share, dtype, device, quantization)
-    is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
-    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else open_checkpoint(path)
-    # Every name, shape and dtype is checked before the first byte of a weight is read.
-    total = check_weights(files, config, share, default)
-    quantization_of = partial(config.quantization_of, default=default)
-    reader = WeightReader(
-        files,
-        communicator,
-        device,
-        dtype,
-        quantization_of,
-        total,
-        progress,
-        batch_invariant,
-        KV_FORMATS.get(kv_format),
-    )
+    loader = _open_loader(path, config, share, device, dtype, default, load_format, progress)
+    reader = WeightReader(loader, communicator, batch_invariant, choose_format(kv_format, config.kv_scheme))
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
     head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
@@ -150,6 +139,28 @@ def load_model(
         share,
     )
     return model, LoadReport(reader.bytes_read, size)
+
+
+def _open_loader(
+    path: Path,
+    config: ModelConfig,
+    share: Share,
+    device: torch.device,
+    dtype: torch.dtype,
+    default: Quantization,
+    load_format: LoadFormat,
+    progress: Progress | None,
+) -> WeightLoader:
+    """Of an engine's shard, a checkpoint's files, or made-up weights. Every name, shape and dtype is checked before the
+    first byte of a weight is read."""
+    quantization_of = partial(config.quantization_of, default=default)
+    is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    engine = None if is_made_up else read_engine(path)
+    if engine is not None:
+        return EngineLoader(path, engine, config, share, device, dtype, quantization_of, progress)
+    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else open_checkpoint(path)
+    total = check_weights(files, config, share, default)
+    return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
 
 
 def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype) -> int:
@@ -180,21 +191,13 @@ def load_heads(
         CheckpointError: a tensor holds what it must not.
     """
     held = QUANTIZATIONS.get("none")
-    cuts = [weight.cut(Share(communicator.rank, communicator.size)) for weight in plan.weights]
+    share = Share(communicator.rank, communicator.size)
+    cuts = [weight.cut(share) for weight in plan.weights]
     stored = [part for cut in cuts for part in cut.parts]
     total = sum(math.prod(map(len, part.ranges)) * plan.files.check(part.name, part.shape) for part in stored)
-    reader = WeightReader(
-        plan.files,
-        communicator,
-        target.device,
-        dtype,
-        lambda weight: held,
-        total,
-        progress,
-        # What is proposed changes no text: a product may depend on how many rows there are.
-        batch_invariant=False,
-        kv_format=KV_FORMATS.get(kv_format),
-    )
+    loader = CheckpointLoader(plan.files, share, target.device, dtype, lambda weight: held, total, progress)
+    # What is proposed changes no text: a product may depend on how many rows there are.
+    reader = WeightReader(loader, communicator, batch_invariant=False, kv_format=choose_format(kv_format))
     try:
         heads = plan.build(reader, target, communicator)
     except CheckpointError as error:

@@ -11,11 +11,12 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from trtrun.configuration.engine_directory import ENGINE_FILE
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
 from trtrun.models.quantization_config import QUANTIZATION_FILE
 
-_CONFIGURATION = ("config.json", "generation_config.json", QUANTIZATION_FILE)
+_CONFIGURATION = ("config.json", "generation_config.json", QUANTIZATION_FILE, ENGINE_FILE)
 
 
 def hash_model_files(directory: Path, has_weights: bool = True, single_files: Sequence[str] = (SINGLE_FILE,)) -> str:
@@ -37,7 +38,7 @@ def hash_model_files(directory: Path, has_weights: bool = True, single_files: Se
         index = {}  # whoever loads it says what is wrong
     names = index.get("weight_map")
     shards = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
-    shards = shards or sorted(file.name for file in directory.glob("rank*.safetensors"))  # TensorRT-LLM's
+    shards = shards or sorted(file.name for file in directory.glob("rank*.safetensors"))  # TensorRT-LLM's, engines'
     return _hash(directory, (*_CONFIGURATION, INDEX_FILE), shards)
 
 

@@ -27,6 +27,22 @@ def configuration_bytes(path: Path) -> list[bytes]:
     return [(path / "config.json").read_bytes(), beside.read_bytes() if beside.is_file() else b""]
 
 
+def find_section(path: Path, values: Mapping[str, Any]) -> tuple[str, Any]:
+    """The file that says how a checkpoint is quantized, and what it says; nothing where it is not.
+
+    Args:
+        path: of the model directory.
+        values: of its config.json.
+
+    Raises:
+        CheckpointError: ModelOpt's file is damaged.
+    """
+    if section := values.get("quantization_config"):
+        return "config.json", section
+    beside = read_json(path, QUANTIZATION_FILE, required=False)
+    return QUANTIZATION_FILE, {"quant_method": "modelopt", **beside} if beside else None
+
+
 def read_quantization(path: Path, values: Mapping[str, Any]) -> tuple[str | None, StoredQuantizations | None]:
     """The `quant_method` of a checkpoint, and how it has stored each matrix; two None where it is not quantized.
 
@@ -37,11 +53,8 @@ def read_quantization(path: Path, values: Mapping[str, Any]) -> tuple[str | None
     Raises:
         CheckpointError: it is quantized in a way that is not supported.
     """
-    section, file = values.get("quantization_config"), "config.json"
+    file, section = find_section(path, values)
     if not section:
-        file, section = QUANTIZATION_FILE, read_json(path, QUANTIZATION_FILE, required=False)
-        section = {"quant_method": "modelopt", **section} if section else None
-    if section is None:
         return None, None
     method = section.get("quant_method", "unknown") if isinstance(section, dict) else section
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trtrun.configuration.engine_directory import is_engine, refuse_foreign
 from trtrun.errors import CheckpointError, reading
 from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.tensorrt_llm_config import is_tensorrt_llm, read_algorithm, read_tp_size, to_hugging_face
@@ -307,6 +308,7 @@ def read_hugging_face_config(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, no JSON object, or says something that is not supported.
     """
+    refuse_foreign(path)
     values = read_json(path, "config.json", required=True)
     if not is_tensorrt_llm(values):
         return values
@@ -330,7 +332,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         NoWeightsError: there are none.
-        CheckpointError: see Checkpoint and RankFiles.
+        CheckpointError: see Checkpoint and RankFiles; or it is an engine.
     """
+    if is_engine(path):
+        raise CheckpointError(f"{path} is an engine: name the checkpoint that it was built from")
     values = read_json(path, "config.json", required=False)
     return RankFiles(path, values) if is_tensorrt_llm(values) else Checkpoint(path)

@@ -1,13 +1,19 @@
-"""What becomes of weights that a checkpoint has quantized, in words: for the plan, and for a line of the log at start.
+"""What becomes of weights that a checkpoint has quantized, and how keys and values are kept, in words: for the plan,
+and for lines of the log at start.
 
 It knows shapes and formats. It does not know who says it to whom.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from trtrun.configuration.engine_directory import read_engine
+from trtrun.kvcache.formats import ByteKV, choose_format
 from trtrun.kvcache.sizing import format_bytes
+from trtrun.kvcache.store import KVStore
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import count_bytes
 from trtrun.linear.stored.layout import StoredLinear
@@ -15,6 +21,17 @@ from trtrun.models.config import ModelConfig
 from trtrun.models.weight_check import held_weights
 from trtrun.models.weights import Share
 from trtrun.tensors import dtype_name
+
+
+def describe_weights(path: Path, config: ModelConfig, share: Share, dtype: torch.dtype, device_type: str) -> str | None:
+    """What there is to say of a model's weights: of an engine what it was built for, of a quantized checkpoint see
+    `describe_stored`; None of a plain one.
+
+    Raises:
+        CheckpointError: an engine is damaged; or as of `describe_stored`.
+    """
+    engine = read_engine(path)
+    return engine.describe() if engine is not None else describe_stored(config, share, dtype, device_type)
 
 
 def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, device_type: str) -> str | None:
@@ -48,3 +65,33 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
         return None
     activations = "rounded to E4M3 by token, where the checkpoint was made for that" if rounds else "not rounded"
     return f"{'; '.join([*kept, *dense])} on a rank; activations are {activations}"
+
+
+def describe_kept(config: ModelConfig, kv_dtype: str, share: Share, dtype: torch.dtype, device_type: str) -> str | None:
+    """How a rank keeps keys and values; None where it is as the model has them, and the checkpoint says nothing else.
+
+    Args:
+        config: of the model.
+        kv_dtype: `kv_cache.dtype`.
+        share: the rank's place.
+        dtype: of activations.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        CheckpointError: the model cannot be shared out over so many ranks.
+        ConfigError: there is no format of that name.
+    """
+    made, scheme = choose_format(kv_dtype, config.kv_scheme), config.kv_scheme
+    if not isinstance(made, ByteKV):
+        if scheme is None or made is not choose_format("plain"):
+            return None
+        return f"keys and values are kept plain, though the checkpoint was made for {scheme.dtype}"
+    heads = len(config.keys.units(share))
+    token, plain = (
+        KVStore.bytes_per_block(config.num_layers, heads, 1, config.head_dim, dtype, kept)
+        for kept in (made, choose_format("plain"))
+    )
+    whose = "the checkpoint's scales" if made.has_layer_scales else "a scale for each token and head"
+    where = "" if device_type in made.kernels else "; no kernel reads them here: attention is plain torch, and slower"
+    beside = f"{format_bytes(token)} a token on a rank in place of {format_bytes(plain)}"
+    return f"keys and values are kept in {made.kind}, with {whose}: {beside}{where}"

@@ -13,17 +13,20 @@ from functools import partial
 import torch
 
 from parallel.communicator import Communicator
+from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import PLAIN
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
-from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
 from trtrun.models.dummy_weights import DummyWeights
+from trtrun.models.engine_ends import EngineEnds
 from trtrun.models.loading import shares_tied_embedding
+from trtrun.models.rank_files import open_checkpoint
 from trtrun.models.weight_check import check_held
 from trtrun.models.weight_files import WeightFiles
+from trtrun.models.weight_loader import CheckpointLoader
 from trtrun.models.weight_reader import WeightReader
 from trtrun.models.weights import HeldWeight, Share, Weight
 from trtrun.tensors import DTYPES, inference
@@ -79,7 +82,7 @@ def check_ends(section: ModelSection, config: ModelConfig, ends: Sequence[Weight
         CheckpointError: they are not there, or not of their shapes.
     """
     if section.load_format != "dummy" and ends:
-        check_held(Checkpoint(section.model), _held(config, ends, section.quantization))
+        check_held(_open(section), _held(config, ends, section.quantization))
 
 
 def load_ends(
@@ -107,21 +110,12 @@ def load_ends(
     is_made_up, stored = section.load_format == "dummy", DTYPES[config.checkpoint_dtype]
     if not ends:
         return TargetEnds(dtype, device, None, None, 0)
-    files: WeightFiles = (
-        DummyWeights(section.model, stored, device, config) if is_made_up else Checkpoint(section.model)
-    )
-    reader = WeightReader(
-        files,
-        communicator,
-        device,
-        dtype,
-        partial(config.quantization_of, default=default),
-        check_held(files, _held(config, ends, section.quantization)),
-        None,
-        # As the target's own are multiplied with.
-        batch_invariant=True,
-        kv_format=KV_FORMATS.get("auto"),
-    )
+    files: WeightFiles = DummyWeights(section.model, stored, device, config) if is_made_up else _open(section)
+    total = check_held(files, _held(config, ends, section.quantization))
+    quantization_of = partial(config.quantization_of, default=default)
+    loader = CheckpointLoader(files, _WHOLE, device, dtype, quantization_of, total, None)
+    # As the target's own are multiplied with.
+    reader = WeightReader(loader, communicator, batch_invariant=True, kv_format=PLAIN)
     embedding = reader.tensor(config.embedding) if config.embedding in ends else None
     head = None
     if config.head in ends:
@@ -133,6 +127,11 @@ def load_ends(
     reader.close()
     looked_up = None if embedding is None else VocabularyEmbedding(embedding, 0, communicator)
     return TargetEnds(dtype, device, looked_up, head, reader.bytes_read)
+
+
+def _open(section: ModelSection) -> WeightFiles:
+    engine = read_engine(section.model)
+    return open_checkpoint(section.model) if engine is None else EngineEnds(section.model, engine)
 
 
 def _held(config: ModelConfig, ends: Sequence[Weight], quantization: str) -> list[tuple[HeldWeight, Quantization]]:

@@ -14,6 +14,7 @@ from trtrun.configuration.model_sections import LoadFormat
 from trtrun.errors import ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
 from trtrun.models.config import ModelConfig
+from trtrun.models.engine_shards import check_engine_weights
 from trtrun.models.rank_files import open_checkpoint
 from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import HeldWeight, Share
@@ -66,7 +67,7 @@ def check_model_weights(
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
-    if load_format != "dummy":
+    if load_format != "dummy" and not check_engine_weights(path, tp_size, quantization):
         check_weights(open_checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
 
 

@@ -43,9 +43,11 @@ class PlanBuilder:
         budget: tokens that still fit into the round; a last tile may take a little more.
     """
 
-    def __init__(self, budget: int, prompt_tile: int | None = None) -> None:
+    def __init__(self, budget: int, prompt_tile: int | None = None, most_chunk: int | None = None) -> None:
+        """Plan up to `budget` tokens; see `SchedulerLimits` for the others."""
         self.budget = budget
         self._tile = prompt_tile or 1
+        self._most_chunk = most_chunk or budget
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
@@ -107,7 +109,7 @@ class PlanBuilder:
         """Have a row compute its next admission tokens, at most `most`, which is one at least; the last chunk's result
         counts as pending."""
         start = running.num_prefilled
-        length = min(running.num_unread, most)
+        length = min(running.num_unread, most, self._most_chunk)
         if self._tile <= length < running.num_unread:
             length -= length % self._tile
         end = start + length

@@ -248,7 +248,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._outstanding)} results are due but plans_ahead is {self.limits.plans_ahead}")
         if not self._requests:
             return None
-        plan = PlanBuilder(self.limits.max_num_tokens, self.limits.prompt_tile)
+        plan = PlanBuilder(self.limits.max_num_tokens, self.limits.prompt_tile, self.limits.most_chunk)
         has_free_row = self._batch.has_free_row()
         decoding = self._decoding.rows()
         has_prompts = len(decoding) < self.num_running or (has_free_row and len(self._waiting) > 0)

@@ -20,7 +20,7 @@ from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
 from trtrun.engine.working_memory import RoundShape
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.sizing import blocks_of_tokens
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
@@ -35,6 +35,7 @@ from trtrun.start.graph_counts import count_graphs, head_graph_shapes
 from trtrun.start.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
 from trtrun.start.memory_requirements import HiddenKind, guess_space, path_space, round_shape, target_taps
 from trtrun.start.policies import sure_draft_lens
+from trtrun.start.window_rings import ring_space
 
 _FEW_LAYERS = 2
 """Of a model in which layers may take turns in what they run."""
@@ -157,7 +158,9 @@ class EngineMaker:
             model.config.head_dim,
             model.dtype,
             self.device,
-            KV_FORMATS.get(config.kv_cache.dtype),
+            choose_format(config.kv_cache.dtype, model.config.kv_scheme),
+            ring_space(config, model.config),
+            num_blocks,
         )
         if self.device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside

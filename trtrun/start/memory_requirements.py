@@ -16,7 +16,7 @@ from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.head_paths import HeadSpace
 from trtrun.engine.working_memory import RoundShape, head_rank_bytes, working_bytes
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
@@ -25,6 +25,7 @@ from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.start.model_settings import mask_token, resolve_dtype_name
+from trtrun.start.window_rings import ring_space
 from trtrun.tensors import DTYPES
 
 MOST_GUESSES = 128
@@ -159,13 +160,15 @@ def engine_working_bytes(
     device: torch.device,
     heads: HeadsPlan | None = None,
 ) -> int:
-    """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses and of paths
-    among it, and what the heads need that draft on the target's ranks, or what is on its way to those elsewhere."""
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV, rings of layers with a window and
+    blocks of guesses and of paths among it, and what the heads need that draft on the target's ranks, or what is on its
+    way to those elsewhere."""
     dtype = resolve_dtype(section, model)
     heads = heads if role == "target" else None
     heads_here = heads
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
-    beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
+    shape = config, model, len(section.devices), dtype
+    beside = blocks * _kv_bytes(*shape, model.num_layers) + kv_bytes_in_rings(*shape)
     if (told := HiddenKind.of(config, model, heads)) is not None:
         beside, heads_here = beside + told.bytes_under_way(config), None
     if heads_here is not None and heads_here.stored is not None:
@@ -186,7 +189,7 @@ def engine_working_bytes(
         quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model, heads)) if role == "target" else 0,
-        has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
+        kv_in_place=reads_in_place(config, model, device.type),
         heads=heads_here,
     )
 
@@ -208,7 +211,7 @@ def head_working_bytes(
         dtype,
         device.type,
         graphs=config.cuda_graphs and device.type == "cuda",
-        has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
+        kv_in_place=reads_in_place(config, heads.stored, device.type),
     )
 
 
@@ -222,12 +225,40 @@ def store_bytes_per_block(
     return kv_bytes_per_block(config, model, tp_size, dtype) + of_heads
 
 
-def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank of an engine with `tp_size` ranks.
+def kv_format_of(config: RuntimeConfig, model: ModelShape) -> KVFormat:
+    """How the store of a model, or of heads, keeps keys and values.
 
     Raises:
         ConfigError: kv_cache.dtype is unknown.
     """
-    kv_heads, kept = max(1, model.num_kv_heads // tp_size), config.kv_cache
-    kv_format = KV_FORMATS.get(kept.dtype)
-    return KVStore.bytes_per_block(model.num_layers, kv_heads, kept.block_size, model.head_dim, dtype, kv_format)
+    return choose_format(config.kv_cache.dtype, model.kv_scheme if isinstance(model, ModelConfig) else None)
+
+
+def reads_in_place(config: RuntimeConfig, model: ModelShape, device_type: str) -> bool:
+    """Whether kernels of the device read that store where it lies."""
+    return device_type in kv_format_of(config, model).kernels
+
+
+def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank of an engine with `tp_size` ranks: of the layers that keep all.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown.
+    """
+    space = ring_space(config, model)
+    layers = model.num_layers if space is None else space.layers.count(False)
+    return _kv_bytes(config, model, tp_size, dtype, layers)
+
+
+def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the rings of layers with a window on one rank; 0 where there are none."""
+    space = ring_space(config, model)
+    if space is None:
+        return 0
+    return space.num_blocks * _kv_bytes(config, model, tp_size, dtype, space.layers.count(True))
+
+
+def _kv_bytes(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype, layers: int) -> int:
+    """Of one block, in so many layers."""
+    kv_heads, size = max(1, model.num_kv_heads // tp_size), config.kv_cache.block_size
+    return KVStore.bytes_per_block(layers, kv_heads, size, model.head_dim, dtype, kv_format_of(config, model))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -38,12 +39,13 @@ from trtrun.kvcache.sizing import (
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import heads_bytes, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
-from trtrun.models.stored_report import describe_stored
+from trtrun.models.stored_report import describe_kept, describe_weights
 from trtrun.models.weight_check import choose_default
 from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.corpora import corpus_bytes, load_corpus
+from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
@@ -51,6 +53,7 @@ from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     HiddenKind,
     engine_working_bytes,
+    kv_bytes_in_rings,
     most_useful_blocks,
     resolve_dtype,
     round_shape,
@@ -111,6 +114,10 @@ class RankStartup:
             lambda engines, fed, exchange: self._worker_factory(engines, fed, 1).make_worker(exchange),
         )
         self._working_bytes = 0
+        self._seconds: dict[str, float] = {}
+        self._lap_at = 0.0
+        target, draft = groups.target is not None, groups.draft is not None
+        self._cache = EngineCache([config.target if target else None, config.draft if draft else None], self._device)
 
     def load(self, progress: Progress) -> int:
         """Read this rank's slices of the weights, and reckon what is left for KV beside the largest round.
@@ -125,15 +132,20 @@ class RankStartup:
             ConfigError: the weights, a round or the KV store do not fit.
         """
         self._activity.start(Phase.WEIGHTS)
+        self._lap_at = time.monotonic()
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
         parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts()]
+        self._cache.begin()
         self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts, self._heads.plan), self._device, num_ranks)
+        if self._kernels.working_bytes is None:
+            self._cache.say_what_lacks()
         try:
             try:
                 blocks = self._load_weights(progress)
             except (TrtrunError, ParallelError):
                 self._agree(False)
                 raise
+            self._lap("weights")
             if self._agree(True):
                 known = self._kernels.working_bytes
                 if not self._agree(known is not None):
@@ -141,11 +153,19 @@ class RankStartup:
                     self._activity.start(Phase.WARMING_UP)
                     with suppress(torch.OutOfMemoryError):  # the rounds that are measured say it in words
                         self._kernels.compile(self._made.play_all)
+                self._lap("kernels")
                 blocks = self._count_beside(known)
+                self._lap("largest round")
                 self._activity.start(Phase.LOADED)
         finally:
             self._kernels.close()
         return blocks
+
+    def _lap(self, phase: str) -> None:
+        """A phase of the start ends, which began where the one before ended."""
+        now = time.monotonic()
+        self._seconds[phase] = round(now - self._lap_at, 3)
+        self._lap_at = now
 
     def _agree(self, is_so: bool) -> bool:
         """Whether something is so on all ranks that this one has a group with, or that these have, and so on: that all
@@ -173,9 +193,13 @@ class RankStartup:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
-            said = describe_stored(config, Share(0, communicator.size), dtype, self._device.type)
-            if said is not None and communicator.rank == 0:
-                _logger.info("%s: %s", role, said)
+            share, kind = Share(0, communicator.size), self._device.type
+            for said in (
+                describe_weights(section.model, config, share, dtype, kind),
+                describe_kept(config, self._config.kv_cache.dtype, share, dtype, kind),
+            ):
+                if said is not None and communicator.rank == 0:
+                    _logger.info("%s: %s", role, said)
 
             def report(read: int, total: int, before: int = done, size: int = size) -> None:
                 # Files may hold more or less than the device: what counts is how much of the shard is there.
@@ -254,11 +278,14 @@ class RankStartup:
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
         self._activity.start(Phase.ALLOCATING)
+        self._lap_at = time.monotonic()
         engines = self._made.engines(num_blocks)
         self._activity.start(Phase.WARMING_UP)
         worker = self._worker_factory(engines, self._made.head_rows(engines), num_blocks).make_worker()
         self._made.warm_up(worker, engines)
         self._kernels.finish(self._working_bytes)
+        self._cache.finish()
+        self._lap("all kernels once, graphs")
         worker.first_uses.take()  # from here on somebody may wait
         self._activity.rest()
         return worker, self._report(num_blocks)
@@ -317,6 +344,13 @@ class RankStartup:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
+    def _ring_bytes(self) -> int:
+        """Of layers with a window, which `working_bytes` counts, too."""
+        return sum(
+            kv_bytes_in_rings(self._config, model, communicator.size, resolve_dtype(section, model))
+            for _, section, model, communicator in self._parts()
+        )
+
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [*(engine.report for engine in self._engines.values()), self._heads.report]
         dtypes = {engine.model.dtype for engine in self._engines.values()}
@@ -333,7 +367,7 @@ class RankStartup:
             shard_bytes=sum(report.shard_bytes for report in loaded)
             + (self._corpus.num_bytes if self._corpus is not None else 0),
             working_bytes=self._working_bytes,
-            kv_bytes=num_blocks * self._demand().bytes_per_block,
+            kv_bytes=num_blocks * self._demand().bytes_per_block + self._ring_bytes(),
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
             kernels="+".join(sorted({operations_of(self._device.type).name(dtype) for dtype in dtypes})),
             files_hash="+".join(
@@ -342,4 +376,5 @@ class RankStartup:
             ),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,
+            start_seconds=self._seconds,
         )

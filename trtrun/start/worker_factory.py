@@ -25,7 +25,7 @@ from trtrun.engine.stored_heads import StoredHeads
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import grammar_tokens
-from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.formats import choose_format
 from trtrun.models.config import read_model_config
 from trtrun.roles.exchange import DeviceExchange, Exchange
 from trtrun.roles.hidden_link import HiddenLink
@@ -162,7 +162,7 @@ class WorkerFactory:
 
     def _make_stored_heads(self) -> StoredHeads:
         """The heads, with a store of as many blocks as the target's, and more for trees and guesses."""
-        kv_format = KV_FORMATS.get(self.config.kv_cache.dtype)
+        kv_format = choose_format(self.config.kv_cache.dtype)
         space, guesses = head_space(self.config, self.num_blocks), 0
         assert self.head_rows is not None
         if self.head_rows.are_own:

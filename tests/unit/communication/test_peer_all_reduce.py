@@ -48,9 +48,18 @@ def arguments_of(name: tuple[str, torch.dtype]) -> int:
     return len(parameters.split(",")) + len(others.split(","))
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, MOST_RANKS])
-def test_kernels_get_their_arguments_in_order(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_get_their_arguments_in_order(ranks: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if early else (8, 9))
+    begun_early: list[int] = []
+
+    def launch_early(kernel: int, blocks: int, threads: int, stream: int, arguments: int) -> None:
+        begun_early.append(kernel)
+        driver.launchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
+
+    monkeypatch.setattr(peer_all_reduce, "launch_early", launch_early)
     handles = {name: handle for handle, name in KERNELS.items()}
     monkeypatch.setattr(peer_all_reduce, "_compile", lambda layout, device: (None, handles))
     monkeypatch.setattr(peer_all_reduce.importlib, "import_module", lambda name: SimpleNamespace(driver=driver))
@@ -73,12 +82,14 @@ def test_kernels_get_their_arguments_in_order(ranks: int, monkeypatch: pytest.Mo
     assert two[5][1:] == [12004, chunk, 1, *addresses]
     assert copied[5][0] % ALIGNMENT == 0 != message[1:].data_ptr() % ALIGNMENT
     assert copied[5][1:] == [6000, 1, *addresses]
+    assert len(begun_early) == (3 if early else 0)
     assert (message == 1).tolist() == [False, *[True] * 3000], "the copy's sums come back"
 
 
 @needs_gpu  # CuPy and NVRTC are installed where there is one
+@pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("ranks", [2, 3, MOST_RANKS])
-def test_the_kernels_compile(ranks: int) -> None:
+def test_the_kernels_compile(ranks: int, architecture: int) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     try:
         nvrtc.getVersion()
@@ -86,10 +97,11 @@ def test_the_kernels_compile(ranks: int) -> None:
         pytest.skip(f"NVRTC cannot be loaded: {error}")
     words = [f"-D{name}={value}" for name, value in Layout.of(ranks).definitions().items()]
     program = nvrtc.createProgram(kernel_source(), "peer_all_reduce.cu", (), ())
-    nvrtc.compileProgram(program, ["-std=c++17", "-arch=compute_80", "-ftz=true", *words])
+    nvrtc.compileProgram(program, ["-std=c++17", f"-arch=compute_{architecture}", "-ftz=true", *words])
     code = nvrtc.getPTX(program).decode()
     for kind in ("one_shot", "two_shot"):
         for name in ("float32", "float16", "bfloat16"):
             assert f".entry {kind}_{name}(" in code
     assert ".ftz" not in code  # CuPy asks for it, and it would lose subnormal numbers
     assert "multimem" not in code
+    assert code.count("griddepcontrol.wait") == (6 if architecture >= 90 else 0)

@@ -1,4 +1,4 @@
-"""The products with weights of 4 bits on GPUs have the bits of the dense weight's."""
+"""The kernel that streams weights of 4 bits on GPUs has the bits of the general one, and that is the product."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpus import needs_hopper
 
-from trtrun.kernels.torch.int4 import dequantize, pack
+from trtrun.kernels.torch.int4 import pack
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
@@ -18,7 +18,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 def never(*arguments: object) -> torch.Tensor:
-    raise AssertionError("nothing is to be compared")
+    raise AssertionError("nothing is to be multiplied")
 
 
 def make_weight(features: int, inputs: int, size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -27,29 +27,41 @@ def make_weight(features: int, inputs: int, size: int, dtype: torch.dtype) -> di
     return pack(codes, scale, torch.randint(0, 16, scale.shape, device="cuda"))
 
 
+def weight_of(held: dict[str, torch.Tensor], inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """[features, inputs] float64, which no dtype of activations has."""
+    from trtrun.kernels.torch.int4 import TILE, dequantize
+
+    ones = held["scales"].bitwise_and(-65536) | int(torch.ones((), dtype=dtype).view(torch.int16))
+    codes = dequantize(held["words"], ones, inputs, dtype).double()
+    both = held["scales"].view(held["scales"].shape[0], -1, TILE).transpose(1, 2).flatten(0, 1)
+    scale = (both & 0xFFFF).to(torch.int16).view(dtype).double()
+    return codes * scale.repeat_interleave(held["words"].shape[1] * 512 // scale.shape[1], 1)[:, :inputs]
+
+
 @needs_hopper
 @DTYPES
 @SHAPES
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 def test_products(features: int, inputs: int, size: int, has_bias: bool, dtype: torch.dtype) -> None:
     """One tile and many more than there are programs; steps that the weight does not fill; groups of all sizes."""
-    from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul, widen
+    from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul, chain_product
     from trtrun.kernels.triton.int4_stream.product import StreamedProduct
-    from trtrun.kernels.triton.matmul import TritonMatmul
+    from trtrun.kernels.triton.int4_stream.tiles import height_of
 
     torch.manual_seed(features)
     held = make_weight(features, inputs, size, dtype)
-    weight = widen(**held, inputs=inputs, dtype=dtype)
-    assert torch.equal(weight, dequantize(**held, inputs=inputs, dtype=dtype))
+    weight = weight_of(held, inputs, dtype)
     bias = torch.randn(features, device="cuda").to(dtype) if has_bias else None
-    dense, streamed = TritonMatmul(weight, bias), StreamedProduct(**held, bias=bias)
-    product = TritonInt4Matmul(**held, bias=bias)
-    for rows in (1, 8, 9, 16, 17, 32, 48, 64, 65, 128, 129, 300):
-        x = torch.randn(rows, inputs, device="cuda").to(dtype)
-        expected = dense(x)
-        assert expected.isfinite().all() and expected.abs().max() > 0
-        for multiply in (product, *[streamed] * (3 if rows <= 128 else 0)):
-            assert torch.equal(multiply(x), expected), f"{rows} rows"
+    product, streamed = TritonInt4Matmul(**held, bias=bias), StreamedProduct(**held, bias=bias)
+    together = torch.randn(700, inputs, device="cuda").to(dtype)
+    expected = chain_product(together, **held, bias=bias)
+    exact = together.double() @ weight.T + (0 if bias is None else bias.double())
+    assert (expected.double() - exact).norm() / exact.norm() < (4e-3 if dtype is torch.bfloat16 else 5e-4)
+    for rows in (1, 8, 9, 16, 17, 32, 48, 64, 65, 128, 129, 300, 700):
+        x = together[700 - rows :]
+        assert torch.equal(product(x), expected[700 - rows :]), f"{rows} rows"
+        for height in (64, 128) if rows > 64 else [height_of(rows, len(held["words"]), 132)] * 3:
+            assert torch.equal(streamed(x, height), expected[700 - rows :]), f"{rows} rows in tiles of {height}"
 
 
 @needs_hopper
@@ -90,6 +102,7 @@ def test_few_rows_are_for_the_kernel_that_streams(has_same_bits: bool, monkeypat
     capturing = [True]
     monkeypatch.setattr(suitability, "_chosen", {})
     monkeypatch.setattr(suitability, "is_hopper", lambda device: True)
+    monkeypatch.setattr(suitability, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:4]) or has_same_bits)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     held = pack(torch.zeros(64, 128, dtype=torch.int32), torch.ones(64, 1).bfloat16(), 8)
@@ -100,17 +113,37 @@ def test_few_rows_are_for_the_kernel_that_streams(has_same_bits: bool, monkeypat
 
     assert not takes(1) and not compared
     capturing[0] = False
-    assert not takes(0) and not takes(129) and not takes(1, 129) and not compared
-    assert [takes(rows) for rows in (1, 8, 16, 128)] == [has_same_bits] * 4 and compared == [(8, 1), (16, 1), (128, 1)]
+    assert not takes(0) and not takes(1, 129) and not compared
+    kinds = [(8, 1), (16, 1), (64, 1)]
+    assert [takes(rows) for rows in (1, 8, 16, 128, 129)] == [has_same_bits] * 5 and compared == kinds
     finer = pack(torch.zeros(64, 128, dtype=torch.int32), torch.ones(64, 4).bfloat16(), 8)
     other = suitability.Streamed(finer["words"], finer["scales"], None, never)
     assert other.takes(torch.zeros(1, 128).bfloat16()) == has_same_bits and compared[-1] == (8, 4)
     monkeypatch.setattr(suitability, "is_collecting", lambda: True)
-    assert takes(40) and compared[-1] == (64, 1), "its kernels are asked for, whatever skipped ones say"
+    assert takes(30) and compared[-1] == (32, 1), "its kernels are asked for, whatever skipped ones say"
     monkeypatch.setattr(suitability, "is_collecting", lambda: False)
-    assert takes(40) == has_same_bits
+    assert takes(30) == has_same_bits
     capturing[0] = True
-    assert [takes(rows) for rows in (0, 1, 17, 128, 129)] == [False, has_same_bits, False, has_same_bits, False]
+    assert [takes(rows) for rows in (0, 1, 9, 128, 900)] == [False, *[has_same_bits] * 4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "height"),
+    [
+        (1, 64, 8),
+        (9, 64, 16),
+        (64, 64, 64),
+        (65, 64, 64),
+        (128, 448, 128),
+        (192, 64, 64),
+        (192, 96, 128),
+        (2048, 64, 128),
+    ],
+)
+def test_tiles_leave_few_multiprocessors_idle(rows: int, tiles: int, height: int) -> None:
+    from trtrun.kernels.triton.int4_stream.tiles import height_of
+
+    assert height_of(rows, tiles, 132) == height
 
 
 def test_it_is_not_for_the_cpu() -> None:

@@ -52,16 +52,25 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-@pytest.mark.parametrize("size", [32, 64, 128])
-def test_codes_of_4_bits_become_dense(size: int) -> None:
-    from trtrun.kernels.torch.int4 import dequantize, pack
-    from trtrun.kernels.triton.int4_matmul import widen
+@pytest.mark.parametrize(
+    ("size", "rows", "has_bias"), [(32, 3, False), (64, 20, True), (128, 70, False), (128, 0, True)]
+)
+def test_the_product_with_codes_of_4_bits(size: int, rows: int, has_bias: bool) -> None:
+    """That of the dense weight, which nobody rounds here; features fill no tile."""
+    from trtrun.kernels.torch.int4 import pack
+    from trtrun.kernels.triton.int4_matmul import chain_product
 
-    torch.manual_seed(size)
-    scale, zero = torch.rand(128, 640 // size).half(), torch.randint(0, 16, (128, 640 // size))
-    held = pack(torch.randint(0, 16, (128, 640)), scale, zero)
-    expected = dequantize(**held, inputs=640, dtype=torch.float16)
-    assert torch.equal(widen(**held, inputs=640, dtype=torch.float16), expected)
+    torch.manual_seed(size + rows)
+    groups = 640 // size
+    codes, zero = torch.randint(0, 16, (100, 640)), torch.randint(0, 16, (100, groups))
+    scale, bias = torch.rand(100, groups).half(), torch.randn(128).half() if has_bias else None
+    weight = (codes - zero.repeat_interleave(size, 1)) * scale.double().repeat_interleave(size, 1)
+    x = torch.randn(rows, 640).half()
+    found = chain_product(x, **pack(codes, scale, zero), bias=bias)
+    assert found.shape == (rows, 128)
+    if rows:
+        expected = x.double() @ weight.T + (0 if bias is None else bias[:100].double())
+        assert difference(found[:, :100], expected) < BOUNDS[torch.float16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)

@@ -45,7 +45,9 @@ def test_logits_are_those_of_the_numbers(
     numbers = write_ranks(source, tmp_path / "ranks", cut, kind)
     dense = write_dense(source, numbers)
     for size in (1, 2, 4) if kind != "awq" else (1, 2):
-        found, expected = (PagedModel(path, tp_size=size).forward(BATCH) for path in (tmp_path / "ranks", dense))
+        found, expected = (
+            PagedModel(path, tp_size=size, kv_format="plain").forward(BATCH) for path in (tmp_path / "ranks", dense)
+        )
         assert torch.equal(found, expected)
 
 
@@ -53,7 +55,9 @@ def test_logits_are_those_of_the_numbers(
 def test_an_embedding_that_is_cut(tmp_path: Path, dimension: int) -> None:
     source = make_checkpoint(tmp_path / "source", **SIZES)
     write_ranks(source, tmp_path / "ranks", 4, embedding=dimension)
-    found, expected = (PagedModel(path, tp_size=2).forward(BATCH) for path in (tmp_path / "ranks", source))
+    found, expected = (
+        PagedModel(path, tp_size=2, kv_format="plain").forward(BATCH) for path in (tmp_path / "ranks", source)
+    )
     assert torch.equal(found, expected)
 
 
@@ -61,7 +65,10 @@ def test_an_embedding_that_is_cut(tmp_path: Path, dimension: int) -> None:
 def test_codes_in_a_container_are_codes(tmp_path: Path, container: torch.dtype) -> None:
     source = make_checkpoint(tmp_path / "source", **SIZES)
     numbers = write_ranks(source, tmp_path / "ranks", 2, "fp8", container=container)
-    found, expected = (PagedModel(path).forward(BATCH) for path in (tmp_path / "ranks", write_dense(source, numbers)))
+    found, expected = (
+        PagedModel(path, kv_format="plain").forward(BATCH)
+        for path in (tmp_path / "ranks", write_dense(source, numbers))
+    )
     assert torch.equal(found, expected)
 
 

@@ -61,6 +61,7 @@ class NativeAttention:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`; for blocks that `takes_blocks` takes."""
         kv_heads, block_size = store_layer.shape[2:4]

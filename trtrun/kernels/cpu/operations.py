@@ -16,6 +16,7 @@ from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
 from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
 from trtrun.kernels.torch.operations import Product, TorchOperations
+from trtrun.kvcache.formats import PLAIN, KVFormat
 
 
 class CpuOperations(TorchOperations):
@@ -26,7 +27,7 @@ class CpuOperations(TorchOperations):
         kind = machine.processor_kind() if dtype is torch.bfloat16 else None
         return kind or super().name(dtype)
 
-    def attention(self, dtype: torch.dtype, head_dim: int) -> Any | None:
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         """See TorchOperations."""
         is_taken = dtype is torch.bfloat16 and takes_head(head_dim) and machine.processor_kind() is not None
         return NativeAttention(head_dim) if is_taken else None

@@ -14,8 +14,10 @@ TILE, GROUP, STEP = 64, 128, 512
 """Output features that lie together, and inputs: of a group of words, and of a step of groups."""
 
 _CODES = 16
-_BASES = {torch.bfloat16: 128.0, torch.float16: 1024.0}
-"""The least number of a dtype from which on whole numbers, and no others, follow each other."""
+BFLOAT16_UNIT, FLOAT16_UNIT = 2.0**-6, 2.0**-9
+UNITS = {torch.bfloat16: BFLOAT16_UNIT, torch.float16: FLOAT16_UNIT}
+"""What kernels widen a code of 1 to: the least number of a dtype is that of a single low bit, and this is its product
+with nearly the largest power of two."""
 
 
 def words_shape(features: int, inputs: int) -> tuple[int, int, int, int]:
@@ -31,8 +33,8 @@ def words_shape(features: int, inputs: int) -> tuple[int, int, int, int]:
 def scales_shape(features: int, inputs: int, size: int) -> tuple[int, int, int, int]:
     """Of the scales, int32: [tiles, steps, 1024 / size, 32], for each `size` inputs 64 features one behind the other.
 
-    In the lower half is the scale, in the upper one the zero point plus 128 or 1,024 (`_BASES`), both in the dtype of
-    activations.
+    In the lower half is the scale, in the upper one the negative zero point times a power of two (`UNITS`), both in the
+    dtype of activations.
     """
     return -(-features // TILE), -(-inputs // STEP), STEP // size * TILE // 32, 32
 
@@ -69,8 +71,8 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | int) -> 
     size = inputs // groups
     both = torch.zeros((2, tiles * TILE, steps * (STEP // size)), dtype=scale.dtype, device=codes.device)
     both[0, :features, :groups] = scale
-    both[1] = _BASES[scale.dtype]
-    both[1, :features, :groups] += zero
+    unit = UNITS[scale.dtype]
+    both[1, :features, :groups] = zero * -unit
     low, high = both.view(torch.int16).int()
     joined = (low & 0xFFFF) | (high << 16)
     scales = joined.view(tiles, TILE, -1).transpose(1, 2).reshape(scales_shape(features, inputs, size))
@@ -97,7 +99,7 @@ def dequantize(words: torch.Tensor, scales: torch.Tensor, inputs: int, dtype: to
     both = scales.view(tiles, -1, TILE).transpose(1, 2).reshape(tiles * TILE, -1, 1)
     codes = codes.permute(0, 3, 2, 4, 5, 1, 8, 9, 7, 6, 10).reshape(*both.shape[:2], -1)
     low, high = ((half & 0xFFFF).to(torch.int16).view(dtype).float() for half in (both, both >> 16))
-    weight = (codes.float() + _BASES[dtype]).sub_(high).mul_(low).to(dtype)
+    weight = codes.float().add_(high / UNITS[dtype]).mul_(low).to(dtype)
     return weight.view(tiles * TILE, -1)[:, :inputs]
 
 

@@ -17,6 +17,7 @@ from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.fp8 import TorchFp8Matmul
 from trtrun.kernels.torch.int4 import TorchInt4Matmul
 from trtrun.kernels.torch.int8 import TorchInt8Matmul
+from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.tensors import kept_integers, kept_range
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -39,8 +40,9 @@ class TorchOperations:
         """What models of `dtype` compute with, in one word for reports."""
         return "torch"
 
-    def attention(self, dtype: torch.dtype, head_dim: int) -> Any | None:
-        """An `AttentionBackend` (trtrun.attention) for heads of `head_dim`; None where plain torch attends."""
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
+        """An `AttentionBackend` (trtrun.attention) for heads of `head_dim` and a store of a format that the device's
+        kernels know; None where plain torch attends."""
         return None
 
     def normalise(

@@ -17,6 +17,7 @@ from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
 from trtrun.kernels.triton.matmul import TritonMatmul
 from trtrun.kernels.triton.paged_attention import PagedAttention
 from trtrun.kernels.triton.sampling import acceptance, token_masks
+from trtrun.kvcache.formats import PLAIN, KVFormat
 
 
 class TritonOperations(TorchOperations):
@@ -31,9 +32,9 @@ class TritonOperations(TorchOperations):
         """See TorchOperations."""
         return "triton"
 
-    def attention(self, dtype: torch.dtype, head_dim: int) -> Any | None:
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         """See TorchOperations."""
-        return PagedAttention()
+        return PagedAttention(kv_format)
 
     def normalise(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
@@ -103,7 +104,7 @@ class TritonOperations(TorchOperations):
 
     def copy_blocks(self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """See TorchOperations."""
-        if store_copies.takes_store(store):
+        if store_copies.takes_blocks(store):
             store_copies.copy_blocks(store, source, target)
         else:
             super().copy_blocks(store, source, target)
@@ -112,10 +113,7 @@ class TritonOperations(TorchOperations):
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
         """See TorchOperations."""
-        if store_copies.takes_store(store):
-            store_copies.copy_tokens(store, source, target, offset)
-        else:
-            super().copy_tokens(store, source, target, offset)
+        store_copies.copy_tokens(store, source, target, offset)
 
     def mask_tokens(self, logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         """See TorchOperations."""

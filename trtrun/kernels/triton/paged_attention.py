@@ -16,12 +16,16 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton import store_copies
-from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
+from trtrun.kernels.triton.attention_shares import combine_kernel, merge
+from trtrun.kernels.triton.attention_steps import step
 from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_PARTIAL_BYTES, MOST_SPLIT, choose_tiling
 from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.kv_codes import PLAIN, KeptNumbers
 from trtrun.kernels.triton.paged_store import rotate_and_write
 from trtrun.kernels.triton.prompts.suitability import is_chosen
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
+from trtrun.kvcache.formats import PLAIN as PLAIN_KV
+from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
 _SHARE = 256
@@ -35,69 +39,21 @@ _PROGRAMS = 8
 """Programs of a multiprocessor, at most, that shares are dealt out to: a table may be much wider than a row's context,
 and programs that find nothing to do take their time, too."""
 
+_SMALLEST_TILE = 16
+
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
 
 
-@triton.jit
-def _sum_weights(weights, KEYS: tl.constexpr):
-    """Sums of [queries, KEYS] numbers of 0 to 1, in steps of 2^-22: of whole numbers, whose order does not count."""
-    # Beside 3 a float32 has just that step, and its bits count up with it. A sum may go round; the difference does not.
-    whole = tl.sum((weights + 3.0).to(tl.int32, bitcast=True), axis=1) - (0x40400000 * KEYS & 0x7FFFFFFF)
-    return whole.to(tl.float32) * (1.0 / (1 << 22))
-
-
-@triton.jit
-def _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Places of a step's keys in the store, [KEYS] int32, counted in heads."""
-    if KEYS % BLOCK_SIZE == 0:
-        # What does not change from step to step is said apart, and slots have 32 bits: a third less arithmetic.
-        within = tl.arange(0, KEYS)
-        block = tl.load(table + first // BLOCK_SIZE + within // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
-        slot = block * (kv_heads * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + within % BLOCK_SIZE)
-    else:
-        block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
-        slot = (block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE
-    return slot
-
-
-@triton.jit
-def _step(
-    peak, total, gathered, rotated, own, first_own, last, first, stop,
-    store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
-    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The keys from `first` on, before `stop`, put to what came before them in their share."""
-    at = first + tl.arange(0, KEYS)
-    known = at < stop
-    base = _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS).to(tl.int64) * HEAD
-    keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-    scores = tl.dot(rotated, keys, input_precision=PRECISION)
-    if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
-        seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-    # exp2 is the faster one: the factor of scale is log2(e).
-    stretch = scale * 1.4426950408889634
-    higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1) * stretch))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores * stretch - safe[:, None])
-    fade = power(peak - safe)
-    values = tl.load(
-        store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
-    )
-    total = total * fade + _sum_weights(weights, KEYS)
-    gathered = tl.dot(weights.to(values.dtype), values, gathered * fade[:, None], input_precision=PRECISION)
-    return higher, total, gathered
-
-
 @triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["tables", "positions"])
 def _attend_kernel(
-    query, store, value_offset, tables, positions, output, partial_sum, partial_peak, partial_output, scale,
+    query, store, scales, value_offset, layer_scales, tables, positions, output,
+    partial_sum, partial_peak, partial_output, scale,
     query_token, query_head, position_row, position_query, table_row,
     queries, kv_heads, group, window, shares, tiles,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one."""
     begin(EARLY)
@@ -130,11 +86,11 @@ def _attend_kernel(
             total = tl.zeros([TILE], tl.float32)
             gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
             for first in range(tl.maximum(start, share * SHARE), tl.minimum(stop, share * SHARE + SHARE), KEYS):
-                peak, total, gathered = _step(
+                peak, total, gathered = step(
                     peak, total, gathered, rotated, own, first_own, last, first,
                     tl.minimum(stop, share * SHARE + SHARE),
-                    store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
-                    BLOCK_SIZE, HEAD, KEYS, PRECISION,
+                    store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
+                    BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
                 )  # fmt: skip
             slot = result.to(tl.int64) * shares + share
             tl.store(partial_peak + slot, peak, mask=real)
@@ -152,10 +108,10 @@ def _attend_kernel(
                 peak = tl.full([TILE], float("-inf"), tl.float32)
                 total = tl.zeros([TILE], tl.float32)
                 gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-            peak, total, gathered = _step(
+            peak, total, gathered = step(
                 peak, total, gathered, rotated, own, first_own, last, first, stop,
-                store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
-                BLOCK_SIZE, HEAD, KEYS, PRECISION,
+                store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
+                BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
             )  # fmt: skip
         _, total, fade, factor = merge(all_peak, all_total, peak, total)
         gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
@@ -170,11 +126,16 @@ class PagedAttention:
     tile: int | None = LARGEST_TILE
     reads_forks = True
 
+    def __init__(self, kv_format: KVFormat = PLAIN_KV) -> None:
+        """Read and write a store of this format, one that kernels of GPUs know."""
+        self._format = kv_format
+
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
         """See AttentionBackend."""
-        store_copies.copy_tokens(store, source, target, offset)
+        for part in self._format.parts(store):
+            store_copies.copy_tokens(part, source, target, offset)
 
     def forward(
         self,
@@ -185,16 +146,18 @@ class PagedAttention:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend."""
         _, kv_heads, head_dim = value.shape
+        kept = KeptNumbers.of(self._format, store_layer, kv_scales)
         nodes = None if batch.forks is None else batch.forks.nodes
         query = query_key.new_empty((batch.segments[-1].stop, query_key.shape[1] - kv_heads, head_dim))
         for segment in batch.segments:
-            rotate_and_write(query_key, value, angles, store_layer, segment, query, nodes)
+            rotate_and_write(query_key, value, angles, store_layer, segment, query, nodes, kept)
         output = torch.empty_like(query)
         for segment in batch.segments:
-            self._attend(query, store_layer, segment, scale, window, output)
+            self._attend(query, store_layer, segment, scale, window, output, kept)
         return output
 
     @staticmethod
@@ -205,13 +168,14 @@ class PagedAttention:
         scale: float,
         window: int | None,
         output: torch.Tensor,
+        kept: KeptNumbers,
     ) -> None:
         query, output = query[segment.start : segment.stop], output[segment.start : segment.stop]
-        heads, kv_heads = query.shape[1], store_layer.shape[2]
-        block_size, head_dim = store_layer.shape[3:]
+        heads, head_dim = query.shape[1:]
+        kv_heads, block_size = store_layer.shape[2:4]
         shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
         places, lines = segment.queries * (heads // kv_heads), segment.rows * kv_heads
-        has_prompt_kernel = is_chosen(store_layer, _SHARE, _attend_rows)
+        has_prompt_kernel = kept.codes == PLAIN.value and is_chosen(store_layer, _SHARE, _attend_rows)
         tile, is_split = choose_tiling(places, lines, shares, multiprocessors(query.device), has_prompt_kernel)
         reach = 1 << 30 if window is None else window
         if tile is None:
@@ -223,7 +187,7 @@ class PagedAttention:
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
             out = output[tokens]
-            _attend_rows(query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split)
+            _attend_rows(query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split, kept)
 
 
 def _split_rows(segment: AttentionSegment, partial_bytes: int) -> list[slice]:
@@ -243,12 +207,15 @@ def _attend_rows(
     output: torch.Tensor,
     tile: int = LARGEST_TILE,
     is_split: bool = False,
+    kept: KeptNumbers | None = None,
 ) -> None:
     """Attend for some rows; see `prompts.attention.attend`. A program has at most `tile` queries of a KV head, heads
-    counted. With `is_split` shares have programs of their own."""
-    _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
+    counted. With `is_split` shares have programs of their own. The store has keys and values as `kept` says; None: as
+    they are."""
+    kept = kept or KeptNumbers.of(PLAIN_KV, store_layer, None)
+    kv_heads, block_size = store_layer.shape[2:4]
     rows, queries = positions.shape
-    tokens, heads, _ = query.shape
+    tokens, heads, head_dim = query.shape
     group, shares = heads // kv_heads, -(-tables.shape[1] * block_size // share)
     is_wide, head_padded = query.dtype is torch.float32, max(16, _padded(head_dim))
     keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
@@ -260,14 +227,15 @@ def _attend_rows(
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
     partial = query.new_empty((slots, head_dim), dtype=torch.float32)
     _attend_kernel[(rows, kv_heads, tiles * at_once)](
-        query, store_layer, num_blocks * kv_heads * block_size * head_dim,
+        query, store_layer, kept.token_scales, store_layer.stride(0), kept.layer_scales,
         tables, positions, output, sums, peaks, partial, scale,
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
         queries, kv_heads, group, window, shares, tiles,
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
-        KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32",
-        num_warps=8 if tile == LARGEST_TILE else 4, num_stages=_STAGES, **early(query),
+        KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
+        HAS_LAYER_SCALES=kept.has_layer_scales,
+        num_stages=_STAGES, **_warps(tile, kept.codes), **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
@@ -275,6 +243,15 @@ def _attend_rows(
             positions.stride(0), positions.stride(1), queries, heads, shares, window,
             SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1, **early(query),
         )  # fmt: skip
+
+
+def _warps(tile: int, codes: int) -> dict[str, int]:
+    """The options of a launch that say how many threads a program has, and of which size."""
+    if codes == PLAIN.value:
+        return {"num_warps": 8 if tile == LARGEST_TILE else 4}
+    # Widening codes takes more instructions than memory takes time, and registers: two programs of eight warps are to
+    # have room on a multiprocessor.
+    return {"num_warps": 8, "maxnreg": 128} if tile == _SMALLEST_TILE else {"num_warps": 8}
 
 
 @cache

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.kv_codes import PLAIN, SCALE_BYTES, KeptNumbers, scale_bits, to_codes
 from trtrun.kvcache.segments import AttentionSegment
 
 
@@ -34,13 +35,35 @@ def _slot(
     positions, tables, place, known, queries, kv_heads, head, position_row, position_query, table_row,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where in the store the keys of one head go of the tokens at some places, counted in heads: of `place`'s shape."""
+    """In which tile of the store the keys of one head go of the tokens at some places, and where in it: both of
+    `place`'s shape."""
     row, query = place // queries, place % queries
     position = tl.load(positions + row * position_row + query * position_query, mask=known, other=-1)
     at = tl.maximum(position, 0)
     block = tl.load(tables + row * table_row + at // BLOCK_SIZE, mask=position >= 0, other=0)
     # Padding goes to the null block.
-    return (block * kv_heads + head) * BLOCK_SIZE + at % BLOCK_SIZE
+    return block * kv_heads + head, at % BLOCK_SIZE
+
+
+@triton.jit
+def _put(
+    made, plane, scales, known, tile, within, element, mask, layer_scale,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Write one head of some tokens, [TOKENS, PADDED], to keys or values that begin at `plane`, and where scales are
+    the tokens', these to `scales`, the same memory."""
+    if CODES == PLAIN:
+        tl.store(plane + (tile * BLOCK_SIZE + within) * HEAD + element, made, mask=mask)
+    else:
+        rows = tl.where(mask, made.to(tl.float32), 0.0)
+        tile_bytes: tl.constexpr = BLOCK_SIZE * (HEAD + (0 if HAS_LAYER_SCALES else SCALE_BYTES))
+        if HAS_LAYER_SCALES:
+            bits = tl.broadcast_to(tl.load(layer_scale), (made.shape[0],))
+        else:
+            bits = scale_bits(rows, CODES)
+            place = scales + (tile * tile_bytes + BLOCK_SIZE * HEAD) // SCALE_BYTES + within
+            tl.store(place, bits[:, None], mask=known)
+        tl.store(plane + tile * tile_bytes + within * HEAD + element, to_codes(rows, bits, CODES), mask=mask)
 
 
 # Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
@@ -49,11 +72,11 @@ def _slot(
     do_not_specialize_on_alignment=["positions", "tables", "nodes"],
 )
 def _rotate_and_write_kernel(
-    query_key, value, cosine, sine, positions, tables, nodes, store, value_offset, rotated,
+    query_key, value, cosine, sine, positions, tables, nodes, store, scales, value_offset, layer_scales, rotated,
     query_token, query_head, value_token, value_head, position_row, position_query, table_row,
     places, queries, heads, kv_heads,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, HAS_NODES: tl.constexpr,
-    EARLY: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of the tokens at TOKENS places: those of queries, of keys, and of values, in this order."""
     begin(EARLY)
@@ -71,17 +94,24 @@ def _rotate_and_write_kernel(
         tl.store(rotated + (place * heads + head) * HEAD + element, made, mask=mask)
     else:
         kv_head = (head - heads) % kv_heads
-        slot = _slot(
+        tile, within = _slot(
             positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
             BLOCK_SIZE,
         )  # fmt: skip
-        target = store + slot * HEAD + element
         if head < heads + kv_heads:
             start = query_key + token * query_token + head * query_head
-            tl.store(target, _rotated(start, cosine, sine, place, known, HEAD, PADDED), mask=mask)
+            made = _rotated(start, cosine, sine, place, known, HEAD, PADDED)
+            _put(
+                made, store, scales, known, tile, within, element, mask, layer_scales + kv_head,
+                BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
+            )  # fmt: skip
         else:
             start = value + token * value_token + kv_head * value_head
-            tl.store(target + value_offset, tl.load(start + element, mask=mask), mask=mask)
+            made = tl.load(start + element, mask=mask)
+            _put(
+                made, store + value_offset, scales + value_offset // SCALE_BYTES, known, tile, within, element, mask,
+                layer_scales + kv_heads + kv_head, BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
+            )  # fmt: skip
 
 
 def rotate_and_write(
@@ -91,7 +121,8 @@ def rotate_and_write(
     store_layer: torch.Tensor,
     segment: AttentionSegment,
     rotated: torch.Tensor,
-    nodes: torch.Tensor | None = None,
+    nodes: torch.Tensor | None,
+    kept: KeptNumbers,
 ) -> None:
     """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values.
 
@@ -99,10 +130,11 @@ def rotate_and_write(
         query_key: [tokens of the batch, heads + kv_heads, head].
         value: [tokens of the batch, kv_heads, head].
         angles: cosines and signed sines, [places of the batch, 1, head] each; see RotaryEmbedding.
-        store_layer: [2, blocks, kv_heads, block, head].
+        store_layer: [2, blocks, kv_heads, block, …].
         segment: whose places.
         rotated: [places of the batch, heads, head], contiguous: gets the rotated queries.
         nodes: [places of the batch] int64: the token at each place; None where each is its token's own.
+        kept: how the store has keys and values.
     """
     places = slice(segment.start, segment.stop)
     rotated = rotated[places]
@@ -111,18 +143,19 @@ def rotate_and_write(
     else:
         nodes = nodes[places]
     cosine, sine = (table[places] for table in angles)
-    _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
-    count, heads = rotated.shape[:2]
+    kv_heads, block_size = store_layer.shape[2:4]
+    count, heads, head_dim = rotated.shape
     at_once = _tokens_at_once(count * (heads + 2 * kv_heads))
     _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + 2 * kv_heads)](
         query_key, value, cosine, sine, segment.positions, segment.block_tables,
-        segment.positions if nodes is None else nodes, store_layer,
-        num_blocks * kv_heads * block_size * head_dim, rotated,
+        segment.positions if nodes is None else nodes, store_layer, kept.token_scales, store_layer.stride(0),
+        kept.layer_scales, rotated,
         query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
         segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
         count, segment.queries, heads, kv_heads,
         BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), TOKENS=at_once,
-        HAS_NODES=nodes is not None, num_warps=max(1, at_once // 4), **early(value),
+        HAS_NODES=nodes is not None, CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
+        num_warps=max(1, at_once // 4), **early(value),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _WORDS = 2048
-"""32-bit words that a program copies at a time."""
+"""Words that a program copies at a time: of 32 bits, or of as many as what is copied is a multiple of."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["source", "target", "offset"])
@@ -46,39 +46,47 @@ def copy_blocks(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
         source: [n] int64 blocks.
         target: [n] int64 blocks, none twice; one that is a source, too, is its own.
     """
-    words = _as_words(store)
-    layers, _, _, kv_heads, block_size, width = words.shape
-    block_words = kv_heads * block_size * width
+    layers, _, blocks = store.shape[:3]
+    words = store.view(-1).view(torch.int32)
+    block_words = len(words) // (layers * 2 * blocks)
     if len(source):
         _copy_kernel[(len(source), 2 * layers, triton.cdiv(block_words, _WORDS))](
-            words, source.contiguous(), target.contiguous(), source, words.stride(1), block_words, 0, 0,
+            words, source.contiguous(), target.contiguous(), source, blocks * block_words, block_words, 0, 0,
             HAS_OFFSET=False, WORDS=_WORDS, num_warps=4,
         )  # fmt: skip
 
 
 def copy_tokens(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
-    """Copy all layers' keys and values of single tokens, where a tile has one token behind the other.
+    """Copy all layers' keys and values of single tokens.
 
     Args:
-        store: as in `copy_blocks`; a head of a token has a multiple of four bytes.
+        store: [layers, 2, blocks, kv_heads, block, width] of any dtype, where a tile has one token behind the other;
+            its first dimensions are contiguous, and so is the last, as in views of parts of tiles.
         source: [n] int64 blocks.
         target: [n] int64 blocks, each with its offset at most once.
         offset: [n] int64: places in a block, the same in both.
     """
-    words = _as_words(store)
-    layers, _, _, kv_heads, block_size, width = words.shape
-    if len(source):
-        _copy_kernel[(len(source), 2 * layers, kv_heads)](
-            words, source.contiguous(), target.contiguous(), offset.contiguous(), words.stride(1),
-            kv_heads * block_size * width, block_size * width, width,
-            HAS_OFFSET=True, WORDS=triton.next_power_of_2(width), num_warps=1,
-        )  # fmt: skip
+    if not len(source):
+        return
+    words = store.view(next(dtype for dtype in _WORD_DTYPES if _divides(store, dtype.itemsize)))
+    layers, _, _, kv_heads, _, width = words.shape
+    _, plane, block, head, token, _ = words.stride()
+    assert token == width, "a token's numbers lie one behind the other"
+    _copy_kernel[(len(source), 2 * layers, kv_heads)](
+        words, source.contiguous(), target.contiguous(), offset.contiguous(), plane, block, head, token,
+        HAS_OFFSET=True, WORDS=triton.next_power_of_2(token), num_warps=1,
+    )  # fmt: skip
 
 
-def takes_store(store: torch.Tensor) -> bool:
-    """Whether heads of tokens are whole words."""
-    return store.shape[-1] * store.element_size() % 4 == 0
+_WORD_DTYPES = (torch.int32, torch.int16, torch.int8)
 
 
-def _as_words(store: torch.Tensor) -> torch.Tensor:
-    return store.view(torch.int32)
+def _divides(store: torch.Tensor, size: int) -> bool:
+    counts = (store.shape[-1], store.storage_offset(), *store.stride()[:-1])
+    return all(count * store.element_size() % size == 0 for count in counts)
+
+
+def takes_blocks(store: torch.Tensor) -> bool:
+    """Whether blocks of all heads are whole words."""
+    kv_heads, block_size, width = store.shape[3:]
+    return kv_heads * block_size * width * store.element_size() % 4 == 0

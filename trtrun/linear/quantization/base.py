@@ -121,7 +121,12 @@ class WeightSource(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The layer's."""
+        """Where `load` makes its tensors."""
+        ...
+
+    @property
+    def device_type(self) -> str:
+        """Of the device that will multiply with them: that of `device`, unless they are made for another host."""
         ...
 
     def place(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ calibration data, loses too much for targets. Made-up weights are rounded to nea
 
 Products, by device:
 
-- CUDA with Triton, on GPUs of compute capability 9.0: trtrun.kernels.triton.int4_matmul.
+- CUDA with Triton, on GPUs of compute capability 9.0: trtrun.kernels.triton.int4_matmul, which rounds no weight.
 - anything else: torch's operations (trtrun.kernels.torch.int4), right anywhere.
 
 It knows one weight and its products. It does not know how these work, nor files.
@@ -89,9 +89,9 @@ class Int4:
         }
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
-        """See `Quantization`: the dense weight, which products of many rows need."""
+        """See `Quantization`: torch's operations need the dense weight."""
         features, inputs = weight.shape
-        return features * inputs * dtype.itemsize
+        return 0 if device_type == "cuda" else features * inputs * dtype.itemsize
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""

@@ -1,8 +1,8 @@
 """`quant_method: compressed-tensors`: what llm-compressor writes, in groups of modules with a scheme each.
 
 Source: compressed-tensors' quant_scheme and compressors. Of groups that mean the same module a name goes before an
-expression, and that before a class. What the file says of keys and values (kv_cache_scheme) is not read: the store
-keeps them as kv_cache.dtype says.
+expression, and that before a class. What the file says of keys and values (kv_cache_scheme) is read elsewhere
+(trtrun/models/kv_scales.py); a file may say nothing else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parse(values: Mapping[str, Any]) -> StoredQuantizations:
     plain = ModuleNames(read_names(values, "ignore"))
     groups = [
         (read_names(group, "targets"), _read_group(group, values.get("format")))
-        for group in _list_groups(read_section(values, "config_groups"))
+        for group in _list_groups(read_section(values, "config_groups"), has_kv=bool(values.get("kv_cache_scheme")))
     ]
 
     def find_stored(name: str) -> Quantization | None:
@@ -62,8 +62,8 @@ def parse(values: Mapping[str, Any]) -> StoredQuantizations:
     return find_stored
 
 
-def _list_groups(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if not section or not all(isinstance(group, dict) for group in section.values()):
+def _list_groups(section: Mapping[str, Any], *, has_kv: bool) -> list[Mapping[str, Any]]:
+    if not (section or has_kv) or not all(isinstance(group, dict) for group in section.values()):
         raise CheckpointError("'config_groups' of quantization_config must name groups of modules")
     return list(section.values())
 

@@ -130,8 +130,8 @@ class StoredLinear:
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
         if source.is_made_up:
-            return self._held(source.weight, source.dtype, source.device.type).load(source)
-        codes = self.codes(source.weight, source.dtype, source.device.type)
+            return self._held(source.weight, source.dtype, source.device_type).load(source)
+        codes = self.codes(source.weight, source.dtype, source.device_type)
         if codes is None:
             return self._load_dense(source)
         return self._load_groups(source, codes) if isinstance(codes, int) else self._load_codes(source)
@@ -190,7 +190,7 @@ class StoredLinear:
         from trtrun.kernels.torch.int4 import pack
         from trtrun.linear.stored.forms import PackedWeight
 
-        held = Int4(size).create(source.weight, source.dtype, source.device.type)
+        held = Int4(size).create(source.weight, source.dtype, source.device_type)
         made = {name: torch.zeros(it.shape, dtype=it.dtype, device=source.device) for name, it in held.items()}
         step = max(FEATURES, _NUMBERS_AT_A_TIME // source.weight.shape[1] // FEATURES * FEATURES)
         row = 0

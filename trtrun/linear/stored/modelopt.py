@@ -90,6 +90,10 @@ _ALGORITHMS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
 }
 
 
+_OF_KEYS_AND_VALUES = ("kv_cache_quant_algo", "kv_cache_scheme")
+"""What a file may say that quantizes nothing else."""
+
+
 @STORED_QUANTIZATIONS.register("modelopt")
 def parse(values: Mapping[str, Any]) -> StoredQuantizations:
     """How each matrix is stored.
@@ -99,6 +103,8 @@ def parse(values: Mapping[str, Any]) -> StoredQuantizations:
     """
     section = read_section(values, "quantization") or values
     algorithm = section.get("quant_algo")
+    if algorithm is None and any(place.get(key) for place in (values, section) for key in _OF_KEYS_AND_VALUES):
+        return lambda name: None
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise CheckpointError(
             f"modelopt weights with quant_algo {shorten(algorithm)} are not supported; known: {', '.join(_ALGORITHMS)}"

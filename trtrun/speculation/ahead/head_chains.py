@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.likeliest import likeliest
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.speculation.ahead.guess_space import GuessSpace
@@ -66,7 +67,7 @@ class HeadChains(Generic[PreparedStep]):
             torch.zeros((count, self._heads.hidden_size), dtype=self._heads.dtype, device=self._device)
         )
         assert logits is not None, "a head with a device of its own decides"
-        self._rows.sampling.rank(logits, rows, None, self._num_ranked)
+        likeliest(logits, self._num_ranked)  # of greedy rows, which row 0 need not be
         for keyed in KeyedRanks.kinds(self._rows.sampling, rows, nowhere, Stream.TARGET):
             keyed.rank(logits, 0, self._num_ranked, *keyed.parameters)
         taken = self._scratch[:count, 0]

@@ -1,5 +1,5 @@
-"""Which products go through the kernel of this folder: those of few rows, where it has the bits of the product with the
-dense weight. That is asked once for each kind of rows, by comparing.
+"""Which products go through the kernel of this folder: those where it has the bits of the general one. That is asked
+once for each kind of rows, by comparing.
 
 It knows no model, and imports the kernel when it is asked.
 """
@@ -13,16 +13,14 @@ import torch
 from trtrun.kernels.torch.int4 import GROUP, TILE, groups_of, pack
 from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
+from trtrun.kernels.triton.int4_stream.tiles import height_of
 from trtrun.kernels.triton.support import multiprocessors
-
-_HEIGHTS = (8, 16, 32, 64, 128)
-"""Rows that the kernel is compiled for: each is tried by itself."""
 
 _ALIGNED = 16
 """The copy engine reads rows that begin at a multiple of so many bytes."""
 
-Widen = Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
-"""Words and scales of a weight with so many inputs to the dense one, as `int4_matmul.widen`."""
+General = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""The product by the general kernel, as `int4_matmul.chain_product`."""
 
 _chosen: dict[tuple[torch.device, torch.dtype, int, int, bool], bool] = {}
 
@@ -33,21 +31,21 @@ class Streamed:
     Args:
         words, scales: see trtrun.kernels.torch.int4.
         bias: [out] in the dtype of activations, or None.
-        widen: makes the dense weight.
+        general: the kernel that it takes the place of.
     """
 
-    def __init__(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, widen: Widen) -> None:
-        self._weight, self._widen = (words, scales, bias), widen
+    def __init__(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, general: General) -> None:
+        self._weight, self._general = (words, scales, bias), general
         self._suits = is_hopper(words.device)
-        self._product: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._product: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x is for it."""
-        if not self._suits or not 0 < len(x) <= _HEIGHTS[-1]:
+        if not self._suits or not len(x):
             return False
         if x.data_ptr() % _ALIGNED or x.stride(0) * x.itemsize % _ALIGNED:
             return False
-        height = next(height for height in _HEIGHTS if len(x) <= height)
+        height = height_of(len(x), len(self._weight[0]), multiprocessors(x.device))
         parts = groups_of(self._weight[1])
         kind = (x.device, x.dtype, height, parts, self._weight[2] is not None)
         if kind in _chosen:
@@ -56,8 +54,8 @@ class Streamed:
             return False
         what = f"product of {height} rows with weights of 4 bits in groups of {GROUP // parts}"
         if is_collecting():  # its kernels and those that it is compared with are asked for, and nothing can be learnt
-            return has_same_bits(what, lambda: _compare(*kind, self._widen) or True)
-        _chosen[kind] = has_same_bits(what, lambda: _compare(*kind, self._widen))
+            return has_same_bits(what, lambda: _compare(*kind, self._general) or True)
+        _chosen[kind] = has_same_bits(what, lambda: _compare(*kind, self._general))
         return _chosen[kind]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,14 +64,13 @@ class Streamed:
             from trtrun.kernels.triton.int4_stream.product import StreamedProduct
 
             self._product = StreamedProduct(*self._weight)
-        return self._product(x)
+        return self._product(x, height_of(len(x), len(self._weight[0]), multiprocessors(x.device)))
 
 
-def _compare(device: torch.device, dtype: torch.dtype, height: int, parts: int, adds: bool, widen: Widen) -> bool:
+def _compare(device: torch.device, dtype: torch.dtype, height: int, parts: int, adds: bool, general: General) -> bool:
     """More steps than are on their way; and more tiles than there are multiprocessors, with steps that the inputs do
     not fill."""
     from trtrun.kernels.triton.int4_stream.product import StreamedProduct
-    from trtrun.kernels.triton.matmul import chain_product
 
     generator = torch.Generator(device).manual_seed(0)
 
@@ -88,9 +85,9 @@ def _compare(device: torch.device, dtype: torch.dtype, height: int, parts: int, 
         groups = inputs // GROUP * parts
         held = pack(codes(features, inputs), random(features, groups).abs(), codes(features, groups))
         bias = random(features) if adds else None
-        weight, product = widen(held["words"], held["scales"], inputs, dtype), StreamedProduct(**held, bias=bias)
-        for rows in (height // 2 + 1, height):
+        product = StreamedProduct(**held, bias=bias)
+        for rows in (height // 2 + 1, height, *((height + 1, 5 * height) if height >= TILE else ())):
             x = random(rows, inputs)
-            expected = chain_product(x, weight)
-            is_equal &= torch.equal(product(x), expected if bias is None else expected.add_(bias))
+            found = product(x, height)
+            is_equal &= torch.equal(found, general(x, held["words"], held["scales"], bias))
     return is_equal

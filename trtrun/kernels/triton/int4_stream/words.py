@@ -1,7 +1,7 @@
-"""Words of codes of 4 bits and their scales, in shared memory, to weights in registers as the matrix units take them.
+"""Words of codes of 4 bits and their scales, in shared memory, to what the matrix units take from registers.
 
 Codes lie in the order in which threads hold them (trtrun.kernels.torch.int4): a thread reads its words, and each of
-them is four pairs of numbers after a mask, a difference and a product; nothing changes threads. It knows a tile and its
+them is four pairs of numbers after a mask and a product with a sum; nothing changes threads. It knows a tile and its
 layout. It does not know products.
 """
 
@@ -10,26 +10,29 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from trtrun.kernels.torch.int4 import GROUP, STEP, TILE
+from trtrun.kernels.torch.int4 import BFLOAT16_UNIT, FLOAT16_UNIT, GROUP, STEP, TILE
 
 _TILE, _GROUP, _GROUPS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(STEP // GROUP)
 LINE = gl.constexpr(32)
 """Words of 128 bytes, which shared memory is laid out by."""
 
-_WIDEN_BFLOAT16 = gl.constexpr("""{
-.reg .b32 code;
-lop3.b32 code, $1, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 code, code, $3;
-mul.rn.bf16x2 $0, code, $2;
-}""")
-_WIDEN_FLOAT16 = gl.constexpr("""{
-.reg .b32 code;
-lop3.b32 code, $1, 0x000F000F, 0x64006400, 0xEA;
-sub.rn.f16x2 code, code, $3;
-mul.rn.f16x2 $0, code, $2;
-}""")
-"""Codes in the lowest bits of two numbers of half precision that are whole there: 128 + code, or 1024 + code; less as
-much and the zero point; times the scale. Only the last is rounded."""
+_BFLOAT16_LOW = gl.constexpr(
+    "{.reg .b32 c, m; and.b32 c, $1, 0x000F000F; mov.b32 m, 0x7F007F00; fma.rn.bf16x2 $0, c, m, $2;}"
+)
+_BFLOAT16_HIGH = gl.constexpr(
+    "{.reg .b32 c, m; and.b32 c, $1, 0x00F000F0; mov.b32 m, 0x7D007D00; fma.rn.bf16x2 $0, c, m, $2;}"
+)
+_FLOAT16_LOW = gl.constexpr(
+    "{.reg .b32 c, m; and.b32 c, $1, 0x000F000F; mov.b32 m, 0x78007800; fma.rn.f16x2 $0, c, m, $2;}"
+)
+_FLOAT16_HIGH = gl.constexpr(
+    "{.reg .b32 c, m; and.b32 c, $1, 0x00F000F0; mov.b32 m, 0x68006800; fma.rn.f16x2 $0, c, m, $2;}"
+)
+"""Codes in the lowest four bits of two numbers of half precision, or in the next four, are subnormal numbers: times a
+power of two they are the code times `UNITS`, and the negative zero point times that is added. Nothing is rounded."""
+
+_UNITS_OF_BFLOAT16 = gl.constexpr(1 / BFLOAT16_UNIT)
+_UNITS_OF_FLOAT16 = gl.constexpr(1 / FLOAT16_UNIT)
 
 
 @gluon.constexpr_function
@@ -53,13 +56,19 @@ def read_scales(factors):
 
 
 @gluon.jit
-def _in_quarters(both):
-    """Scales and zero points [parts * 64] for each quarter of 128 inputs, [64] each: of parts or of all."""
+def read_group(factors, group):
+    """Those of one of the four."""
+    first, second, third, fourth = read_scales(factors)
+    return gl.where(group < 2, gl.where(group < 1, first, second), gl.where(group < 3, third, fourth))
+
+
+@gluon.jit
+def in_parts(both):
+    """Scales and zero points [parts * 64] for each part of 128 inputs, [64] each."""
     if both.shape[0] == _TILE:
-        return both, both, both, both
+        return (both,)
     elif both.shape[0] == 2 * _TILE:
-        low, high = gl.split(both.reshape([2, _TILE]).permute((1, 0)))
-        return low, low, high, high
+        return gl.split(both.reshape([2, _TILE]).permute((1, 0)))
     else:
         even, odd = gl.split(both.reshape([2, 2, _TILE]).permute((2, 0, 1)))
         first, third = gl.split(even)
@@ -68,52 +77,88 @@ def _in_quarters(both):
 
 
 @gluon.jit
-def _spread(both, LAYOUT: gl.constexpr):
-    """Scales and zero points [64] → scales, and zero points, as pairs of equal numbers [64, 8]."""
-    scale, zero = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;", "=r,=r,r",
-        [gl.convert_layout(both, gl.SliceLayout(1, LAYOUT))], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    return scale.expand_dims(1).broadcast_to([_TILE, 8]), zero.expand_dims(1).broadcast_to([_TILE, 8])
+def factor_of(both, LAYOUT: gl.constexpr, KIND: gl.constexpr):
+    """Scales [64] float32 of scales and zero points, by which sums of what `widen` makes are multiplied."""
+    both = gl.convert_layout(both, LAYOUT)
+    if gl.bfloat16 == KIND:
+        return (both << 16).to(gl.float32, bitcast=True) * _UNITS_OF_BFLOAT16
+    else:
+        return (both & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32) * _UNITS_OF_FLOAT16
 
 
 @gluon.jit
-def widen(words, both, OPERAND: gl.constexpr, KIND: gl.constexpr):
-    """Words for 128 inputs [32, 32] and scales with zero points [parts * 64] → weights [64, 128] as the matrix units
-    take them from registers."""
+def _zeros_of(both, LAYOUT: gl.constexpr):
+    """Zero points of scales and zero points [64], as pairs of equal numbers [64, 8]."""
+    zero = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x3232;", "=r,r",
+        [gl.convert_layout(both, gl.SliceLayout(1, LAYOUT))], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return zero.expand_dims(1).broadcast_to([_TILE, 8])
+
+
+@gluon.jit
+def read_words(words):
+    """Words for 128 inputs [32, 32], each by the thread that has its weights."""
     layout: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [16, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [LINE, LINE]
     )
-    # (feature bit 3, warp, feature bits 1 and 2, feature bit 0, pair bits 0 and 1, pair bit 2, half)
-    bits = words.load(layout).reshape([2, 4, 4, 2, 4, 2, 2])
-    low, high = gl.split(bits.permute((1, 0, 2, 3, 5, 4, 6)).reshape([_TILE, 8, 2]))
-    place: gl.constexpr = low.type.layout
-    parts: gl.constexpr = both.shape[0] // _TILE
-    one, two, three, four = _in_quarters(both)
-    scale, zero = _spread(one, place)
-    first = gl.join(_pairs(low, 0, scale, zero, KIND), _pairs(low, 4, scale, zero, KIND))
-    if parts > 2:
-        scale, zero = _spread(two, place)
-    second = gl.join(_pairs(low, 8, scale, zero, KIND), _pairs(low, 12, scale, zero, KIND))
-    if parts > 1:
-        scale, zero = _spread(three, place)
-    third = gl.join(_pairs(high, 0, scale, zero, KIND), _pairs(high, 4, scale, zero, KIND))
-    if parts > 2:
-        scale, zero = _spread(four, place)
-    fourth = gl.join(_pairs(high, 8, scale, zero, KIND), _pairs(high, 12, scale, zero, KIND))
-    # [64, 8 pairs, bit 0 of the sixteen, bit 1, bit 2]
-    pairs = gl.join(gl.join(first, second), gl.join(third, fourth)).permute((0, 4, 3, 2, 1)).reshape([_TILE, 64])
-    even, odd = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    weights = gl.join(even, odd).reshape([_TILE, _GROUP]).to(KIND, bitcast=True)
-    return gl.convert_layout(weights, OPERAND)
+    return words.load(layout)
 
 
 @gluon.jit
-def _pairs(words, SHIFT: gl.constexpr, scale, zero, KIND: gl.constexpr):
-    """Pairs of weights: those whose codes are SHIFT bits up in each half of the words."""
-    ASM: gl.constexpr = _WIDEN_BFLOAT16 if gl.bfloat16 == KIND else _WIDEN_FLOAT16
-    return gl.inline_asm_elementwise(
-        ASM, "=r,r,r,r", [words >> SHIFT, scale, zero], dtype=gl.int32, is_pure=True, pack=1
+def widen(words, parts, OPERAND: gl.constexpr, KIND: gl.constexpr):
+    """Words for 128 inputs, as read, and scales with zero points of their parts, [64] each → for each part codes less
+    the zero points, times `UNITS`, [64, inputs of a part] as the matrix units take them from registers."""
+    # (feature bit 3, warp, feature bits 1 and 2, feature bit 0, pair bits 0 and 1, pair bit 2, half)
+    bits = words.reshape([2, 4, 4, 2, 4, 2, 2])
+    low, high = gl.split(bits.permute((1, 0, 2, 3, 5, 4, 6)).reshape([_TILE, 8, 2]))
+    place: gl.constexpr = low.type.layout
+    last: gl.constexpr = len(parts) - 1
+    zero = _zeros_of(parts[0], place)
+    first = _two(low, zero, KIND)
+    if last > 1:
+        zero = _zeros_of(parts[1], place)
+    second = _two(low >> 8, zero, KIND)
+    if last > 0:
+        zero = _zeros_of(parts[last // 2 + 1], place)
+    third = _two(high, zero, KIND)
+    if last > 1:
+        zero = _zeros_of(parts[3], place)
+    fourth = _two(high >> 8, zero, KIND)
+    # [64, 8 pairs, bit 0 of the sixteen, bit 1, bit 2]
+    if last == 0:
+        pairs = gl.join(gl.join(first, second), gl.join(third, fourth)).permute((0, 4, 3, 2, 1))
+        return (_operand(pairs.reshape([_TILE, 64]), OPERAND, KIND),)
+    elif last == 1:
+        lower, upper = gl.join(first, second).permute((0, 3, 2, 1)), gl.join(third, fourth).permute((0, 3, 2, 1))
+        return (
+            _operand(lower.reshape([_TILE, 32]), OPERAND, KIND),
+            _operand(upper.reshape([_TILE, 32]), OPERAND, KIND),
+        )
+    else:
+        return (
+            _operand(first.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+            _operand(second.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+            _operand(third.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+            _operand(fourth.permute((0, 2, 1)).reshape([_TILE, 16]), OPERAND, KIND),
+        )
+
+
+@gluon.jit
+def _two(words, zero, KIND: gl.constexpr):
+    """Pairs of numbers of the lowest two codes in each half of the words: [64, 8, 2]."""
+    LOW: gl.constexpr = _BFLOAT16_LOW if gl.bfloat16 == KIND else _FLOAT16_LOW
+    HIGH: gl.constexpr = _BFLOAT16_HIGH if gl.bfloat16 == KIND else _FLOAT16_HIGH
+    one = gl.inline_asm_elementwise(LOW, "=r,r,r", [words, zero], dtype=gl.int32, is_pure=True, pack=1)
+    other = gl.inline_asm_elementwise(HIGH, "=r,r,r", [words, zero], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.join(one, other)
+
+
+@gluon.jit
+def _operand(pairs, OPERAND: gl.constexpr, KIND: gl.constexpr):
+    """Pairs of numbers [64, n] → [64, 2 n]."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
+    numbers = gl.join(even, odd).reshape([_TILE, 2 * pairs.shape[1]]).to(KIND, bitcast=True)
+    return gl.convert_layout(numbers, OPERAND)

@@ -1,7 +1,7 @@
 """The softmax of prompts' attention, as Gluon functions: one step of keys, and shares that are put together.
 
-It rounds where the Triton kernels of `paged_attention` and `attention_shares` round. It knows tensors in registers; it
-does not know where keys come from.
+It rounds where the Triton functions of `attention_steps` and `attention_shares` round. It knows tensors in registers.
+It does not know where keys come from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _apart(numbers):
 
 @gluon.jit
 def _sum_weights(weights):
-    """See `paged_attention`."""
+    """See `attention_steps`."""
     counted = gl.sum(gl.sum(_apart((weights + 3.0).to(gl.int32, bitcast=True)), axis=1), axis=1)
     whole = gl.convert_layout(counted, gl.SliceLayout(1, weights.type.layout)) - (
         0x40400000 * weights.shape[1] & 0x7FFFFFFF

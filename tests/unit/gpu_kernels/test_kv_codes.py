@@ -1,0 +1,142 @@
+"""Keys and values of 8 bits by kernels: on a GPU where there is one, else in Triton's interpreter, which has no
+bfloat16. Against torch's operations, and against the same kernels over what the codes stand for."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from paged import straight
+
+from trtrun.attention.gather import GatherAttention
+from trtrun.kvcache.byte_codes import as_scales
+from trtrun.kvcache.formats import PLAIN, ByteKV
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.store import KVStore
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda:0" if HAS_GPU else "cpu")
+FORMATS = pytest.mark.parametrize(
+    "kv_format", [ByteKV("fp8"), ByteKV("int8"), ByteKV("fp8", True), ByteKV("int8", True)], ids=str
+)
+SHAPES = [
+    (4, 2, 24, 16, 2, 3, 20),
+    (2, 1, 64, 5, 2, 2, 60),
+    (32, 8, 128, 16, 3, 1, 70),
+    (32, 8, 128, 16, 2, 6, 300),
+    (16, 8, 64, 8, 5, 6, 40),
+    (64, 8, 128, 32, 1, 700, 40),
+    (6, 2, 96, 16, 1, 300, 30),
+    (8, 8, 80, 16, 2, 9, 33),
+    (6, 2, 10, 16, 2, 9, 33),
+]
+"""Heads, KV heads, numbers of a head, tokens of a block, rows, queries, blocks."""
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CASES = (
+    list(product(SHAPES, [None, 100], DTYPES))
+    if HAS_GPU
+    else [(SHAPES[0], 100, torch.float16), (SHAPES[1], None, torch.float32)]
+)
+
+
+def filled(kv_format: ByteKV, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    """Scales of a layer, where it has them, and a layer of `count` blocks with random keys and values."""
+    kv_heads, head_dim, block_size = shape[1:4]
+    scales = None
+    if kv_format.has_layer_scales:
+        scales = as_scales(4.0 + torch.arange(2 * kv_heads, device=DEVICE).view(2, kv_heads), kv_format.kind)
+    layer = KVStore(1, count, kv_heads, block_size, head_dim, dtype, DEVICE, kv_format).layer(0)
+    numbers = torch.randn(2 * count * kv_heads * block_size, head_dim, device=DEVICE).to(dtype) * 3
+    kv_format.write(layer, torch.arange(len(numbers), device=DEVICE), numbers, scales)
+    return scales, layer
+
+
+@FORMATS
+@pytest.mark.parametrize(("shape", "window", "dtype"), CASES, ids=str)
+def test_attention_over_codes_is_attention_over_what_they_stand_for(
+    shape: tuple[int, ...], window: int | None, dtype: torch.dtype, kv_format: ByteKV
+) -> None:
+    """To the bit, in rounds and prompts, with padding; and what is written has the bits of torch's operations."""
+    from trtrun.kernels.triton.kv_codes import KeptNumbers
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    heads, kv_heads, head_dim, block_size, rows, queries, blocks = shape
+    torch.manual_seed(queries)
+    count = rows * blocks + 1
+    scales, layer = filled(kv_format, shape, count, dtype)
+    tables = (torch.randperm(count - 1, device=DEVICE) + 1).view(rows, blocks)
+    first = torch.randint(0, blocks * block_size - queries, (rows, 1), device=DEVICE)
+    first[0] = blocks * block_size - queries
+    positions = first + torch.arange(queries, device=DEVICE)
+    positions[-1, queries // 2 + 1 :] = -1
+    fused = torch.randn(rows * queries, heads + 2 * kv_heads, head_dim, device=DEVICE).to(dtype)
+    fused[0, heads:] = 0
+    query_key, value = fused.split([heads + kv_heads, kv_heads], dim=1)
+    segment = AttentionSegment(0, rows, queries, tables, positions)
+    outputs, layers = [], [layer.clone(), layer.clone()]
+    for backend, own in zip((PagedAttention(kv_format), GatherAttention(kv_format)), layers, strict=True):
+        batch = AttentionBatch([segment], block_size)
+        outputs.append(backend.forward(query_key, value, straight(value), own, batch, 0.2, window, scales))
+    assert torch.equal(layers[0][:, 1:], layers[1][:, 1:])  # the null block may hold anything
+    assert not torch.equal(layers[0][:, 1:], layer[:, 1:]) and outputs[0].isfinite().all()
+    real = positions.flatten() >= 0
+    found, expected = (output[real].double() for output in outputs)
+    assert (found - expected).norm() < (1e-2 if dtype is torch.bfloat16 else 2e-3) * expected.norm()
+
+    tiles = torch.arange(2 * count * kv_heads, device=DEVICE)
+    numbers = kv_format.read(layers[0], tiles, head_dim, dtype, scales).view(2, count, kv_heads, block_size, -1)
+    result, plain = torch.empty_like(outputs[0]), KeptNumbers.of(PLAIN, numbers, None)
+    PagedAttention._attend(query_key[:, :heads].contiguous(), numbers, segment, 0.2, window, result, plain)
+    assert torch.equal(result[real], outputs[0][real])
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="one way of dealing out is like the others in the interpreter")
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128, 16, 2, 11, 70), (6, 2, 64, 16, 2, 11, 70)], ids=str)
+def test_attention_over_codes_has_the_same_bits_however_it_is_dealt_out(
+    shape: tuple[int, ...], dtype: torch.dtype, kv_format: ByteKV
+) -> None:
+    """On a GPU."""
+    from trtrun.kernels.triton.kv_codes import KeptNumbers
+    from trtrun.kernels.triton.paged_attention import _attend_rows
+
+    heads, _, head_dim, _, rows, queries, blocks = shape
+    torch.manual_seed(3)
+    scales, layer = filled(kv_format, shape, rows * blocks + 1, dtype)
+    tables = (torch.randperm(rows * blocks, device=DEVICE) + 1).view(rows, blocks)
+    positions = torch.tensor([[250], [1000]], device=DEVICE) + torch.arange(queries, device=DEVICE)
+    query = torch.randn(rows * queries, heads, head_dim, device=DEVICE).to(dtype)
+    kept = KeptNumbers.of(kv_format, layer, scales)
+    results = {}
+    for tile, is_split in product((16, 32, 64, 128), (False, True)):
+        if tile < 128 or not is_split:
+            output = results[tile, is_split] = torch.empty_like(query)
+            _attend_rows(query, layer, tables, positions, 0.2, 1 << 30, 256, output, tile, is_split, kept)
+    assert results[128, False].isfinite().all()
+    assert [way for way, output in results.items() if not torch.equal(output, results[128, False])] == []
+
+
+@pytest.mark.parametrize("kv_format", [ByteKV("fp8"), ByteKV("int8", True)], ids=str)
+def test_tokens_and_blocks_are_copied_with_their_scales(kv_format: ByteKV) -> None:
+    """As torch's operations do it, with blocks of an odd number of tokens, too."""
+    from trtrun.kernels.torch.operations import TorchOperations
+    from trtrun.kernels.triton import store_copies
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]], device=DEVICE)
+    for block_size, head_dim in ((5, 24), (16, 10), (16, 64)):
+        store = torch.randint(0, 255, (3, 2, 9, 2, block_size, kv_format.stored(head_dim, torch.float16)[0]))
+        store = store.to(DEVICE, torch.uint8)
+        expected, found = store.clone(), store.clone()
+        for part in kv_format.parts(expected):
+            TorchOperations().copy_tokens(part, source, target, offset)
+        PagedAttention(kv_format).copy_tokens(found, source, target, offset)
+        assert not expected.equal(store) and found.equal(expected)
+        TorchOperations().copy_blocks(expected, source, target)
+        assert store_copies.takes_blocks(store)
+        store_copies.copy_blocks(found, source, target)
+        assert found.equal(expected)

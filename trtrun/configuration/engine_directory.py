@@ -1,0 +1,157 @@
+"""What an engine directory says of itself: engine.json, beside config.json and a shard of weights for each rank.
+
+It knows names and numbers. It does not know weights (trtrun.models.engine_shards), or how an engine is built
+(trtrun.building).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from trtrun.errors import CheckpointError, one_line, reading, shorten_path
+
+ENGINE_FILE = "engine.json"
+FORMAT = 1
+"""Of engine directories; a newer one is not read."""
+
+ANYWHERE = "any"
+"""`EngineDescription.built_for` of engines whose weights are held alike on CPUs and on all GPUs."""
+
+_FOREIGN = ("*.engine", "*.plan")
+"""Files of TensorRT's own, which hold code for one version of it."""
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What rounds of an engine's jobs may be, at most; None where it has no limit.
+
+    Attributes:
+        max_batch_size, max_num_tokens, max_seq_len: as in the scheduler's section.
+        max_draft_len: tokens of a row's draft.
+    """
+
+    max_batch_size: Count | None = None
+    max_num_tokens: Count | None = None
+    max_seq_len: Count | None = None
+    max_draft_len: Count | None = None
+
+
+class ShardDescription(msgspec.Struct, frozen=True):
+    """The file of one rank's weights.
+
+    Attributes:
+        file: its name.
+        bytes: of the file.
+        header_sha256: of its first bytes: names, dtypes, shapes and places of all tensors.
+    """
+
+    file: str
+    bytes: int
+    header_sha256: str
+
+
+class EngineDescription(msgspec.Struct, frozen=True):
+    """engine.json.
+
+    Attributes:
+        format: see FORMAT.
+        trtrun: the version that has built it.
+        architecture: as in config.json.
+        dtype: of activations, and of weights that are not quantized.
+        quantization: as in the YAML file.
+        quant_method: what the checkpoint called the way in which it was quantized; None where it was not.
+        built_for: ANYWHERE, "cpu", or "cuda sm_90" where weights are held as such a GPU multiplies with them.
+        limits: see there.
+        shards: one for each tensor-parallel rank.
+        checkpoint: name of the directory that it was built from.
+        kv_scales: of each layer's attention, by the checkpoint's names, those of keys and of values, one for each KV
+            head; none where the checkpoint has none.
+    """
+
+    format: int
+    trtrun: str
+    architecture: str
+    dtype: str
+    quantization: str
+    quant_method: str | None
+    built_for: str
+    limits: Limits
+    shards: list[ShardDescription]
+    checkpoint: str
+    kv_scales: dict[str, tuple[list[float], list[float]]] = msgspec.field(default_factory=dict)
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that it was built for."""
+        return len(self.shards)
+
+    def describe(self) -> str:
+        """In words: "an engine of llama-8b for cuda sm_90, fp8; at most 32 as max_batch_size"."""
+        where = "any device" if self.built_for == ANYWHERE else self.built_for
+        how = self.quant_method or self.quantization
+        names = self.limits.__struct_fields__
+        limits = [f"{limit} as {name}" for name in names if (limit := getattr(self.limits, name)) is not None]
+        most = f"; at most {', '.join(limits)}" if limits else ""
+        return f"an engine of {self.checkpoint} for {where}, {self.dtype if how == 'none' else how}{most}"
+
+
+class _Begin(msgspec.Struct):
+    """What stands in the engine.json of every format."""
+
+    format: Count
+    trtrun: str
+
+
+def is_engine(path: Path) -> bool:
+    """Whether a model directory is an engine, whole or not."""
+    return (path / ENGINE_FILE).is_file()
+
+
+def read_engine(path: Path) -> EngineDescription | None:
+    """What an engine directory says of itself; None where it is no engine.
+
+    Raises:
+        CheckpointError: it is another runtime's, of a newer format, or damaged; one line.
+    """
+    with reading(path, CheckpointError):
+        if not is_engine(path):
+            refuse_foreign(path)
+            return None
+        text = (path / ENGINE_FILE).read_bytes()
+    try:
+        begin = msgspec.json.decode(text, type=_Begin)
+        if begin.format > FORMAT:
+            raise CheckpointError(
+                f"{shorten_path(path)} is an engine of format {begin.format}, built by trtrun {begin.trtrun}, and this "
+                f"version reads {FORMAT}: build it again with this one, or run it with that one"
+            )
+        found = msgspec.json.decode(text, type=EngineDescription)
+        if not found.shards or any(Path(shard.file).name != shard.file for shard in found.shards):
+            raise ValueError("its shards are not named")
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise CheckpointError(
+            f"{shorten_path(path / ENGINE_FILE)} is damaged ({one_line(error)}): build the engine again"
+        ) from None
+    return found
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise CheckpointError for a directory of TensorRT's engines."""
+    with reading(path, CheckpointError):
+        if not path.is_dir() or any(path.glob("*.safetensors")):
+            return
+        foreign = sorted(file.name for pattern in _FOREIGN for file in path.glob(pattern))
+    if foreign:
+        raise CheckpointError(
+            f"{shorten_path(path)} is an engine of TensorRT ({foreign[0]}), which runs in its own version alone: build "
+            "one of the checkpoint with `trtrun build`"
+        )
+
+
+def engine_json(description: EngineDescription) -> str:
+    """The text of engine.json."""
+    return msgspec.json.format(msgspec.json.encode(description), indent=2).decode() + "\n"

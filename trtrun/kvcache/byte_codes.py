@@ -1,0 +1,54 @@
+"""Keys and values as numbers of 8 bits and scales, in plain torch operations: right on any device.
+
+A head of a token is codes times a scale: codes of E4M3 (Micikevicius et al. 2022, arXiv:2209.05433) or whole numbers
+from -127 to 127. The scale is a bfloat16, by the head's largest number or the layer's own. What comes back is the
+product, rounded once to the model's dtype, so that it does not depend on who multiplies. The kernels of
+trtrun/kernels/triton/kv_codes.py have the same bits.
+
+It knows heads of tokens. It does not know where they are kept (formats.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+CodeKind = Literal["fp8", "int8"]
+
+LARGEST: dict[CodeKind, float] = {"fp8": 448.0, "int8": 127.0}
+"""The largest code of each kind."""
+
+LEAST_SCALE, MOST_SCALE = 2.0**-100, 127.5
+"""Heads of zeros have the least. The most leaves kernels room for a factor of 2^120 beside it in a bfloat16; numbers
+beyond 16,000 (int8) or 57,000 (fp8) are cut."""
+
+SCALE_BYTES = 2
+
+
+def scales_of(rows: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """The scales of heads: rows [n, head] of any float dtype → bfloat16 [n]."""
+    return as_scales(rows.float().abs().amax(dim=-1), kind)
+
+
+def as_scales(largest: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """Largest numbers of any shape → the scales that make the largest code of them, bfloat16."""
+    # By a tensor: on GPUs torch multiplies by the reciprocal of a number.
+    scale = largest.float() / torch.full_like(largest, LARGEST[kind], dtype=torch.float32)
+    return scale.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16)
+
+
+def to_codes(rows: torch.Tensor, scale: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """rows [n, head] of any float dtype and bfloat16 scales [n] → codes uint8 [n, head], rounded to nearest even."""
+    most = LARGEST[kind]
+    whole = (rows.float() * scale.float().reciprocal().unsqueeze(-1)).clamp(-most, most)
+    if kind == "fp8":
+        return whole.to(torch.float8_e4m3fn).view(torch.uint8)
+    return whole.round().to(torch.int8).view(torch.uint8)
+
+
+def from_codes(codes: torch.Tensor, scale: torch.Tensor, kind: CodeKind, dtype: torch.dtype) -> torch.Tensor:
+    """Codes uint8 [..., head] and bfloat16 scales [...] → [..., head] of `dtype`."""
+    numbers = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).float()
+    # The product has no more bits than a float32 holds: it is rounded once.
+    return (numbers * scale.float().unsqueeze(-1)).to(dtype)
