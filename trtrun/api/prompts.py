@@ -7,7 +7,9 @@ the tokenizer and the model's vocabulary. It does not run anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from threading import Thread
 from typing import Any, Protocol
 
 from trtrun.core.guide import Guide
@@ -15,7 +17,7 @@ from trtrun.core.nouns import Request
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
 from trtrun.guiding.grammars import Grammars, grammars_of
-from trtrun.guiding.vocabulary import grammar_tokens
+from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -131,11 +133,19 @@ class PromptReader:
         if sampling.guided is not None:
             self._compile_guide(sampling.guided)
 
+    def prepare_guides(self) -> None:
+        """Have the vocabulary read in a thread, before the first guide is checked: it would hold up what this process
+        does then."""
+        with suppress(InvalidRequestError):  # told whoever asks for something guided
+            Thread(target=_read_ahead, args=(self._spelling(),), daemon=True).start()
+
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self._tokenizer, self._model.vocab_size, self._model.eos_token_ids)
+
     def _compile_guide(self, guide: Guide) -> None:
         """Refuse a guide that is wrong, or takes more than it may."""
         if self._grammars is None:
-            model = self._model
-            self._grammars = grammars_of(grammar_tokens(self._tokenizer, model.vocab_size, model.eos_token_ids))
+            self._grammars = grammars_of(self._spelling().read())
         self._grammars.check(guide)
 
     def _check_some_allowed(self, sampling: SamplingParams) -> None:
@@ -173,6 +183,11 @@ class PromptReader:
             raise
         except Exception as error:
             raise InvalidRequestError(f"bad_words cannot be tokenized: {one_line(error)}") from None
+
+
+def _read_ahead(spelling: Spelling) -> None:
+    with suppress(InvalidRequestError):
+        spelling.read()
 
 
 def _sequences_of(tokenizer: Tokenizer) -> Callable[[tuple[str, ...]], TokenSequences]:

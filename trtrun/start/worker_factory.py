@@ -6,6 +6,7 @@ It knows who sits where and the drafting methods. It does not know weights, KV s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,9 +23,10 @@ from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
+from trtrun.errors import CheckpointError
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.guiding.vocabulary import grammar_tokens
+from trtrun.guiding.vocabulary import Spelling
 from trtrun.kvcache.formats import choose_format
 from trtrun.models.config import read_model_config
 from trtrun.roles.exchange import DeviceExchange, Exchange
@@ -36,7 +38,7 @@ from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_step
 from trtrun.start.model_settings import mask_token
 from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
-from trtrun.tokens.text import read_tokenizer
+from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,7 @@ class WorkerFactory:
         """The rank's part of each round, over `exchange` or the job's own."""
         drafter = self._make_drafter()
         leads_draft, leads_target = self.rank == self._drafting_leader, self.rank == self.topology.target_leader
-        guides = self._make_guides() if leads_target or drafter is not None else None
-        if guides is not None and exchange is None and self.device.type == "cuda":
-            guides.prepare()  # nothing is left to be done first in a round there
+        guides = self._make_guides(is_ready=exchange is None) if leads_target or drafter is not None else None
         if guides is not None and drafter is not None:
             drafter.guide(guides)
         return Worker(
@@ -120,25 +120,38 @@ class WorkerFactory:
             guides=guides,
         )
 
-    def _make_guides(self) -> RowGuides:
-        """Of the target's rows, where they are decided or drafted."""
-        config, target = self.config, read_model_config(self.config.target.model)
+    def _make_guides(self, *, is_ready: bool) -> RowGuides:
+        """Of the target's rows, where they are decided or drafted; where `is_ready`, their vocabulary is read now, in a
+        thread, so that no round has to wait for it."""
+        ends, vocab = read_model_config(self.config.target.model).eos_token_ids, self.target_vocab_size
+        # In this thread: nobody else may look at a tokenizer that is just being made.
+        tokenizer = self._read_tokenizer() if is_ready else None
+        spelling = Spelling.of(tokenizer, vocab, ends) if tokenizer is not None and ends else None
 
         def make_grammars() -> Grammars:
-            tokenizer = read_tokenizer(config.tokenizer or config.target.model)
-            if tokenizer is None and config.draft is not None:
-                tokenizer = read_tokenizer(config.draft.model)  # the same; a host of drafts may have no other
-            return grammars_of(grammar_tokens(tokenizer, target.vocab_size, target.eos_token_ids))
+            return grammars_of((spelling or Spelling.of(self._read_tokenizer(), vocab, ends)).read())
 
-        slot = self.topology.slot(self.rank)
+        slot, group = self.topology.slot(self.rank), self.groups.target
         assert slot is not None
         slots = len(self.topology.slots_of_host(slot.host))
         threads = torch.get_num_threads() if self.device.type == "cpu" else count_cores() // slots
-        group = self.groups.target
         in_place = self._drafting_role is Role.TARGET and group is not None and group.size > 1
         share = GroupOfTarget(group).share if in_place and group is not None else None
         follows = share is None or self.rank == self.topology.target_leader
-        return RowGuides(make_grammars, self.target_vocab_size, self.device, threads, share, follows=follows)
+        guides = RowGuides(make_grammars, vocab, self.device, threads, share, follows=follows)
+        if spelling is not None and follows:
+            guides.prepare()
+        return guides
+
+    def _read_tokenizer(self) -> Tokenizer | None:
+        """The target's; the draft's is the same, and a host of drafts may have no other."""
+        config = self.config
+        for directory in (config.tokenizer or config.target.model, config.draft and config.draft.model):
+            with suppress(CheckpointError):  # rank 0 says so of its own
+                found = read_tokenizer(directory) if directory else None
+                if found is not None:
+                    return found
+        return None
 
     def _make_drafter(self) -> Drafter | None:
         """The method's drafter, where this rank is one of those that draft."""

@@ -22,7 +22,7 @@ from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.masks import MaskMaker, mask_jobs
 from trtrun.guiding.row_guides import RowGuide, RowGuides
-from trtrun.guiding.vocabulary import grammar_tokens
+from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 VOCABULARY, EOS = 4096, 0
@@ -51,7 +51,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(grammar_tokens(tokenizer, VOCABULARY, (EOS,)))
+    return Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
 
 
 def guide_of(value: object) -> Guide:
@@ -140,9 +140,9 @@ def test_grammars_are_compiled_once(grammars: Grammars, monkeypatch: pytest.Monk
 
 def test_without_a_tokenizer_or_an_end_nothing_is_guided(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="needs a tokenizer"):
-        grammar_tokens(None, VOCABULARY, (EOS,))
+        Spelling.of(None, VOCABULARY, (EOS,))
     with pytest.raises(InvalidRequestError, match="names none"):
-        grammar_tokens(tokenizer, VOCABULARY, ())
+        Spelling.of(tokenizer, VOCABULARY, ())
 
 
 @pytest.mark.parametrize("schema", [COMPACT, LOOSE])
@@ -217,7 +217,7 @@ def test_a_bound_that_others_have_used_up_is_ones_own_again(
     few = LLParserLimits(max_lexer_states=200, verbose_errors=False)
     monkeypatch.setattr(grammars_module, "limits", lambda: few)
     guide = guide_of({"regex": "((a|b)*a(a|b){9}c?){2,9}((a|b)*b(a|b){8}d?)*"})
-    grammars = Grammars(grammar_tokens(tokenizer, VOCABULARY, (EOS,)))
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
     guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
     for seed in range(4):
@@ -236,7 +236,9 @@ def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeyp
     none = LLParserLimits(max_lexer_states=5, verbose_errors=False)
     monkeypatch.setattr(grammars_module, "limits", lambda: none)
     guide = guide_of({"regex": "[a-z]{3,40}(x|y)*[0-9]"})
-    guides = RowGuides(lambda: Grammars(grammar_tokens(tokenizer, VOCABULARY, (EOS,))), VOCABULARY, torch.device("cpu"))
+    guides = RowGuides(
+        lambda: Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read()), VOCABULARY, torch.device("cpu")
+    )
     admission = RowAdmission(0, 0, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
     guides.begin_round(replace(PLAN, admissions=(admission,)))
     masks = guides.masks([0], 0)

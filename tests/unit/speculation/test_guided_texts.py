@@ -21,7 +21,7 @@ from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.outputs import GUIDE_ENDED, RequestOutput
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.vocabulary import grammar_tokens
+from trtrun.guiding.vocabulary import Spelling
 
 TARGET, DRAFT = ASSETS / "target", ASSETS / "draft"
 COUNT = 32
@@ -189,7 +189,7 @@ def test_greedy_texts_are_those_of_transformers() -> None:
         found = run(llm, asked)
         assert llm.tokenizer is not None
         prompts = [llm.tokenizer.encode(prompt) for prompt, _ in asked]
-        grammars = Grammars(grammar_tokens(llm.tokenizer, 4096, (0,)))
+        grammars = Grammars(Spelling.of(llm.tokenizer, 4096, (0,)).read())
     for prompt, (_, sampling), tokens in zip(prompts, asked, found, strict=True):
         assert sampling.guided is not None
         ids = torch.tensor([prompt])
