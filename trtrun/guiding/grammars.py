@@ -6,6 +6,7 @@ over a lexer of derivatives of regular expressions). It knows guides and the gra
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ _MOST_KEPT = 64
 _MOST_LOOKED_AT = 200
 """Parts of a schema that are tried on their own to find the one that is wrong."""
 _MOST_SAID = 300
+_MOST_FORCED = 8192
 
 _WORDS = {
     "json": "JSON schema",
@@ -101,11 +103,29 @@ class Grammars:
         matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidRequestError(_complaint(guide, matcher.get_error()))
+        if not anew:
+            self._check_first(guide, matcher.deep_copy())
         with self._lock:
             self._kept[guide] = matcher
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return matcher
+
+    def _check_first(self, guide: Guide, matcher: LLMatcher) -> None:
+        """Refuse a guide that no text follows, or of whose texts too much is the same: all of it is looked at for each
+        token. The first mask is made here, beside the rounds, as what it finds out about the lexer is kept."""
+        bits = bytearray(-(-self._tokens.vocab_size // 32) * 4)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(bits))
+        matcher.unsafe_compute_mask_ptr(address, len(bits))
+        if matcher.is_error() or not any(bits):
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} cannot be followed: no text is as it says, or it takes too much"
+            )
+        forced = len(matcher.compute_ff_tokens())
+        if forced > _MOST_FORCED:
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} leaves no choice for {forced} tokens; {_MOST_FORCED} are the most"
+            )
 
 
 def _grammar(guide: Guide) -> str:

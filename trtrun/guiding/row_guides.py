@@ -10,6 +10,7 @@ It knows plans, grammars and bits. It does not know models, how tokens are chose
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -25,6 +26,10 @@ from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
 from trtrun.sampling.token_masks import TokenMasks
 
 _ANYTHING = Guide("json", "true")
+_FEW_TOKENS = 64
+"""Between two matchers that are made anew for a row: it takes as long as a round."""
+_SLOW_SECONDS, _MOST_SLOW = 0.05, 4
+"""What a mask may take, but for a few: the first ones of a grammar find things out that are kept."""
 
 
 class RowGuide:
@@ -47,6 +52,8 @@ class RowGuide:
         self._begun = begun
         self._output = [*output]
         self._begin_anew = begin_anew
+        self._renewed_at = -_FEW_TOKENS
+        self._num_slow = 0
 
     @property
     def matcher(self) -> LLMatcher | None:
@@ -68,11 +75,20 @@ class RowGuide:
         Matchers of one grammar share what their lexer has found out, and its bound with it: so which of them passes it
         depends on the others. What one that shares nothing says depends on the row's text alone.
         """
-        matcher = self._begin_anew()
+        matcher = None
+        if len(self._output) - self._renewed_at >= _FEW_TOKENS:
+            self._renewed_at = len(self._output)
+            matcher = self._begin_anew()
         if matcher is not None and not all(map(matcher.consume_token, self._output)):
             matcher = None
         self._begun = matcher
         return matcher
+
+    def count_slow(self, seconds: float) -> None:
+        """A mask took so long, and all rows wait for it: where that is not the exception nothing may follow."""
+        self._num_slow += seconds > _SLOW_SECONDS
+        if self._num_slow > _MOST_SLOW:
+            self._begun = None
 
 
 class RowGuides:
@@ -254,13 +270,27 @@ class RowGuides:
             if matcher is not None:
                 jobs += mask_jobs(matcher, number * width, draft, place)
         if self._maker is not None:
-            for job in self._maker.fill(bits, jobs):
+            started = time.perf_counter()
+            failed = self._maker.fill(bits, jobs)
+            if guides and time.perf_counter() - started > _SLOW_SECONDS:
+                _look_for_slow(guides, torch.empty_like(bits[:1]))
+            for job in failed:
                 # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
                 if guides and job.is_first:
                     _fill_first(self._maker, bits, job.line, guides[job.line // width])
         packed = packed.to(self._device, non_blocking=True)
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         return TokenMasks(places, bits)
+
+
+def _look_for_slow(guides: Sequence[RowGuide], scratch: torch.Tensor) -> None:
+    """Find which of the rows hold the others up; scratch [1, words] int32."""
+    for guide in guides:
+        matcher = guide.matcher
+        if matcher is not None:
+            started = time.perf_counter()
+            matcher.deep_copy().unsafe_compute_mask_ptr(scratch.data_ptr(), 4 * scratch.shape[1])
+            guide.count_slow(time.perf_counter() - started)
 
 
 def _fill_first(maker: MaskMaker, bits: torch.Tensor, line: int, guide: RowGuide) -> None:

@@ -120,6 +120,8 @@ def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None
         ({"grammar": "start: foo"}, 'the grammar cannot be followed: at 1(8): unknown name: "foo"'),
         ({"grammar": "root ::= foo"}, "Rule 'foo' not found"),
         ({"grammar": "hello"}, "Expected ::= at line 1"),
+        ({"grammar": "root ::= root"}, "no text is as it says"),
+        ({"regex": "a{9999}"}, "leaves no choice for 9999 tokens; 8192 are the most"),
     ],
 )
 def test_what_cannot_be_followed_is_said_with_its_place(grammars: Grammars, value: object, said: str) -> None:
@@ -231,15 +233,44 @@ def test_a_bound_that_others_have_used_up_is_ones_own_again(
             guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[token]])))
 
 
+def test_a_row_that_holds_others_up_ends(grammars: Grammars) -> None:
+    guide = RowGuide(grammars.matcher(guide_of({"choice": ["no"]})))
+    for seconds in (1.0, 0.01, 1.0, 1.0, 0.02, 1.0):
+        guide.count_slow(seconds)
+        assert guide.matcher is not None, "the first masks of a grammar may take long"
+    guide.count_slow(1.0)
+    assert guide.matcher is None
+
+
+def test_a_row_is_not_begun_anew_again_and_again(grammars: Grammars) -> None:
+    begun: list[LLMatcher] = []
+
+    def begin() -> LLMatcher:
+        begun.append(grammars.matcher(guide_of({"regex": "a*"})))
+        return begun[-1]
+
+    guide = RowGuide(None, (), begin)
+    assert guide.renew() is begun[0] and guide.renew() is None and len(begun) == 1
+
+
 def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no end of the text, which the engine's own would be."""
-    none = LLParserLimits(max_lexer_states=5, verbose_errors=False)
-    monkeypatch.setattr(grammars_module, "limits", lambda: none)
-    guide = guide_of({"regex": "[a-z]{3,40}(x|y)*[0-9]"})
-    guides = RowGuides(
-        lambda: Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read()), VOCABULARY, torch.device("cpu")
-    )
+    few = LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "limits", lambda: few)
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    guide = guide_of({"regex": "((a|b)*a(a|b){9}c?){2,9}((a|b)*b(a|b){8}d?)*"})
+    guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
     admission = RowAdmission(0, 0, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
     guides.begin_round(replace(PLAN, admissions=(admission,)))
-    masks = guides.masks([0], 0)
-    assert masks is not None and not masks.bits.any()
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
+    choose, num_made = random.Random(1), 0
+    while True:
+        masks = guides.masks([0], 0)
+        assert masks is not None
+        found = {*tokens_of(masks.bits[0])}
+        if not found:
+            break
+        assert {*letters} <= found, num_made
+        guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[choose.choice(letters)]])))
+        num_made += 1
+    assert num_made > 5
