@@ -23,72 +23,10 @@ from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
 from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
+from trtrun.guiding.row_guide import SLOW_SECONDS, RowGuide
 from trtrun.sampling.token_masks import TokenMasks
 
 _ANYTHING = Guide("json", "true")
-_FEW_TOKENS = 64
-"""Between two matchers that are made anew for a row: it takes as long as a round."""
-_SLOW_SECONDS, _MOST_SLOW = 0.05, 4
-"""What a mask may take, but for a few: the first ones of a grammar find things out that are kept."""
-
-
-class RowGuide:
-    """The matcher of one row. Whatever goes wrong in it is its row's own: then no token may follow."""
-
-    def __init__(
-        self,
-        begun: LLMatcher | Future[LLMatcher | None] | None,
-        output: Sequence[int] = (),
-        begin_anew: Callable[[], LLMatcher | None] = lambda: None,
-    ) -> None:
-        """Begin with a matcher.
-
-        Args:
-            begun: behind `output`; None where there is none, as of a grammar that cannot be compiled. One that is still
-                compiled is waited for when it is asked.
-            output: the row's tokens that it follows.
-            begin_anew: makes one of the same grammar that shares nothing with others.
-        """
-        self._begun = begun
-        self._output = [*output]
-        self._begin_anew = begin_anew
-        self._renewed_at = -_FEW_TOKENS
-        self._num_slow = 0
-
-    @property
-    def matcher(self) -> LLMatcher | None:
-        """The row's own, to be forked; None where nothing may follow."""
-        if isinstance(self._begun, Future):
-            self._begun = self._begun.result()
-        return self._begun
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """The row gains tokens."""
-        matcher = self.matcher
-        self._output += tokens
-        if matcher is not None and not all(map(matcher.consume_token, tokens)):
-            self.renew()
-
-    def renew(self) -> LLMatcher | None:
-        """The row's matcher made anew; None where nothing may follow.
-
-        Matchers of one grammar share what their lexer has found out, and its bound with it: so which of them passes it
-        depends on the others. What one that shares nothing says depends on the row's text alone.
-        """
-        matcher = None
-        if len(self._output) - self._renewed_at >= _FEW_TOKENS:
-            self._renewed_at = len(self._output)
-            matcher = self._begin_anew()
-        if matcher is not None and not all(map(matcher.consume_token, self._output)):
-            matcher = None
-        self._begun = matcher
-        return matcher
-
-    def count_slow(self, seconds: float) -> None:
-        """A mask took so long, and all rows wait for it: where that is not the exception nothing may follow."""
-        self._num_slow += seconds > _SLOW_SECONDS
-        if self._num_slow > _MOST_SLOW:
-            self._begun = None
 
 
 class RowGuides:
@@ -272,7 +210,7 @@ class RowGuides:
         if self._maker is not None:
             started = time.perf_counter()
             failed = self._maker.fill(bits, jobs)
-            if guides and time.perf_counter() - started > _SLOW_SECONDS:
+            if guides and time.perf_counter() - started > SLOW_SECONDS:
                 _look_for_slow(guides, torch.empty_like(bits[:1]))
             for job in failed:
                 # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.

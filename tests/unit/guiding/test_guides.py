@@ -21,7 +21,8 @@ from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.masks import MaskMaker, mask_jobs
-from trtrun.guiding.row_guides import RowGuide, RowGuides
+from trtrun.guiding.row_guide import RowGuide
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
