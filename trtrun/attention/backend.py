@@ -52,8 +52,8 @@ class AttentionBackend(Protocol):
             batch: the forward's segments.
             scale: factor of the scores.
             window: sliding window in tokens, None for full attention.
-            kv_scales: of the layer's keys and values by head, [2, kv_heads] bfloat16, where the store's format has
-                scales of layers.
+            kv_scales: of the layer's keys and values by head, [2, kv_heads] float32 (numbers of bfloat16), where the
+                store's format has scales of layers.
 
         Returns:
             [places, heads, head] in query_key's dtype.

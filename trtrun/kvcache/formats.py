@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from trtrun.errors import ConfigError
 from trtrun.registry import Registry
 
 if TYPE_CHECKING:  # processes that only check a configuration do without
@@ -29,6 +30,13 @@ class KVFormat(ABC):
 
     kernels: frozenset[str] = frozenset()
     """Types of devices whose kernels read the store in place."""
+
+    def check(self, dtype: torch.dtype, device_type: str) -> None:  # noqa: B027 - most formats are for all
+        """Whether a model of `dtype` can be kept so on such devices.
+
+        Raises:
+            ConfigError: it cannot.
+        """
 
     @abstractmethod
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -140,13 +148,24 @@ class ByteKV(KVFormat):
 
     kernels = frozenset({"cuda"})
 
+    def check(self, dtype: torch.dtype, device_type: str) -> None:
+        """See KVFormat: on GPUs texts were those of plain decoding in bfloat16 alone."""
+        name = str(dtype).removeprefix("torch.")
+        if device_type == "cuda" and name != "bfloat16":
+            raise ConfigError(
+                f"on GPUs keys and values are kept in {self.kind} for models in bfloat16, not in {name}: write "
+                "kv_cache.dtype: plain, or dtype: bfloat16"
+            )
+
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
         """See KVFormat."""
         import torch
 
-        from trtrun.kvcache.byte_codes import SCALE_BYTES
+        from trtrun.kvcache.byte_codes import ALIGNED, SCALE_BYTES
 
-        return head_dim + (0 if self.has_layer_scales else SCALE_BYTES), torch.uint8
+        if self.has_layer_scales:
+            return head_dim, torch.uint8
+        return -(-head_dim // ALIGNED) * ALIGNED + SCALE_BYTES, torch.uint8
 
     def write(
         self, store_layer: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor | None
@@ -161,7 +180,7 @@ class ByteKV(KVFormat):
         else:
             scale = scales_of(rows, self.kind)
             self._scales(store_layer)[tile, token] = scale
-        self._codes(store_layer)[tile, token] = to_codes(rows, scale, self.kind)
+        self._codes(store_layer)[..., : rows.shape[1]][tile, token] = to_codes(rows, scale, self.kind)
 
     def read(
         self,
@@ -174,7 +193,7 @@ class ByteKV(KVFormat):
         """See KVFormat."""
         from trtrun.kvcache.byte_codes import from_codes
 
-        codes = self._codes(store_layer).index_select(0, index)
+        codes = self._codes(store_layer)[..., :head_dim].index_select(0, index)
         if self.has_layer_scales:
             scale = _of_tiles(scales, index, store_layer).unsqueeze(1)
         else:
@@ -189,7 +208,7 @@ class ByteKV(KVFormat):
         return (codes,) if self.has_layer_scales else (codes, self._scales(store).view(*tiles, -1, 1))
 
     def _codes(self, store: torch.Tensor) -> torch.Tensor:
-        """[tiles, block, head_dim] uint8: a view."""
+        """[tiles, block, head_dim and what fills it up] uint8: a view."""
         from trtrun.kvcache.byte_codes import SCALE_BYTES
 
         block_size, width = store.shape[-2:]
@@ -199,13 +218,13 @@ class ByteKV(KVFormat):
         return tiles[:, : block_size * (width - SCALE_BYTES)].view(len(tiles), block_size, -1)
 
     def _scales(self, store: torch.Tensor) -> torch.Tensor:
-        """[tiles, block] bfloat16: a view."""
+        """[tiles, block] float32, all of them numbers of bfloat16: a view."""
         import torch
 
         from trtrun.kvcache.byte_codes import SCALE_BYTES
 
         block_size, width = store.shape[-2:]
-        return store.view(-1, block_size * width)[:, block_size * (width - SCALE_BYTES) :].view(torch.bfloat16)
+        return store.view(-1, block_size * width)[:, block_size * (width - SCALE_BYTES) :].view(torch.float32)
 
 
 def _of_tiles(scales: torch.Tensor | None, tile: torch.Tensor, store_layer: torch.Tensor) -> torch.Tensor:

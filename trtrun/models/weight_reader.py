@@ -68,7 +68,7 @@ class WeightReader:
             keys: their features.
 
         Returns:
-            [2, this rank's KV heads] bfloat16 on the device, or None.
+            [2, this rank's KV heads] float32 on the device, numbers of bfloat16, or None.
 
         Raises:
             CheckpointError: see `load_kv_scales`.
@@ -79,7 +79,7 @@ class WeightReader:
         scales = self._loader.kv_scales(attention, keys.size, heads)
         if scales is None:  # made-up weights have made-up scales
             scales = torch.full((2, len(heads)), _MADE_UP_MOST / LARGEST[self._kv_format.kind])
-        return scales.clamp(LEAST_SCALE, MOST_SCALE).to(self.device, torch.bfloat16)
+        return scales.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16).float().to(self.device)
 
     def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""

@@ -189,7 +189,7 @@ def engine_working_bytes(
         quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model, heads)) if role == "target" else 0,
-        kv_in_place=reads_in_place(config, model, device.type),
+        kv_in_place=reads_in_place(config, model, device.type, dtype),
         heads=heads_here,
     )
 
@@ -211,7 +211,7 @@ def head_working_bytes(
         dtype,
         device.type,
         graphs=config.cuda_graphs and device.type == "cuda",
-        kv_in_place=reads_in_place(config, heads.stored, device.type),
+        kv_in_place=reads_in_place(config, heads.stored, device.type, dtype),
     )
 
 
@@ -234,9 +234,18 @@ def kv_format_of(config: RuntimeConfig, model: ModelShape) -> KVFormat:
     return choose_format(config.kv_cache.dtype, model.kv_scheme if isinstance(model, ModelConfig) else None)
 
 
-def reads_in_place(config: RuntimeConfig, model: ModelShape, device_type: str) -> bool:
-    """Whether kernels of the device read that store where it lies."""
-    return device_type in kv_format_of(config, model).kernels
+def reads_in_place(
+    config: RuntimeConfig, model: ModelShape, device_type: str, dtype: torch.dtype | None = None
+) -> bool:
+    """Whether kernels of the device read that store where it lies.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown, or not for models of `dtype` on such a device.
+    """
+    kept = kv_format_of(config, model)
+    if dtype is not None:
+        kept.check(dtype, device_type)
+    return device_type in kept.kernels
 
 
 def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:

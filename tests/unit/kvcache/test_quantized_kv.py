@@ -17,13 +17,13 @@ from tensorrt_llm_checkpoints import write_ranks
 
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.kvcache.byte_codes import CodeKind, from_codes, scales_of, to_codes
+from trtrun.kvcache.byte_codes import CodeKind, as_scales, from_codes, scales_of, to_codes
 from trtrun.kvcache.formats import ByteKV, KVScheme, choose_format
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import read_model_config
 from trtrun.models.kv_scales import load_kv_scales
 from trtrun.models.rank_files import open_checkpoint
-from trtrun.start.memory_requirements import kv_bytes_per_block
+from trtrun.start.memory_requirements import kv_bytes_per_block, reads_in_place
 
 CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -49,13 +49,25 @@ def test_codes_stand_for_numbers_near_the_rows_own(kind: CodeKind, dtype: torch.
     assert from_codes(to_codes(huge, scales_of(huge, kind), kind), scales_of(huge, kind), kind, dtype).min() > 16000
 
 
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_code_is_its_number_times_the_scale(kind: CodeKind, dtype: torch.dtype) -> None:
+    """Rounded once, the smallest and the largest among them."""
+    codes = torch.arange(256).to(torch.uint8)
+    codes = codes[(codes & 127) != 127] if kind == "fp8" else codes[codes != 128]  # which stand for nothing
+    scale = torch.tensor([2.0**-100, 0.0037, 1.0, 3.14, 127.5]).to(torch.bfloat16).float()
+    numbers = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).double()
+    exact = (numbers * scale.double().unsqueeze(1)).to(dtype)
+    assert torch.equal(from_codes(codes.expand(5, -1).contiguous(), scale, kind, dtype), exact)
+
+
 @pytest.mark.parametrize("kv_format", [ByteKV("fp8"), ByteKV("int8"), ByteKV("fp8", True)], ids=str)
 def test_tokens_and_blocks_move_with_their_scales(kv_format: ByteKV) -> None:
     from trtrun.attention.gather import GatherAttention
     from trtrun.kernels.torch.operations import TorchOperations
 
     store = KVStore(2, 6, 2, 5, 8, torch.float32, CPU, kv_format)
-    scales = torch.full((2, 2), 0.01, dtype=torch.bfloat16) if kv_format.has_layer_scales else None
+    scales = as_scales(torch.ones(2, 2), kv_format.kind) if kv_format.has_layer_scales else None
     places = torch.arange(2 * 6 * 2 * 5)
     for index in range(2):
         kv_format.write(store.layer(index), places, torch.randn(len(places), 8), scales)
@@ -125,15 +137,27 @@ def configuration_bytes(folder: Path, model: Path, name: str) -> int:
     return kv_bytes_per_block(config, read_model_config(model), 1, torch.bfloat16)
 
 
+def test_on_gpus_they_are_for_bfloat16_alone(tmp_path: Path) -> None:
+    path = with_kv_scales(tmp_path / "scaled", make_checkpoint(tmp_path / "source"), FP8_SCHEME)
+    model = read_model_config(path)
+    for name, kind in (("auto", "fp8"), ("int8", "int8")):
+        config = configuration(path, None, kv_cache={"dtype": name})
+        assert reads_in_place(config, model, "cuda", torch.bfloat16)
+        assert not reads_in_place(config, model, "cpu", torch.float32)
+        with pytest.raises(ConfigError, match=f"on GPUs keys and values are kept in {kind} .* not in float16: write"):
+            reads_in_place(config, model, "cuda", torch.float16)
+    assert reads_in_place(configuration(path, None, kv_cache={"dtype": "plain"}), model, "cuda", torch.float16)
+
+
 def test_a_block_takes_half_the_bytes(tmp_path: Path) -> None:
-    """To the byte where layers have scales; else with two more for each head of a token."""
+    """To the byte where layers have scales; else with four more for each head of a token."""
     source = make_checkpoint(tmp_path / "source")
     scaled = with_kv_scales(tmp_path / "scaled", source, FP8_SCHEME)
     plain, shape = configuration_bytes(tmp_path, source, "auto"), read_model_config(source)
     assert 2 * configuration_bytes(tmp_path, scaled, "auto") == plain
     tokens = shape.num_layers * 2 * shape.num_kv_heads * 16
     for name in ("fp8", "int8"):
-        assert configuration_bytes(tmp_path, source, name) == plain // 2 + 2 * tokens
+        assert configuration_bytes(tmp_path, source, name) == plain // 2 + 4 * tokens
 
 
 BATCH = [[(0, 0, prompt_of(20))]]

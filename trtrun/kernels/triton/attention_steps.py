@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.attention_shares import power
-from trtrun.kernels.triton.kv_codes import PLAIN, SCALE_BYTES, from_codes
+from trtrun.kernels.triton.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, from_codes
 
 
 @triton.jit
@@ -41,22 +41,23 @@ def _read_codes(
     CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, IS_TURNED: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of a step, of which there are codes: [KEYS, HEAD_PADDED] of `kind`, or turned."""
-    tile_bytes: tl.constexpr = BLOCK_SIZE * (HEAD + (0 if HAS_LAYER_SCALES else SCALE_BYTES))
+    width: tl.constexpr = HEAD if HAS_LAYER_SCALES else (HEAD + ALIGNED - 1) // ALIGNED * ALIGNED
+    tile_bytes: tl.constexpr = BLOCK_SIZE * (width + (0 if HAS_LAYER_SCALES else SCALE_BYTES))
     if HAS_LAYER_SCALES:
-        bits = tl.broadcast_to(tl.load(layer_scale), known.shape)
+        factor = tl.broadcast_to(tl.load(layer_scale), known.shape)
     else:
-        place = tile.to(tl.int64) * (tile_bytes // SCALE_BYTES) + (BLOCK_SIZE * HEAD // SCALE_BYTES + within)
-        bits = tl.load(scales + place, mask=known, other=0)
-    place = tile.to(tl.int64) * tile_bytes + within * HEAD
+        place = tile.to(tl.int64) * (tile_bytes // SCALE_BYTES) + (BLOCK_SIZE * width // SCALE_BYTES + within)
+        factor = tl.load(scales + place, mask=known, other=0.0)
+    place = tile.to(tl.int64) * tile_bytes + within * width
     element = tl.arange(0, HEAD_PADDED)
     if IS_TURNED:
         inside = known[None, :] & (element < HEAD)[:, None]
         codes = tl.load(store + place[None, :] + element[:, None], mask=inside, other=0)
-        numbers = from_codes(codes, bits[None, :], kind, CODES)
+        numbers = from_codes(codes, factor[None, :], kind, CODES)
     else:
         inside = known[:, None] & (element < HEAD)[None, :]
         codes = tl.load(store + place[:, None] + element[None, :], mask=inside, other=0)
-        numbers = from_codes(codes, bits[:, None], kind, CODES)
+        numbers = from_codes(codes, factor[:, None], kind, CODES)
     return numbers
 
 

@@ -20,7 +20,7 @@ from trtrun.kvcache.formats import ByteKV, KVFormat
 PLAIN, FP8, INT8 = (tl.constexpr(number) for number in range(3))
 """What a store has, as kernels are told: keys and values as they are, codes of E4M3, or whole numbers."""
 
-SCALE_BYTES = tl.constexpr(byte_codes.SCALE_BYTES)
+SCALE_BYTES, ALIGNED = tl.constexpr(byte_codes.SCALE_BYTES), tl.constexpr(byte_codes.ALIGNED)
 
 _FP8_MOST, _INT8_MOST = (tl.constexpr(byte_codes.LARGEST[kind]) for kind in ("fp8", "int8"))
 _LEAST_SCALE, _MOST_SCALE = tl.constexpr(byte_codes.LEAST_SCALE), tl.constexpr(byte_codes.MOST_SCALE)
@@ -34,8 +34,8 @@ class KeptNumbers:
     Attributes:
         codes: PLAIN, FP8 or INT8.
         has_layer_scales: whether the layer has scales for all tokens.
-        token_scales: the store's layer as int16: what lies in it of scales; not read where there are none.
-        layer_scales: [2, kv_heads] int16, the bits of the layer's; not read where it has none.
+        token_scales: the store's layer as float32: what lies in it of scales; not read where there are none.
+        layer_scales: [2, kv_heads] float32, the layer's; not read where it has none.
     """
 
     codes: int
@@ -48,32 +48,28 @@ class KeptNumbers:
         """Of a store's layer; see AttentionBackend."""
         if not isinstance(kv_format, ByteKV):
             return cls(PLAIN.value, False, store_layer, store_layer)
-        bits = store_layer.view(-1).view(torch.int16)
-        of_layer = bits if kv_scales is None else kv_scales.view(torch.int16)
         codes = FP8.value if kv_format.kind == "fp8" else INT8.value
-        return cls(codes, kv_format.has_layer_scales, bits, of_layer)
+        if kv_format.has_layer_scales:
+            assert kv_scales is not None, "a layer with scales of its own hands them over"
+            return cls(codes, True, store_layer, kv_scales)
+        of_tokens = store_layer.view(-1).view(torch.float32)
+        return cls(codes, False, of_tokens, of_tokens)
 
 
 @triton.jit
-def widened_scale(bits):
-    """A scale as its bits, int16 → float32."""
-    return ((bits.to(tl.int32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_bits(rows, CODES: tl.constexpr):
-    """The scales of rows [n, numbers] float32, zeros behind them: the bits of bfloat16, int16 [n]."""
+def row_scales(rows, CODES: tl.constexpr):
+    """The scales of rows [n, numbers] float32, zeros behind them: [n] float32, numbers of bfloat16."""
     most: tl.constexpr = _FP8_MOST if CODES == FP8 else _INT8_MOST
     scale = tl.div_rn(tl.max(tl.abs(rows), axis=1), most)
     bits = tl.minimum(tl.maximum(scale, _LEAST_SCALE), _MOST_SCALE).to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)  # to nearest even
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)  # to nearest even
 
 
 @triton.jit
-def to_codes(rows, bits, CODES: tl.constexpr):
-    """rows [n, numbers] float32 and the bits of their scales [n] → codes uint8, rounded to nearest even."""
+def to_codes(rows, scale, CODES: tl.constexpr):
+    """rows [n, numbers] float32 and their scales [n] → codes uint8, rounded to nearest even."""
     most: tl.constexpr = _FP8_MOST if CODES == FP8 else _INT8_MOST
-    value = rows * tl.div_rn(1.0, widened_scale(bits))[:, None]
+    value = rows * tl.div_rn(1.0, scale)[:, None]
     value = tl.minimum(tl.maximum(value, -most), most)  # before a sum, so that no product is part of one
     if CODES == FP8:
         # As in `fp8_rounding`: beside 1.5 * 2^20 times its power of two a number keeps 3 bits of mantissa.
@@ -86,17 +82,17 @@ def to_codes(rows, bits, CODES: tl.constexpr):
 
 
 @triton.jit
-def from_codes(codes, bits, kind: tl.constexpr, CODES: tl.constexpr):
-    """Codes uint8 and the bits of their scales, int16, which broadcast → numbers of `kind`."""
+def from_codes(codes, scale, kind: tl.constexpr, CODES: tl.constexpr):
+    """Codes uint8 and their scales float32, which broadcast → numbers of `kind`."""
     if kind == tl.bfloat16:
-        made = _to_bfloat16(codes, bits, CODES)
+        made = _to_bfloat16(codes, scale, CODES)
     else:
         if CODES == FP8:
             whole = codes.to(tl.int32)
             number = (((whole & 0x80) << 24) | ((whole & 0x7F) << 20)).to(tl.float32, bitcast=True) * _UP
         else:
             number = codes.to(tl.int8, bitcast=True).to(tl.float32)
-        made = (number * widened_scale(bits)).to(kind)
+        made = (number * scale).to(kind)
     return made
 
 
@@ -133,13 +129,12 @@ _INT8_PAIRS = tl.constexpr("""
 
 
 @triton.jit
-def _to_bfloat16(codes, bits, CODES: tl.constexpr):
+def _to_bfloat16(codes, scale, CODES: tl.constexpr):
     """`from_codes`, four at a time in seven or eight operations, where compilers take two dozen."""
     pairs: tl.constexpr = _FP8_PAIRS if CODES == FP8 else _INT8_PAIRS
     # It has no effect beside its results. But what is said to have none is done behind the turn that the matrix unit
     # wants, and codes of values would be read one by one for it.
     numbers = tl.inline_asm_elementwise(pairs, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4)
-    scale = bits.to(tl.bfloat16, bitcast=True)
     if CODES == FP8:
-        scale = scale * tl.full([], _UP, tl.bfloat16)  # which the codes' numbers lack
-    return numbers * scale
+        scale *= _UP  # which the codes' numbers lack
+    return numbers * scale.to(tl.bfloat16)

@@ -41,6 +41,10 @@ and programs that find nothing to do take their time, too."""
 
 _SMALLEST_TILE = 16
 
+_STAGES_OF_CODES = 5
+"""Of Triton's: two for a step's place in the table, two for its keys and values, which take no more room than plain
+ones that are loaded once, and one for the rest."""
+
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
 
@@ -235,7 +239,7 @@ def _attend_rows(
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
         HAS_LAYER_SCALES=kept.has_layer_scales,
-        num_stages=_STAGES, **_warps(tile, kept.codes), **early(query),
+        **_options(tile, kept.codes), **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
@@ -245,13 +249,14 @@ def _attend_rows(
         )  # fmt: skip
 
 
-def _warps(tile: int, codes: int) -> dict[str, int]:
-    """The options of a launch that say how many threads a program has, and of which size."""
+def _options(tile: int, codes: int) -> dict[str, int]:
+    """Of a launch: how many threads a program has, of which size, and how far ahead it reads."""
     if codes == PLAIN.value:
-        return {"num_warps": 8 if tile == LARGEST_TILE else 4}
-    # Widening codes takes more instructions than memory takes time, and registers: two programs of eight warps are to
-    # have room on a multiprocessor.
-    return {"num_warps": 8, "maxnreg": 128} if tile == _SMALLEST_TILE else {"num_warps": 8}
+        return {"num_warps": 8 if tile == LARGEST_TILE else 4, "num_stages": _STAGES}
+    # Widening codes takes about as long as reading them, so that one must not wait for the other; and two programs of
+    # eight warps are to have room on a multiprocessor.
+    options = {"num_warps": 8, "num_stages": _STAGES_OF_CODES}
+    return {**options, "maxnreg": 128} if tile == _SMALLEST_TILE else options
 
 
 @cache

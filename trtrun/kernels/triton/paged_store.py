@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.early_launch import begin, early
-from trtrun.kernels.triton.kv_codes import PLAIN, SCALE_BYTES, KeptNumbers, scale_bits, to_codes
+from trtrun.kernels.triton.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, KeptNumbers, row_scales, to_codes
 from trtrun.kvcache.segments import AttentionSegment
 
 
@@ -56,14 +56,15 @@ def _put(
         tl.store(plane + (tile * BLOCK_SIZE + within) * HEAD + element, made, mask=mask)
     else:
         rows = tl.where(mask, made.to(tl.float32), 0.0)
-        tile_bytes: tl.constexpr = BLOCK_SIZE * (HEAD + (0 if HAS_LAYER_SCALES else SCALE_BYTES))
+        width: tl.constexpr = HEAD if HAS_LAYER_SCALES else (HEAD + ALIGNED - 1) // ALIGNED * ALIGNED
+        tile_bytes: tl.constexpr = BLOCK_SIZE * (width + (0 if HAS_LAYER_SCALES else SCALE_BYTES))
         if HAS_LAYER_SCALES:
-            bits = tl.broadcast_to(tl.load(layer_scale), (made.shape[0],))
+            scale = tl.broadcast_to(tl.load(layer_scale), (made.shape[0],))
         else:
-            bits = scale_bits(rows, CODES)
-            place = scales + (tile * tile_bytes + BLOCK_SIZE * HEAD) // SCALE_BYTES + within
-            tl.store(place, bits[:, None], mask=known)
-        tl.store(plane + tile * tile_bytes + within * HEAD + element, to_codes(rows, bits, CODES), mask=mask)
+            scale = row_scales(rows, CODES)
+            place = scales + (tile * tile_bytes + BLOCK_SIZE * width) // SCALE_BYTES + within
+            tl.store(place, scale[:, None], mask=known)
+        tl.store(plane + tile * tile_bytes + within * width + element, to_codes(rows, scale, CODES), mask=mask)
 
 
 # Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
