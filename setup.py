@@ -45,6 +45,7 @@ setup(
         "safetensors>=0.5",
         "numpy>=1.26",
         "tokenizers>=0.22",
+        "llguidance>=1.7,<2",  # grammars of guided output
         "huggingface_hub>=0.34,<3",  # finds models in its cache by name; tokenizers needs it, too
         "pydantic>=2.7,<3",
         "msgspec>=0.20",  # what ranks and the server tell each other, in bytes
@@ -76,6 +77,7 @@ setup(
             *SERVE,
             "openai>=2",
             "httpx>=0.28",
+            "jsonschema>=4.20",
             # Drives a Chromium that the system has, for the page; without one its tests are skipped.
             "playwright>=1.45",
             "tritonclient[http]>=2.60,<3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,14 @@ def parse_sequences(context: click.Context, option: click.Parameter, values: Seq
         raise click.BadParameter("a sequence is token ids between commas, such as 5,6") from None
 
 
+def parse_guided(context: click.Context, option: click.Parameter, value: str | None) -> object:
+    """An object of JSON, as rows of a file have it; None where the option is not given."""
+    try:
+        return None if value is None else json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f'{value!r} is no JSON ({error}): write such as \'{{"regex": "[0-9]+"}}\'') from None
+
+
 _OPTIONS = (
     click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt. May be repeated."),
     click.option(
@@ -85,6 +94,12 @@ _OPTIONS = (
         callback=parse_sequences,
         metavar="ID,ID",
         help="End at these tokens, one behind the other. May be repeated.",
+    ),
+    click.option(
+        "--guided",
+        callback=parse_guided,
+        metavar="JSON",
+        help='What the text must be, such as {"json": {…}}, {"regex": "…"} or {"choice": ["…"]}.',
     ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of text."),
     click.option("--repetition-penalty", type=float, help="Above 1: fewer tokens of prompt and output again."),

@@ -110,7 +110,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHATS, chat(top_logprobs=2), 400, "needs logprobs"),
     (CHATS, chat(logprobs=True, top_logprobs=21), 400, "between 0 and 20"),
     (CHATS, chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
-    (CHATS, chat(response_format={"type": "json_object"}), 400, "response_format is not supported"),
+    (CHATS, chat(response_format={"type": "json"}), 400, "response_format.type must be"),
     (CHATS, chat(prompt="x"), 400, "unknown field"),
     ("/v1/embeddings", body(), 404, "POST /v1/embeddings: Not Found"),
     ("/completions", body(), 404, "Not Found (did you mean /v1/completions?)"),

@@ -63,6 +63,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"conversion"}),
         frozenset({"models"}),
         frozenset({"layers"}),
+        frozenset({"guiding"}),
         frozenset({"attention", "linear", "sampling"}),
         frozenset({"kernels"}),
         frozenset({"kvcache"}),
@@ -164,6 +165,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"outputs"}),
         frozenset({"nouns", "request_statistics"}),
         frozenset({"sampling_params"}),
+        frozenset({"guide"}),
         frozenset({"values"}),
     ),
     "parallel": (

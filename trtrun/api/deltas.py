@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtrun.core.nouns import FinishReason, TokenLogprobs
-from trtrun.core.outputs import NONE_ALLOWED, CompletionDelta, RequestId
+from trtrun.core.outputs import GUIDE_ENDED, NONE_ALLOWED, CompletionDelta, RequestId
 from trtrun.scheduling.batch import Completion, RowResult
 
 NOT_FINITE = (
@@ -60,6 +60,8 @@ def new_text(completion: Completion, gained: Sequence[int]) -> str:
 
 def _why_failed(completion: Completion, vocab_size: int) -> str:
     """What is known of a row for which the target had no token: what it lists forbids a token each, at most."""
+    if completion.request.sampling.guided is not None:
+        return GUIDE_ENDED
     lists = completion.request.lists
     return NONE_ALLOWED if len(lists.stop_ids) + len(lists.bad_words) >= vocab_size else NOT_FINITE
 

@@ -7,12 +7,17 @@ the tokenizer and the model's vocabulary. It does not run anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from threading import Thread
 from typing import Any, Protocol
 
+from trtrun.core.guide import Guide
 from trtrun.core.nouns import Request
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
+from trtrun.guiding.grammars import Grammars, grammars_of
+from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -43,6 +48,7 @@ class PromptReader:
     def __init__(self, model: Vocabulary, tokenizer: Tokenizer | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
         # The prompts of one call have the same words, which are made tokens once.
         self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
 
@@ -124,6 +130,23 @@ class PromptReader:
         if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
             raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
         self._check_some_allowed(sampling)
+        if sampling.guided is not None:
+            self._compile_guide(sampling.guided)
+
+    def prepare_guides(self) -> None:
+        """Have the vocabulary read in a thread, before the first guide is checked: it would hold up what this process
+        does then."""
+        with suppress(InvalidRequestError):  # told whoever asks for something guided
+            Thread(target=_read_ahead, args=(self._spelling(),), daemon=True).start()
+
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self._tokenizer, self._model.vocab_size, self._model.eos_token_ids)
+
+    def _compile_guide(self, guide: Guide) -> None:
+        """Refuse a guide that is wrong, or takes more than it may."""
+        if self._grammars is None:
+            self._grammars = grammars_of(self._spelling().read())
+        self._grammars.check(guide)
 
     def _check_some_allowed(self, sampling: SamplingParams) -> None:
         """Refuse parameters under which no first token may be chosen, whatever the prompt is."""
@@ -160,6 +183,11 @@ class PromptReader:
             raise
         except Exception as error:
             raise InvalidRequestError(f"bad_words cannot be tokenized: {one_line(error)}") from None
+
+
+def _read_ahead(spelling: Spelling) -> None:
+    with suppress(InvalidRequestError):
+        spelling.read()
 
 
 def _sequences_of(tokenizer: Tokenizer) -> Callable[[tuple[str, ...]], TokenSequences]:

@@ -22,6 +22,15 @@ NONE_ALLOWED = (
 )
 """The error of a row whose own parameters forbid all tokens: they are the caller's, and other errors are not."""
 
+GUIDE_ENDED = (
+    "no token may be chosen: guided's grammar has become too expensive here, or bad_words or min_tokens forbid what it "
+    "allows; or the target's logits are not finite (NaN or infinite)"
+)
+"""The error of a guided row for which no token is left."""
+
+OWN_FAULTS = (NONE_ALLOWED, GUIDE_ENDED)
+"""Errors of rows that are their requests' own."""
+
 
 @dataclass(frozen=True)
 class CompletionOutput:

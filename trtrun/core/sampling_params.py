@@ -16,6 +16,7 @@ from itertools import chain
 
 import numpy as np
 
+from trtrun.core.guide import Guide, read_guide
 from trtrun.core.values import (
     read_bias,
     read_flag,
@@ -144,6 +145,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "logit_bias": read_bias,
     "lookahead_config": read_sizes,
     "stop_sequences": read_token_sequences,
+    "guided": read_guide,
 }
 
 
@@ -215,6 +217,7 @@ class SamplingParams:
     draft_len: int | None = None
     draft_token_ids: tuple[int, ...] = ()
     lookahead_config: tuple[int, ...] = ()
+    guided: Guide | None = None
 
     def __post_init__(self) -> None:
         for item in _FIELDS:
@@ -251,6 +254,8 @@ class SamplingParams:
             value = values.get(item.name, default)
             object.__setattr__(parameters, item.name, tuple(value) if isinstance(value, list) else value)
         object.__setattr__(parameters, "stop_sequences", tuple(map(tuple, parameters.stop_sequences)))
+        if parameters.guided is not None:
+            object.__setattr__(parameters, "guided", Guide(*parameters.guided))
         return parameters
 
     def with_seed(self) -> SamplingParams:

@@ -30,6 +30,8 @@ import torch
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.first_uses import FirstUseWatch
+from trtrun.guiding.host_copies import HostDraft
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.roles.exchange import Exchange
 from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound, VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling
@@ -61,6 +63,7 @@ class Worker:
         phases: times the phases of rounds; only leaders take its times.
         first_uses: what is captured and compiled from now on, in rounds.
         forced_acceptance: for benchmarks, see `speculation.verify`.
+        guides: of the rows that are guided, on the target leader, and where a drafter asks them; None elsewhere.
     """
 
     exchange: Exchange
@@ -74,6 +77,7 @@ class Worker:
     phases: PhaseClock = field(default_factory=HostPhases)
     first_uses: FirstUseWatch = field(default_factory=FirstUseWatch)
     forced_acceptance: float | None = None
+    guides: RowGuides | None = None
 
     @torch.inference_mode()
     def launch_round(self, plan: RoundPlan) -> LaunchedRound:
@@ -100,6 +104,8 @@ class Worker:
             self.drafter.release_rows(plan)
         if self.target is not None:
             self.target.begin_round(plan)
+        if self.guides is not None:
+            self.guides.begin_round(plan)
         if self.drafter is not None:
             self.drafter.begin_round(plan)
         keeper = self.target or self.drafter
@@ -157,6 +163,7 @@ class Worker:
         if draft is None:
             nothing = kept_integers([0] * num_decode, device)
             draft = Draft(nothing.view(num_decode, 1)[:, :0], nothing)
+        told = self._tell_host(plan, draft)
         step = self.target.verify_forward(plan, draft)
         if not sampled:
             return step, None
@@ -164,7 +171,7 @@ class Worker:
         if not self.leads_target:
             verdict = self.exchange.receive_verdict(plan, draft.depth + 1)
         else:
-            verdict = self._decide(plan, step.logits, rows, draft, by_probability)
+            verdict = self._decide(plan, step.logits, rows, draft, by_probability, told)
             verdict.num_suffix_tokens = draft.num_suffix_tokens
             self.exchange.send_verdict(verdict)
         if draft.paths is not None:
@@ -172,14 +179,30 @@ class Worker:
         state.advance(rows, verdict.num_tokens, verdict.tokens)
         return step, verdict
 
+    def _tell_host(self, plan: RoundPlan, draft: Draft) -> HostDraft | None:
+        """The draft on its way to the host, where rows are guided: before the forward is launched, so that masks are
+        made while it runs."""
+        if self.guides is None or not draft.tokens.shape[1] or not self.guides.guided(plan.decode_rows.tolist()):
+            return None
+        return HostDraft(draft)
+
     def _decide(
-        self, plan: RoundPlan, logits: torch.Tensor, rows: torch.Tensor, draft: Draft, by_probability: Sequence[int]
+        self,
+        plan: RoundPlan,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        draft: Draft,
+        by_probability: Sequence[int],
+        told: HostDraft | None,
     ) -> Verdict:
-        """The verdict, on the target leader, for `plan.sampled_rows`, which are `rows` [rows] int64 on the device."""
+        """The verdict, on the target leader, for `plan.sampled_rows`, which are `rows` [rows] int64 on the device;
+        `told` is the draft on the host, where rows are guided."""
         assert self.target is not None
         sampled, state = plan.sampled_rows, self.target.rows
         proposed = _with_prefill_rows(draft, len(sampled) - len(plan.decode_rows))
         lengths = state.lengths.index_select(0, rows)
+        width = draft.tokens.shape[1]
+        masks = None if self.guides is None else self.guides.masks(sampled, width, told)
         if draft.paths is not None:
             return verify_paths(
                 logits,
@@ -190,6 +213,7 @@ class Worker:
                 proposed,
                 plan.max_context,
                 self.forced_acceptance,
+                masks,
             )
         return verify(
             logits,
@@ -203,6 +227,7 @@ class Worker:
             by_probability if draft.draft_probs is not None else (),
             plan.max_context,
             self.forced_acceptance,
+            masks,
         )
 
     def _observe(self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, step: Step | None) -> None:
@@ -212,6 +237,8 @@ class Worker:
         if self.drafter is not None and self.target is None:
             hidden = self.exchange.receive_hidden(plan, verdict)
             step = None if hidden is None else Step(torch.empty((0, 1, 0), device=self.device), hidden)
+        if self.guides is not None and verdict is not None:
+            self.guides.note_verdict(plan.sampled_rows, verdict)
         if self.drafter is not None:
             self.drafter.observe(plan, verdict, step)
         self.phases.end("verifying" if self.target is not None else "waiting")

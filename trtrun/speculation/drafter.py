@@ -13,6 +13,7 @@ from typing import Any
 
 from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.registry import Registry
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.protocols import DraftEngine, Rows, TargetEngine, TargetGroup
@@ -47,6 +48,10 @@ class Drafter(ABC):
 
     def warm_up(self) -> None:  # noqa: B027
         """First use of what rounds run beside the engine's own forwards."""
+
+    def guide(self, guides: RowGuides) -> None:  # noqa: B027
+        """Ask `guides` from now on what may follow rows that are guided, which take plans in before the drafter does.
+        Nothing to do for one that proposes what the target will not take there."""
 
     def release_rows(self, plan: RoundPlan) -> None:  # noqa: B027
         """Look once more at rows that the plan drops: no engine has taken the plan in yet."""

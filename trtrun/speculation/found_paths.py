@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trtrun.core.nouns import Draft, RoundPlan
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
@@ -45,7 +46,8 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
 
     Args:
         plan: the round's.
-        found: of its decode rows; where a draft was given it takes the place of the first path.
+        found: of its decode rows; where a draft was given it takes the place of the first path, unless that goes on
+            from it.
         given: what `GivenDrafts.propose` says.
     """
     tokens, counts = found
@@ -53,7 +55,8 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
     most = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
     if given is not None:
         num_given = given[1].sum(dim=1)
-        is_given = num_given > 0
+        agrees = ((tokens[:, 0] == given[0]) | ~given[1]).all(dim=1)
+        is_given = (num_given > 0) & ~(agrees & (counts[:, 0] >= num_given))
         tokens[:, 0] = torch.where(is_given.unsqueeze(1), given[0], tokens[:, 0])
         counts[:, 0] = torch.where(is_given, num_given, counts[:, 0])
     if max_paths == 1:
@@ -102,6 +105,10 @@ class LookupDrafter(Drafter):
     def rows(self) -> Rows:
         """See Drafter."""
         return self._rows
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter."""
+        self._given.guides = guides
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trtrun.core.nouns import RoundPlan, RowAdmission
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.protocols import Rows
 from trtrun.tensors import device_integers, kept_integers
 
@@ -34,7 +35,12 @@ def with_certain_tokens(probs: Tensor, tokens: Tensor, is_given: Tensor) -> Tens
 
 
 class GivenDrafts:
-    """What requests said would follow their prompts, by row, where a drafter proposes for them."""
+    """What requests said would follow their prompts, by row, where a drafter proposes for them; and before that what
+    must follow, where a row is guided.
+
+    Attributes:
+        guides: of the rows; None where nobody asks them.
+    """
 
     def __init__(self, rows: Rows, vocab_size: int | None = None) -> None:
         """Compare with `rows`; ids from `vocab_size` on are never proposed, as a draft model does not have them."""
@@ -42,6 +48,7 @@ class GivenDrafts:
         self._vocab_size = vocab_size
         self._drafts: dict[int, tuple[Tensor, int]] = {}
         self._packed: tuple[tuple[int, ...], Tensor, Tensor, Tensor] | None = None
+        self.guides: RowGuides | None = None
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come and go."""
@@ -55,13 +62,22 @@ class GivenDrafts:
                 self._drafts[admission.row] = tokens, admission.num_prompt_tokens
 
     def propose(self, plan: RoundPlan) -> tuple[Tensor, Tensor] | None:
-        """What the given drafts say for the plan's decode rows.
+        """What the given drafts say for the plan's decode rows, and what must follow.
 
         Returns:
             tokens: [decode_rows, draft_len] int64 on the rows' device.
-            is_given: [decode_rows, draft_len] bool: which of them are from a given draft; the others are any token.
+            is_given: [decode_rows, draft_len] bool: which of them are from a given draft, or must follow, in each row
+                the first ones; the others are any token.
             None where no row of the plan can have one.
         """
+        given = self._of_requests(plan)
+        forced = None if self.guides is None else self.guides.forced(plan)
+        if given is None or forced is None:
+            return forced if given is None else given
+        return torch.where(forced[1], forced[0], given[0]), forced[1] | given[1]
+
+    def _of_requests(self, plan: RoundPlan) -> tuple[Tensor, Tensor] | None:
+        """See `propose`: of the given drafts alone."""
         of_plan = set(plan.given_rows) & self._drafts.keys() if plan.given_rows else ()
         if not of_plan or not plan.draft_len:
             return None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.found_paths import no_draft
 from trtrun.speculation.given_drafts import GivenDrafts
@@ -80,6 +81,10 @@ class LedDrafter(Drafter):
     def rows(self) -> Rows:
         """See Drafter."""
         return self._rows
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter."""
+        self._given.guides = guides
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
 from trtrun.speculation.suffixes.search import SuffixSearch
@@ -58,6 +59,10 @@ class TextDrafts:
         if options is not None and options.enable_suffix_decoding:
             self._search = SuffixSearch.of_options(options, rows)
             self._min_match = options.suffix_decoding_min_match_len
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter."""
+        self._given.guides = guides
 
     def release_rows(self, plan: RoundPlan) -> None:
         """See Drafter."""

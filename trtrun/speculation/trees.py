@@ -23,7 +23,8 @@ from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.speculation.verify import accept_by_token, top_logprobs, verify
+from trtrun.sampling.token_masks import TokenMasks
+from trtrun.speculation.verify import accept_by_token, end_where_forbidden, top_logprobs, verify
 from trtrun.tensors import kept_range
 
 
@@ -36,6 +37,7 @@ def verify_paths(
     draft: Draft,
     max_context: int | None = None,
     forced_acceptance: float | None = None,
+    masks: TokenMasks | None = None,
 ) -> Verdict:
     """Decide what each row gains from the target's logits after every node of its tree.
 
@@ -43,15 +45,17 @@ def verify_paths(
         logits: [R, nodes + 1, V] float32, raw: after the row's newest token, then after each of `draft.tokens`.
         draft: of the R rows, with paths; its draft_probs are not looked at.
         sampling, rows, lengths, token_ids, max_context, forced_acceptance: as in `verify`.
+        masks: as there, with a position for the row's newest token and for each of its nodes.
 
     Returns:
         As `verify`: tokens are [R, depth + 1], and draft_lens those of the deepest paths, cut off where the draft is.
     """
     if forced_acceptance is None and not sampling.needs_history(rows):
-        return _verify_nodes(logits, sampling, rows, lengths, token_ids, draft)
+        return _verify_nodes(logits, sampling, rows, lengths, token_ids, draft, masks)
     lens, lines, tokens = draft.path_lens(), _lines(draft), path_tokens(draft)
     if forced_acceptance is None:
-        best = _longest_path(logits, sampling, rows, lengths, token_ids, draft, lines, tokens, max_context)
+        allowed = logits if masks is None else masks.apply(logits)
+        best = _longest_path(allowed, sampling, rows, lengths, token_ids, draft, lines, tokens, max_context)
     else:
         best = lens.argmax(dim=1)
     verdict = verify(
@@ -64,6 +68,7 @@ def verify_paths(
         lens.gather(1, best.unsqueeze(1)).squeeze(1),
         max_context=max_context,
         forced_acceptance=forced_acceptance,
+        masks=None if masks is None else masks.picked(_pick(lines, best)),
     )
     verdict.draft_lens = torch.where(draft.draft_lens < 0, draft.draft_lens, lens.amax(dim=1))
     verdict.paths = best
@@ -71,7 +76,13 @@ def verify_paths(
 
 
 def _verify_nodes(
-    logits: Tensor, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, token_ids: Tensor, draft: Draft
+    logits: Tensor,
+    sampling: RowSampling,
+    rows: Sequence[int],
+    lengths: Tensor,
+    token_ids: Tensor,
+    draft: Draft,
+    masks: TokenMasks | None,
 ) -> Verdict:
     """`verify_paths` where no choice looks at a row's tokens: it depends on the node alone, so that each node is looked
     at once, however many paths go through it."""
@@ -85,15 +96,20 @@ def _verify_nodes(
         depths.scatter_(1, (draft.paths + 1).flatten(1), steps.masked_fill(draft.paths < 0, 0).flatten(1))
         places = places + depths
     every = [row for row in rows for _ in range(of_nodes)]
-    found = distributions_of(sampling, logits.flatten(0, 1).unsqueeze(1), every, places.flatten(), token_ids)
+    allowed = logits if masks is None else masks.apply(logits)
+    found = distributions_of(sampling, allowed.flatten(0, 1).unsqueeze(1), every, places.flatten(), token_ids)
     chosen = found.choose(Stream.TARGET).view(count, of_nodes)
     operations = operations_of(logits.device.type)
-    kept = operations.accept_paths(chosen, logits, draft.tokens, draft.paths, draft.draft_lens)
+    kept = operations.accept_paths(chosen, allowed, draft.tokens, draft.paths, draft.draft_lens)
+    num_tokens, tokens, chosen_logits = kept.num_tokens, kept.tokens, kept.logits
+    if masks is not None:
+        forbidden = chosen_logits == -torch.inf
+        num_tokens, tokens, chosen_logits = end_where_forbidden(num_tokens, tokens, chosen_logits, forbidden)
     logprobs = None
     if sampling.wanted_logprobs(rows):
-        logprobs = top_logprobs(_gather(logits, _pick(_lines(draft), kept.paths)), sampling, rows, kept.tokens)
+        logprobs = top_logprobs(_gather(logits, _pick(_lines(draft), kept.paths)), sampling, rows, tokens)
     longest = torch.where(draft.draft_lens < 0, draft.draft_lens, kept.longest)
-    return Verdict(kept.num_tokens, kept.tokens, longest, logprobs, kept.logits, paths=kept.paths)
+    return Verdict(num_tokens, tokens, longest, logprobs, chosen_logits, paths=kept.paths)
 
 
 def _longest_path(

@@ -25,6 +25,7 @@ from trtrun.sampling.distributions import KernelDistributions, TorchDistribution
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.sampling.token_masks import TokenMasks
 from trtrun.tensors import device_integers, kept_integers
 
 
@@ -132,6 +133,7 @@ def verify(
     probability_rows: Sequence[int] = (),
     max_context: int | None = None,
     forced_acceptance: float | None = None,
+    masks: TokenMasks | None = None,
 ) -> Verdict:
     """Decide what each row gains from the target's logits at K + 1 positions.
 
@@ -147,18 +149,21 @@ def verify(
         probability_rows: S indices into `rows` of the rows accepted by probability; the others are accepted by token.
         max_context: upper bound of lengths, if the host knows one.
         forced_acceptance: see accept_forced; not with probability_rows.
+        masks: tokens that may be chosen at each position, of rows that are guided; None where none is. What they forbid
+            is forbidden before everything else: nothing that follows makes it possible again.
 
     Returns:
         Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] as given, logprobs for the rows that asked, in the
         order of `rows`, as wide as the widest of them asked, and the raw logits of all tokens. One that is not finite
         wins every argmax, and where none is finite token 0 is what remains: neither is an answer, which whoever reads
-        the verdict has to see. A row whose bans forbid every token ends before that position; where that is its first,
-        it gains token 0 with a logit of -inf.
+        the verdict has to see. A row whose bans and masks forbid every token ends before that position; where that is
+        its first, it gains token 0 with a logit of -inf.
 
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
     """
-    found = distributions_of(sampling, logits, rows, lengths, token_ids, draft_tokens, max_context)
+    allowed = logits if masks is None else masks.apply(logits)
+    found = distributions_of(sampling, allowed, rows, lengths, token_ids, draft_tokens, max_context)
     if probability_rows:
         shape = (len(probability_rows), draft_tokens.shape[1], logits.shape[-1])
         if draft_probs is None or tuple(draft_probs.shape) != shape:
@@ -172,17 +177,25 @@ def verify(
         if forced_acceptance is None:
             num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)
         else:
-            num_tokens, tokens = accept_forced(target_tokens, draft_tokens, draft_lens, lengths, forced_acceptance)
+            lens = draft_lens if masks is None else _allowed_lens(allowed, draft_tokens, draft_lens)
+            num_tokens, tokens = accept_forced(target_tokens, draft_tokens, lens, lengths, forced_acceptance)
     index = tokens.clamp(min=0) if draft_tokens.shape[1] else tokens  # padding stands behind drafts alone
     chosen_logits = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    if forced_acceptance is None and sampling.may_forbid_all(rows):
-        num_tokens, tokens, chosen_logits = _end_where_forbidden(
-            num_tokens, tokens, chosen_logits, found.forbids(index)
-        )
+    if masks is not None or (forced_acceptance is None and sampling.may_forbid_all(rows)):
+        num_tokens, tokens, chosen_logits = end_where_forbidden(num_tokens, tokens, chosen_logits, found.forbids(index))
     return Verdict(num_tokens, tokens, draft_lens, top_logprobs(logits, sampling, rows, tokens), chosen_logits)
 
 
-def _end_where_forbidden(
+def _allowed_lens(allowed: Tensor, draft_tokens: Tensor, draft_lens: Tensor) -> Tensor:
+    """[R] int64: of each row's draft the tokens before the first one that masks forbid."""
+    if not draft_tokens.shape[1]:
+        return draft_lens
+    index = draft_tokens.clamp(0, allowed.shape[-1] - 1).unsqueeze(-1)
+    may_stand = allowed[:, :-1].gather(-1, index).squeeze(-1) > -torch.inf
+    return torch.minimum(draft_lens, may_stand.to(torch.int64).cumprod(dim=1).sum(dim=1))
+
+
+def end_where_forbidden(
     num_tokens: Tensor, tokens: Tensor, chosen_logits: Tensor, forbidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What rows gain before the first token that is `forbidden` [R, P] bool; where it is the first, that one alone.

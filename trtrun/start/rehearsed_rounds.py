@@ -18,6 +18,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from trtrun.core.guide import Guide
 from trtrun.core.nouns import FIRST_REHEARSED_ROUND, PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.roles.engine_ranks import EngineRanks
@@ -34,10 +35,13 @@ _MOST_SECONDS = 0.5
 """After which no further number of rows is tried, where one and the most were."""
 
 _SAMPLING = SamplingParams(seed=0)
+_GUIDE = Guide("regex", "[a-z]*")
 _PRACTISED = (
     _SAMPLING,
     SamplingParams(temperature=1.0, seed=0),
     SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=0),
+    SamplingParams(seed=0, guided=_GUIDE),
+    SamplingParams(temperature=1.0, seed=0, guided=_GUIDE),
 )
 """How rows choose in the rounds that are run for their first uses."""
 

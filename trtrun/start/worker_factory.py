@@ -6,6 +6,7 @@ It knows who sits where and the drafting methods. It does not know weights, KV s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,7 +23,12 @@ from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
+from trtrun.errors import CheckpointError
+from trtrun.guiding.grammars import Grammars, grammars_of
+from trtrun.guiding.row_guides import RowGuides
+from trtrun.guiding.vocabulary import Spelling
 from trtrun.kvcache.formats import choose_format
+from trtrun.models.config import read_model_config
 from trtrun.roles.exchange import DeviceExchange, Exchange
 from trtrun.roles.hidden_link import HiddenLink
 from trtrun.roles.message_exchange import MessageExchange
@@ -30,7 +36,9 @@ from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
 from trtrun.start.model_settings import mask_token
+from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
+from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -93,10 +101,14 @@ class WorkerFactory:
 
     def make_worker(self, exchange: Exchange | None = None) -> Worker:
         """The rank's part of each round, over `exchange` or the job's own."""
+        drafter = self._make_drafter()
         leads_draft, leads_target = self.rank == self._drafting_leader, self.rank == self.topology.target_leader
+        guides = self._make_guides(is_ready=exchange is None) if leads_target or drafter is not None else None
+        if guides is not None and drafter is not None:
+            drafter.guide(guides)
         return Worker(
             exchange=exchange or (self._make_messages() if self.config.drafts_apart else self._make_link()),
-            drafter=self._make_drafter(),
+            drafter=drafter,
             target=self.engines.get("target"),
             leads_draft=leads_draft,
             leads_target=leads_target,
@@ -105,7 +117,41 @@ class WorkerFactory:
             activity=Activity() if exchange else self.activity,
             phases=phase_clock(self.device) if (leads_draft or leads_target) and not exchange else HostPhases(),
             forced_acceptance=self.config.speculation.forced_acceptance,
+            guides=guides,
         )
+
+    def _make_guides(self, *, is_ready: bool) -> RowGuides:
+        """Of the target's rows, where they are decided or drafted; where `is_ready`, their vocabulary is read now, in a
+        thread, so that no round has to wait for it."""
+        ends, vocab = read_model_config(self.config.target.model).eos_token_ids, self.target_vocab_size
+        # In this thread: nobody else may look at a tokenizer that is just being made.
+        tokenizer = self._read_tokenizer() if is_ready else None
+        spelling = Spelling.of(tokenizer, vocab, ends) if tokenizer is not None and ends else None
+
+        def make_grammars() -> Grammars:
+            return grammars_of((spelling or Spelling.of(self._read_tokenizer(), vocab, ends)).read())
+
+        slot, group = self.topology.slot(self.rank), self.groups.target
+        assert slot is not None
+        slots = len(self.topology.slots_of_host(slot.host))
+        threads = torch.get_num_threads() if self.device.type == "cpu" else count_cores() // slots
+        in_place = self._drafting_role is Role.TARGET and group is not None and group.size > 1
+        share = GroupOfTarget(group).share if in_place and group is not None else None
+        follows = share is None or self.rank == self.topology.target_leader
+        guides = RowGuides(make_grammars, vocab, self.device, threads, share, follows=follows)
+        if spelling is not None and follows:
+            guides.prepare()
+        return guides
+
+    def _read_tokenizer(self) -> Tokenizer | None:
+        """The target's; the draft's is the same, and a host of drafts may have no other."""
+        config = self.config
+        for directory in (config.tokenizer or config.target.model, config.draft and config.draft.model):
+            with suppress(CheckpointError):  # rank 0 says so of its own
+                found = read_tokenizer(directory) if directory else None
+                if found is not None:
+                    return found
+        return None
 
     def _make_drafter(self) -> Drafter | None:
         """The method's drafter, where this rank is one of those that draft."""

@@ -38,6 +38,11 @@ class Tokenizer:
         self.path = path
         self._decodings: dict[bool, Decoding] = {}
 
+    def as_json(self) -> str:
+        """What tokenizer.json has, or would have."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the beginning-of-sequence token where the checkpoint's tokenizer adds one."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -8,18 +8,20 @@ engines wait for it. A plan begins with its round, 0 or more; what begins with a
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trtrun.core.guide import Guide
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 
 
 class _PlanHeader(NamedTuple):
     """The numbers in front of a plan: int64, little-endian. Those after round_index up to decode, and
-    the last two, count what follows."""
+    from given on, count what follows."""
 
     round_index: int
     dropped: int
@@ -32,18 +34,19 @@ class _PlanHeader(NamedTuple):
     redraft_from: int
     given: int
     lists: int
+    guides: int
     integers: int
     floats: int
 
 
 # Not numpy records: taking their fields one by one is what a short message would cost most.
-_PLAN_HEADER = struct.Struct("<13q")
+_PLAN_HEADER = struct.Struct("<14q")
 _ADMISSION = np.dtype(
     [
         (name, np.int64)
         for name in (
             "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
-            "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists",
+            "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists", "guide",
             "window", "ngram", "verified",
         )
     ]
@@ -61,7 +64,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 
 
 def encode_plan(plan: RoundPlan) -> bytes:
-    """The bytes of a plan: header, admissions, one pool of int64 and one of float64."""
+    """The bytes of a plan: header, admissions, one pool of int64 and one of float64, and guides as JSON."""
     integers: list[np.ndarray] = [
         np.asarray(plan.dropped_rows, dtype=np.int64),
         plan.block_updates.astype(np.int64).reshape(-1),
@@ -73,14 +76,19 @@ def encode_plan(plan: RoundPlan) -> bytes:
     ]
     lists: dict[int, TokenLists] = {}
     floats: list[np.ndarray] = []
-    records = b""
+    records = told = b""
     if plan.admissions:
         admissions = np.zeros(len(plan.admissions), dtype=_ADMISSION)
         lists = {id(admission.lists): admission.lists for admission in plan.admissions}
         lists.pop(id(NO_LISTS), None)
         places = {known: place for place, known in enumerate(lists)}
+        named = dict.fromkeys(admission.sampling.guided for admission in plan.admissions)
+        named.pop(None, None)
+        guides = {guide: place for place, guide in enumerate(named)}
+        told = json.dumps([*named]).encode() if named else b""
         for record, admission in zip(admissions, plan.admissions, strict=True):
             record["lists"] = places.get(id(admission.lists), -1)
+            record["guide"] = guides.get(admission.sampling.guided, -1)
             _encode_admission(record, admission, integers)
         for of_rows in lists.values():
             _encode_lists(of_rows, integers, floats)
@@ -97,11 +105,12 @@ def encode_plan(plan: RoundPlan) -> bytes:
         redraft_from=plan.redraft_from,
         given=len(plan.given_rows),
         lists=len(lists),
+        guides=len(told),
         integers=sum(map(len, integers)),
         floats=sum(map(len, floats)),
     )
     pools = (array.tobytes() for array in (*integers, *floats))
-    return b"".join((_PLAN_HEADER.pack(*header), records, *pools))
+    return b"".join((_PLAN_HEADER.pack(*header), records, *pools, told))
 
 
 def _encode_admission(record: np.void, admission: RowAdmission, integers: list[np.ndarray]) -> None:
@@ -156,7 +165,9 @@ def decode_plan(payload: bytes) -> RoundPlan:
         floats = _Pool(np.frombuffer(payload, dtype=np.float64, count=header.floats, offset=at))
         in_order = [(record, *_take_tokens(record, integers)) for record in records]
         lists = [_decode_lists(integers, floats) for _ in range(header.lists)]
-        admissions = tuple(_decode_admission(*of_row, [*lists, NO_LISTS]) for of_row in in_order)
+        told = payload[len(payload) - header.guides :]
+        guides = [*(Guide(*guide) for guide in (json.loads(told) if told else ())), None]
+        admissions = tuple(_decode_admission(*of_row, [*lists, NO_LISTS], guides) for of_row in in_order)
     return RoundPlan(
         round_index=header.round_index,
         dropped_rows=dropped,
@@ -189,14 +200,20 @@ def _decode_lists(integers: _Pool, floats: _Pool) -> TokenLists:
 
 
 def _decode_admission(
-    record: np.void, tokens: np.ndarray, draft_tokens: np.ndarray, lists: list[TokenLists]
+    record: np.void,
+    tokens: np.ndarray,
+    draft_tokens: np.ndarray,
+    lists: list[TokenLists],
+    guides: list[Guide | None],
 ) -> RowAdmission:
-    """`lists`: those of the plan, and last the one of no tokens, which is the place -1."""
+    """`lists` and `guides`: those of the plan, and last the one of no tokens, and none, which are the place -1."""
     values: dict[str, Any] = {name: int(record[name]) for name in _INTEGERS}
     values |= {name: float(record[name]) for name in _NUMBERS}
     values["logprobs"] = None if record["logprobs"] < 0 else int(record["logprobs"])
     if record["ngram"]:
         values["lookahead_config"] = tuple(int(record[name]) for name in _LOOKAHEAD)
+    if record["guide"] >= 0:
+        values["guided"] = guides[int(record["guide"])]
     return RowAdmission(
         row=int(record["row"]),
         request_id=int(record["request_id"]),

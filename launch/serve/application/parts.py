@@ -84,9 +84,11 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         ),
         section.max_body_bytes,
     )
+    prompts = PromptReader(model, tokenizer)
+    prompts.prepare_guides()  # while the engine starts
     front = Front(
         name,
-        PromptReader(model, tokenizer),
+        prompts,
         tokenizer,
         config.draft_len,
         door,

@@ -156,8 +156,8 @@ SHORT_BODY = 1 << 16
 
 
 MOST_OF_ALL_PROMPTS = 1 << 20
-"""Of one request, over its prompts: characters of words, and tokens that parameters name. Each prompt goes to the
-engine with its own."""
+"""Of one request, over its prompts: characters of words and guides, and tokens that parameters name. Each prompt goes
+to the engine with its own."""
 
 
 def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
@@ -196,16 +196,18 @@ def check_all_prompts(sampling: Iterable[SamplingParams]) -> None:
     if total > MOST_OF_ALL_PROMPTS:
         raise Refusal(
             Kind.INVALID,
-            f"stop, stop_sequences, bad_words, logit_bias, stop_token_ids and draft_token_ids hold {total} characters "
-            f"and tokens over all prompts; {MOST_OF_ALL_PROMPTS} are the most: send fewer prompts in a request",
+            f"stop, stop_sequences, bad_words, logit_bias, stop_token_ids, draft_token_ids and guided hold {total} "
+            f"characters and tokens over all prompts; {MOST_OF_ALL_PROMPTS} are the most: send fewer prompts in a "
+            "request",
         )
 
 
 def named_length(sampling: SamplingParams) -> int:
-    """Characters of the words, and tokens, that parameters name."""
+    """Characters of the words and of the guide, and tokens, that parameters name."""
     words = (*sampling.stop, *sampling.stop_sequences, *sampling.bad_words)
     tokens = (sampling.logit_bias, sampling.stop_token_ids, sampling.draft_token_ids)
-    return sum(map(len, words)) + sum(map(len, tokens))
+    guide = 0 if sampling.guided is None else len(sampling.guided.text)
+    return sum(map(len, words)) + sum(map(len, tokens)) + guide
 
 
 MOST_PROMPTS = 1024

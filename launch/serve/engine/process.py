@@ -199,12 +199,13 @@ class _Served:
             pass  # it is closed
 
     def _begin(self, requests: Sequence[Generate]) -> None:
-        """The front has checked them, and their bad words become tokens here, beside the rounds."""
+        """The front has checked them; their bad words become tokens, and their guides grammars, here, beside the
+        rounds."""
         arrivals = []
         for request in requests:
             sampling = request.sampling_params()
             recipient = Sending(self._outbox, request.request_id, self._hear_failure)
-            if sampling.bad_words:
+            if sampling.bad_words or sampling.guided:
                 with suppress(InvalidRequestError):  # told when it is added
                     self._llm.engine.prepare(sampling)
             arrivals.append(

@@ -24,7 +24,7 @@ from launch.serve.front.arrivals import ArrivalBatches, PromptTokens
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reading.readers import Found, Readers, ReadRequest
 from trtrun.api.prompts import Prompt, PromptReader
-from trtrun.core.outputs import NONE_ALLOWED, CompletionDelta
+from trtrun.core.outputs import OWN_FAULTS, CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
@@ -128,7 +128,7 @@ class Generation:
             for number, delta in await self._inbox.take():
                 choice = number * self._n + delta.index
                 if delta.error is not None:
-                    raise Refusal(Kind.INVALID if delta.error == NONE_ALLOWED else Kind.FAILED, delta.error)
+                    raise Refusal(Kind.INVALID if delta.error in OWN_FAULTS else Kind.FAILED, delta.error)
                 if delta.finish_reason is not None:
                     self._going_on.discard(choice)
                 self.usage.num_completion_tokens += len(delta.token_ids)
@@ -271,7 +271,10 @@ class Front:
         """Prompts as tokens, with parameters that the model can follow. All of them are short, for this is the event
         loop."""
         for parameters in distinct(sampling):
-            self._prompts.check(parameters)
+            if parameters.guided is None:
+                self._prompts.check(parameters)
+            else:  # a grammar may take a tenth of a second, in which the event loop serves others
+                await asyncio.to_thread(self._prompts.check, parameters)
         with self._arrivals.coming():
             return await self._tokens.encode(prompts)
 

@@ -109,6 +109,9 @@ ONE, ANY = (1,), (-1,)
 LOOKAHEAD_INPUTS = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 """In the order of SamplingParams.lookahead_config."""
 
+GUIDE_INPUTS = ("guided_decoding_guide_type", "guided_decoding_guide")
+"""Of later versions of the backend."""
+
 _COMMON_INPUTS = [
     *_optional("INT32", ONE, "end_id", "pad_id", "min_length", "beam_width", "num_return_sequences"),
     *_optional("INT32", ONE, "prompt_vocab_size"),
@@ -119,6 +122,7 @@ _COMMON_INPUTS = [
     *_optional("BOOL", ONE, "return_generation_logits", "return_kv_cache_reuse_stats"),
     *_optional("FP16", (-1, -1), "prompt_embedding_table", "lora_weights"),
     *_optional("INT32", (-1, 3), "lora_config"),
+    *_optional("BYTES", ONE, *GUIDE_INPUTS),
 ]
 _TEXT_INPUTS = [
     _needed("text_input", "BYTES", 1),

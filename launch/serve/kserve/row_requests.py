@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.kserve.models import BLS, LOOKAHEAD_INPUTS
+from launch.serve.kserve.models import BLS, GUIDE_INPUTS, LOOKAHEAD_INPUTS
 from launch.serve.kserve.requests import InferRequest
 from launch.serve.kserve.rows import Row, read_word_list
 from launch.serve.kserve.tensors import Array, refuse_input
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
 from trtrun.tokens.text import Tokenizer
 
@@ -50,6 +51,14 @@ _REASONS: Mapping[str, str] = {
     "draft_logits": "drafts are compared with the target's own tokens",
     "draft_acceptance_threshold": "drafts are accepted without loss alone",
 }
+
+_GUIDE_TYPES: Mapping[str, str] = {
+    "json": "json",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+}
+"""TensorRT-LLM's kinds of guides, and those of SamplingParams."""
 
 UNKEPT_OUTPUTS = ("context_logits", "generation_logits")
 """Outputs that are never there."""
@@ -176,6 +185,7 @@ def _read_sampling(row: Row, request: InferRequest, facts: ModelFacts) -> tuple[
     }
     values |= _read_choice(row, request)
     values |= _read_draft(row, request, facts)
+    values |= _read_guide(row)
     if row.has("end_id"):
         end_id = row.number("end_id", -1)
         if end_id < -1:
@@ -225,6 +235,27 @@ def _read_draft(row: Row, request: InferRequest, facts: ModelFacts) -> dict[str,
             raise refuse_input(missing, f"is missing beside {' and '.join(given)}: give all three or none")
         values["lookahead_config"] = tuple(row.number(name, 0) for name in LOOKAHEAD_INPUTS)
     return values
+
+
+def _read_guide(row: Row) -> dict[str, Any]:
+    """What a row's text must be."""
+    type_name, guide_name = GUIDE_INPUTS
+    kind, guide = row.text(type_name), row.text(guide_name)
+    if not kind:
+        if guide:
+            raise refuse_input(type_name, f"is missing beside {guide_name}: give {', '.join(_GUIDE_TYPES)}")
+        return {}
+    if kind == "json":
+        if guide:
+            raise refuse_input(
+                guide_name, "does not go with the type json, any JSON: give json_schema, or leave it out"
+            )
+        return {"guided": {"json": True}}
+    if kind not in _GUIDE_TYPES:
+        raise refuse_input(type_name, f"must be one of {', '.join(_GUIDE_TYPES)}, not {show_value(kind)}")
+    if not guide:
+        raise refuse_input(guide_name, f"is missing beside the type {kind}")
+    return {"guided": {_GUIDE_TYPES[kind]: guide}}
 
 
 def _read_prompt(row: Row) -> tuple[int, ...]:

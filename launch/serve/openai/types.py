@@ -26,6 +26,7 @@ from launch.serve.openai.calls import (
     read_text,
 )
 from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, names_of
+from launch.serve.openai.guided import read_guided
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
@@ -87,7 +88,7 @@ def _unknown(name: str, endpoint: Endpoint) -> Refusal:
     return Refusal(Kind.INVALID, f"unknown field {show_value(name)}{hint}", told, "unknown_field")
 
 
-SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs", "stop_sequences"}
+SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs", "stop_sequences", "guided"}
 """Fields of the API that are SamplingParams' own."""
 
 COMPLETION_TOKENS = 16
@@ -183,10 +184,16 @@ def _read_answering(
     # OpenAI's defaults, where trtrun's are greedy.
     sampling: dict[str, object] = {"temperature": 1.0, "max_tokens": max_tokens, "logprobs": logprobs}
     sampling |= {name: given[name] for name in SAMPLING_FIELDS & given.keys()}
+    asked = read_guided(given)
+    if asked is not None:
+        sampling["guided"] = {asked.kind: asked.value}
     try:
         parameters = SamplingParams.from_mapping(sampling)
     except InvalidRequestError as error:
-        raise _wrong_sampling(str(error), sent_as or {}) from None
+        line = str(error)
+        if asked is not None and line.startswith("guided"):
+            raise _wrong(asked.field, line.replace(f"guided.{asked.kind}", asked.name, 1)) from None
+        raise _wrong_sampling(line, sent_as or {}) from None
     request_id = given.get("request_id")
     if request_id is not None:
         if not isinstance(request_id, str) or not request_id.isascii() or not request_id.isprintable():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pipelines import prompt_of
@@ -16,6 +17,7 @@ from trtrun.errors import InvalidRequestError
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+RECORD: Any = {"regex": "[a-z]{4,9}(-[0-9]{2,4}){2,3}"}
 END, EASY = {0: 60.0}, {0: 4.0}
 CASES = {
     "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
@@ -25,6 +27,7 @@ CASES = {
     "logprobs": SamplingParams(max_tokens=16, temperature=1.0, seed=8, logprobs=3, ignore_eos=True),
     "min_tokens": SamplingParams(max_tokens=24, min_tokens=12, logit_bias=END),
     "end of sequence": SamplingParams(max_tokens=24, temperature=1.0, seed=2, logit_bias=EASY),
+    "guided": SamplingParams(max_tokens=24, temperature=1.0, seed=4, guided=RECORD),
     "bad words": SamplingParams(max_tokens=24, temperature=1.1, seed=3, bad_words=("e", "ab"), ignore_eos=True),
 }
 

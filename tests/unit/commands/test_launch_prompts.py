@@ -21,7 +21,8 @@ OPTIONS = (
     "--stop-sequence 5,6 --stop-sequence 7 "
     "--repetition-penalty 1.2 "
     "--presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 5=-100 --logit-bias 7=2.5 --bad-word no --logprobs 4 "
-    "--draft-len 3 --draft-token-id 8 --draft-token-id 9 --lookahead-config 5 4 3"
+    "--draft-len 3 --draft-token-id 8 --draft-token-id 9 --lookahead-config 5 4 3 "
+    '--guided {"choice":["yes","no"]}'
 )
 VALUES = {
     "max_tokens": 90, "min_tokens": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3, "n": 2,
@@ -30,6 +31,7 @@ VALUES = {
     "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     "logit_bias": {"5": -100.0, "7": 2.5}, "bad_words": ["no"], "logprobs": 4, "draft_len": 3,
     "draft_token_ids": [8, 9], "lookahead_config": [5, 4, 3],
+    "guided": {"choice": ["yes", "no"]},
 }  # fmt: skip
 
 
@@ -56,6 +58,12 @@ def test_every_sampling_parameter_has_an_option_that_means_the_same(tmp_path: Pa
 def test_options_that_are_not_given_are_not_there() -> None:
     assert sampling_of(run) == {}
     assert sampling_of(run, "--n", "1") == {"n": 1}
+
+
+@pytest.mark.parametrize("word", ["{", "json"])
+def test_a_guide_that_is_no_json_is_refused(word: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no JSON"):
+        sampling_of(run, "--guided", word)
 
 
 @pytest.mark.parametrize("word", ["5", "x=1", "5=x", "=", "5=1=2"])

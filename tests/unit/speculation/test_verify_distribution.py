@@ -14,6 +14,7 @@ from sampling_reference import admission, chi_square_p_value, reference_logits, 
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.sampling.token_masks import TokenMasks
 from trtrun.speculation.verify import verify
 
 VOCAB, ROWS, TOKENS, P_VALUE = 8, 24_000, 3, 1e-4
@@ -173,3 +174,44 @@ def test_chi_square_p_value_knows_right_from_wrong() -> None:
     assert chi_square_p_value(torch.tensor([exact, 1000 - exact]), torch.tensor([0.5, 0.5])) == pytest.approx(
         0.05, abs=1e-4
     )
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_masked_tokens_are_drawn_from_what_is_left(sampling: RowSampling, draft: str, use_logits: bool) -> None:
+    """Whether the draft knows the masks or not; the first token, and the one behind an accepted draft."""
+    rows, allowed = list(range(ROWS)), torch.tensor([[0, 1, 1, 0, 1, 1, 0, 1], [1, 1, 0, 1, 0, 1, 1, 0]]) == 1
+    bits = (allowed.to(torch.int32) << torch.arange(VOCAB, dtype=torch.int32)).sum(dim=1, dtype=torch.int32)
+    masks = TokenMasks(torch.arange(2, dtype=torch.int32).expand(ROWS, -1), bits.view(2, 1))
+    lengths, token_ids = torch.full((ROWS,), len(PROMPT)), torch.zeros((ROWS, 8), dtype=torch.int32)
+    token_ids[:, : len(PROMPT)] = torch.tensor(PROMPT)
+    raw = DRAFTS[draft][PROMPT[-1]].expand(ROWS, 1, -1)
+    processed = sampling.process(raw, rows, lengths, token_ids)
+    drafted = sampling.choose(processed, rows, lengths, Stream.DRAFT if use_logits else Stream.TARGET)
+    logits = torch.stack((TARGET_LOGITS[PROMPT[-1]].expand(ROWS, -1), TARGET_LOGITS[drafted[:, 0]]), dim=1)
+    found = verify(
+        logits,
+        sampling,
+        rows,
+        lengths,
+        token_ids,
+        drafted,
+        torch.ones_like(lengths),
+        sampling.probabilities(processed) if use_logits else None,
+        rows if use_logits else (),
+        masks=masks,
+    )
+    params = SamplingParams.from_mapping(SETTINGS)
+
+    def left(tokens: tuple[int, ...], mask: torch.Tensor) -> list[float]:
+        kept = TARGET_LOGITS[tokens[-1]].masked_fill(~mask, -torch.inf).tolist()
+        return softmax(reference_logits(kept, [*tokens], params, len(PROMPT)))
+
+    first = left(PROMPT, allowed[0])
+    counts = found.tokens[:, 0].bincount(minlength=VOCAB)
+    assert chi_square_p_value(counts, torch.tensor(first, dtype=torch.float64)) > P_VALUE
+    kept = found.num_tokens == 2
+    usual = int(found.tokens[kept, 0].mode().values)
+    behind = found.tokens[kept & (found.tokens[:, 0] == usual), 1].bincount(minlength=VOCAB)
+    second = torch.tensor(left((*PROMPT, usual), allowed[1]), dtype=torch.float64)
+    assert int(behind.sum()) > 500 and chi_square_p_value(behind, second) > P_VALUE

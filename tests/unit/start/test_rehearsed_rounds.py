@@ -60,6 +60,7 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
         drafted = 0 if name == "none" else 3
         kinds = [admission.sampling for plan in plans for admission in plan.admissions if admission.row == 0]
         assert len({(kind.temperature, kind.top_k, kind.top_p) for kind in kinds}) == 3, "greedy, sampled, cut"
+        assert {kind.is_greedy for kind in kinds if kind.guided} == {True, False}, "and guided"
         assert {max(plan.draft_lens, default=0) for plan in plans} == set(range(drafted + 1))
         assert any(chunk.is_last for plan in plans for chunk in plan.prefill) == (max_rows > 1)
         held = set[int]()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtrun.core.guide import Guide
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.first_uses import FirstUses
@@ -35,6 +36,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.integers(0, 20)),
         lookahead_config=draw(st.just(()) | st.tuples(*[st.integers(1, 32)] * 3)),
+        guided=draw(st.none() | st.builds(Guide, st.sampled_from(["json", "regex"]), st.text(min_size=1, max_size=9))),
     )
 
 

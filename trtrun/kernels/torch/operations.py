@@ -145,6 +145,17 @@ class TorchOperations:
         """
         store[:, :, target, :, offset] = store[:, :, source, :, offset]
 
+    def mask_tokens(self, logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        """A copy of logits [R, P, V] float32 with -inf where a token may not be taken; `places` and `bits` as in
+        sampling/token_masks.py."""
+        output, vocabulary = logits.clone(memory_format=torch.contiguous_format), logits.shape[-1]
+        lines, steps = output.view(-1, vocabulary), kept_range(0, 32, logits.device)
+        for line, place in zip(lines.unbind(), places.flatten().unbind(), strict=True):
+            words = bits.index_select(0, place.clamp(min=0).unsqueeze(0))[0]
+            is_forbidden = ((words.unsqueeze(1) >> steps) & 1).view(-1)[:vocabulary] == 0
+            line.masked_fill_(is_forbidden & (place >= 0), -torch.inf)
+        return output
+
     def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
         """Where the largest number of each row [..., width] float32 stands, the first one where several are: [...]."""
         return numbers.argmax(dim=-1)

@@ -16,7 +16,7 @@ from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul
 from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
 from trtrun.kernels.triton.matmul import TritonMatmul
 from trtrun.kernels.triton.paged_attention import PagedAttention
-from trtrun.kernels.triton.sampling import acceptance
+from trtrun.kernels.triton.sampling import acceptance, token_masks
 from trtrun.kvcache.formats import PLAIN, KVFormat
 
 
@@ -114,6 +114,10 @@ class TritonOperations(TorchOperations):
     ) -> None:
         """See TorchOperations."""
         store_copies.copy_tokens(store, source, target, offset)
+
+    def mask_tokens(self, logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        """See TorchOperations."""
+        return token_masks.mask_tokens(logits, places, bits)
 
     def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
         """See TorchOperations. A number that is not finite, but for -inf, is the largest."""

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.ahead.chains import Chains
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
@@ -80,6 +81,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._given = HostGivenDrafts(self._vocab_size)
         self._has_given: set[int] = set()
         self._host_texts: HostTexts | None = None
+        self._guides: RowGuides | None = None
         if options is not None and options.enable_suffix_decoding:
             columns = engine.rows.token_ids.shape[1]
             self._host_texts = HostTexts(space.first_row, columns, self._vocab_size, options)
@@ -95,6 +97,10 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         alone."""
         for count in sorted({1, *self._guess_steps} - {0}, reverse=True):
             self._chains.warm_up(count)
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter: what must follow goes before what the model has foreseen."""
+        self._guides = guides
 
     def release_rows(self, plan: RoundPlan) -> None:
         """See Drafter."""
@@ -127,6 +133,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._texts}
         self._take_given(plan, asked)
+        self._take_forced(asked)
         looked_up = self._take_looked_up(asked)
         self._take_hits(asked)
         missing = {row: most for row, most in asked.items() if not self._texts[row].draft}
@@ -263,10 +270,25 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             tokens = self._given.behind(row, text.length, asked[row])
             if not tokens:
                 continue
-            self._put(row, tokens)
-            if self._use_logits and self._engine.rows.sampling.sampled_indices([row]):
-                certain = device_integers(tokens, self._engine.device)
-                self._probs[row] = functional.one_hot(certain, self._vocab_size).to(torch.float32)
+            self._put_certain(row, tokens)
+
+    def _take_forced(self, asked: dict[int, int]) -> None:
+        """Where a row is guided and some tokens must follow, these are its draft, unless that begins with them or is
+        their beginning and goes on with what the model says."""
+        if self._guides is None:
+            return
+        for row, tokens in zip(asked, self._guides.forced_behind(asked), strict=True):
+            hit = self._hits.get(row)
+            foreseen = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
+            if tokens and foreseen[: len(tokens)] != tokens and max(tokens) < self._vocab_size:
+                self._put_certain(row, tokens)
+
+    def _put_certain(self, row: int, tokens: list[int]) -> None:
+        """Tokens that are no sample are a row's draft."""
+        self._put(row, tokens)
+        if self._use_logits and self._engine.rows.sampling.sampled_indices([row]):
+            certain = device_integers(tokens, self._engine.device)
+            self._probs[row] = functional.one_hot(certain, self._vocab_size).to(torch.float32)
 
     def _take_looked_up(self, asked: dict[int, int]) -> dict[int, int]:
         """Where what stood before says as much as what was foreseen it is a row's draft; how many tokens, by row."""

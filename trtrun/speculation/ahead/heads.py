@@ -17,6 +17,7 @@ import torch
 
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.head_chains import HeadChains, Walk
@@ -136,6 +137,9 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         tokens, _ = self._draft(plan, listed, [missing[row] for row in listed], given)
         for row, of_row in zip(listed, tokens.tolist(), strict=True):
             self._texts[row].draft = of_row[: missing[row]]
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter: it asks nobody."""
 
     @inference
     def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:

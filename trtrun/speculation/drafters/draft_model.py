@@ -13,6 +13,7 @@ import torch
 
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.guiding.row_guides import RowGuides, Walk
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
@@ -49,11 +50,16 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         self._vocab_size = min(engine.vocab_size, target_vocab_size)
         self._stream = Stream.DRAFT if use_logits else Stream.TARGET
         self._given = TextDrafts(engine.rows, self._vocab_size, options)
+        self._guides: RowGuides | None = None
 
     @property
     def rows(self) -> Rows:
         """See Drafter."""
         return self._engine.rows
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter: the model's choices are among what may follow, so that what must follow is proposed, too."""
+        self._guides = guides
 
     def release_rows(self, plan: RoundPlan) -> None:
         """See Drafter."""
@@ -98,6 +104,10 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         tokens[places] = drafted
         return Draft(tokens, draft_lens, probs, num_suffix_tokens=found)
 
+    def _walk(self, row_list: list[int]) -> Walk | None:
+        """What may follow rows and their drafts; None where none of them is guided."""
+        return None if self._guides is None else self._guides.walk(row_list)
+
     def _catch_up(self, plan: RoundPlan, row_list: list[int], rows: torch.Tensor, lacking: list[int]) -> torch.Tensor:
         """Feed `rows` [R] what they lack, at most `lacking` tokens each; logits [R, vocab] after the newest."""
         return self._engine.catch_up(rows, lacking, plan.max_context)
@@ -123,6 +133,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             self._feed_whole(plan, rows, lacking, given.tokens, most)
             return given.tokens, None
         logits = self._catch_up(plan, row_list, rows, lacking)
+        walk = self._walk(row_list)  # which waits for the verdict before, while the device catches up
         state = self._engine.rows
         lengths = state.lengths.index_select(0, rows)
         chosen, probabilities = [], []
@@ -131,7 +142,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             needed = kept_range(1, plan.draft_len, rows.device) < kept_integers(most, rows.device).unsqueeze(1)
             positions = torch.where(needed, positions, -1)
         tables = self._engine.tables(rows, plan.max_context)
-        if self._engine.has_graphs and not picks and given is None:
+        if self._engine.has_graphs and not picks and given is None and walk is None:
             chained = self._chain(row_list, lengths, positions, tables, logits)
             if chained is not None:
                 return chained, None
@@ -143,6 +154,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         for step in range(plan.draft_len):
             where = lengths + step
             raw = logits[:, : self._vocab_size].unsqueeze(1)
+            raw = raw if walk is None else walk.masks().apply(raw)
             found = distributions_of(state.sampling, raw, row_list, where, state.token_ids, None, plan.max_context)
             token = found.choose(self._stream).squeeze(1)
             if given is not None:
@@ -153,6 +165,8 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             if step + 1 < plan.draft_len:
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
                 state.token_ids[rows, where] = token.to(torch.int32)
+                if walk is not None:
+                    walk.tell(token)
                 logits = self._engine.decode(batches[step], token)
         tokens = torch.stack(chosen, dim=1)
         return tokens, self._known_probs(torch.cat(probabilities, dim=1), tokens, picks, given) if picks else None

@@ -27,6 +27,7 @@ from trtrun.configuration.dynamic_tree import DynamicTree
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
@@ -89,6 +90,10 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
             if count == most:
                 return
             count = min(2 * count, most)
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter."""
+        self._given.guide(guides)
 
     def release_rows(self, plan: RoundPlan) -> None:
         """See Drafter."""

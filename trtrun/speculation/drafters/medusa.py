@@ -24,6 +24,7 @@ from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
+from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import Distributions, distributions_of
 from trtrun.sampling.likeliest import likeliest
 from trtrun.sampling.random import Stream
@@ -108,6 +109,10 @@ class MedusaDrafter(Drafter):
             if count == len(self._hidden):
                 return
             count = min(2 * count, len(self._hidden))
+
+    def guide(self, guides: RowGuides) -> None:
+        """See Drafter."""
+        self._given.guide(guides)
 
     def release_rows(self, plan: RoundPlan) -> None:
         """See Drafter."""

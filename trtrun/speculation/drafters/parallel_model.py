@@ -15,6 +15,7 @@ import torch
 
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
+from trtrun.guiding.row_guides import Walk
 from trtrun.sampling.distributions import distributions_of
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 from trtrun.speculation.protocols import DraftEngine, PreparedStep
@@ -76,7 +77,7 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
         logits = self._engine.look_ahead(rows, counts, places, self._mask_token, plan.max_context)
         logits = logits[:, :, : self._vocab_size]
         lengths = self._engine.rows.lengths.index_select(0, rows)
-        tokens, probs = self._choose(plan, row_list, rows, lengths, logits, picks, given)
+        tokens, probs = self._choose(plan, row_list, rows, lengths, logits, picks, given, self._walk(row_list))
         return tokens, self._known_probs(probs, tokens, picks, given) if probs is not None else None
 
     def _choose(
@@ -88,14 +89,16 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
         logits: torch.Tensor,
         picks: list[int],
         given: Suggestion | None,
+        walk: Walk | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From logits [R, draft_len, vocab] tokens [R, draft_len], and of `picks` their distributions; place by place
-        where a choice looks at the tokens before it."""
+        where a choice looks at the tokens before it, or `walk` says what may follow."""
         state, chosen, probabilities = self._engine.rows, [], []
         needs_history = state.sampling.needs_history(row_list)
-        parts = torch.split(logits, 1, dim=1) if needs_history else (logits,)
+        parts = torch.split(logits, 1, dim=1) if needs_history or walk is not None else (logits,)
         for step, part in enumerate(parts):
             where = lengths + step
+            part = part if walk is None else walk.masks().apply(part)
             found = distributions_of(state.sampling, part, row_list, where, state.token_ids, None, plan.max_context)
             tokens = found.choose(self._stream)
             if given is not None:
@@ -107,4 +110,6 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
             if needs_history and step + 1 < len(parts):
                 # Scratch behind the row's length, which a verdict overwrites.
                 state.token_ids[rows, where] = tokens[:, 0].to(torch.int32)
+            if walk is not None:
+                walk.tell(tokens[:, 0])
         return torch.cat(chosen, dim=1), torch.cat(probabilities, dim=1) if picks else None

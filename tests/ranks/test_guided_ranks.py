@@ -1,0 +1,65 @@
+"""Guided rows over real ranks: drafted ahead on a rank of its own, by groups that share devices, and from texts on all
+target ranks alike; texts are plain guided decoding's of one process.
+
+Each test runs a whole job as test_jobs.py does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job
+from mpi4py import MPI
+from pipelines import noisy_copy, tokens_of
+
+from trtrun import LLM, SamplingParams
+
+pytestmark = pytest.mark.mpi
+
+METHODS: dict[str, dict[str, Any]] = {"1+1": {}, "ab+ba": {}, "no draft, 2": {"method": "ngram"}}
+GUIDES: list[Any] = [
+    {"json": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}},
+    {"regex": "[0-9]{2}-[a-z]{3}(, [A-Z]{2})*"},
+    {"choice": ["the first of them", "the second of them"]},
+    None,
+]
+ONE_SLOT = ((), ("cpu:0",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same `target` and `noisy`, with a tokenizer, for all ranks."""
+    path = None
+    if MPI.COMM_WORLD.rank == 0:
+        path = tmp_path_factory.mktemp("guided")
+        target = make_checkpoint(path / "target", seed=1, num_hidden_layers=2, tokenizer=True, eos_token_id=0)
+        noisy_copy(path / "noisy", target, 0.05)
+    shared: Path = MPI.COMM_WORLD.bcast(path)
+    return shared
+
+
+def use(llm: LLM) -> dict[str, Any]:
+    """Guided rows and others, greedy and sampled."""
+    sampling = [
+        SamplingParams(max_tokens=COUNT, guided=guide, temperature=temperature, seed=7)
+        for guide in GUIDES
+        for temperature in (0.0, 1.0)
+    ]
+    asked = [(prompts()[place % 6], one) for place, one in enumerate(sampling)]
+    outputs = llm.generate([prompt for prompt, _ in asked], [one for _, one in asked])
+    origins = [output.completions[0].token_origins for output in outputs]
+    return {"texts": tokens_of(outputs), "choices": origins[4:6]}
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name in HERE])
+def test_guided_texts_are_those_of_one_process(folder: Path, name: str) -> None:
+    sections: dict[str, Any] = {"speculation": {"draft_len": 3, **METHODS[name]}}
+    found = run_job(job_configuration(folder, HERE[name], **sections), use)
+    if found is None:
+        return
+    assert found["texts"] == alone(job_configuration(folder, ONE_SLOT), use)["texts"]
+    # What must follow is drafted: only where the texts part may a draft be wrong.
+    assert all(origins.count("r") <= 1 and origins.count("a") > 6 for origins in found["choices"]), found["choices"]

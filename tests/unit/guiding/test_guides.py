@@ -1,0 +1,277 @@
+"""Guides: what may ask for one, what is wrong with them and where, and what their matchers allow."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, LLParserLimits
+
+from trtrun import SamplingParams
+from trtrun.configuration.model_paths import ASSETS
+from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide
+from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Verdict
+from trtrun.errors import InvalidRequestError
+from trtrun.guiding import grammars as grammars_module
+from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.host_copies import HostDraft
+from trtrun.guiding.masks import MaskMaker, mask_jobs
+from trtrun.guiding.row_guide import RowGuide
+from trtrun.guiding.row_guides import RowGuides
+from trtrun.guiding.vocabulary import Spelling
+from trtrun.tokens.text import Tokenizer, read_tokenizer
+
+VOCABULARY, EOS = 4096, 0
+_NONE = np.zeros(0, dtype=np.int32)
+PLAN = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NONE, _NONE, max_context=1)
+COMPACT = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {"name": {"enum": ["forty two", "forty three"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LOOSE = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"enum": ["x", "yy", "zzz"]}}},
+    "required": ["a", "b"],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = read_tokenizer(ASSETS / "target")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+
+
+def guide_of(value: object) -> Guide:
+    guide = SamplingParams(guided=value).guided  # type: ignore[arg-type]
+    assert guide is not None
+    return guide
+
+
+def allowed(matcher: LLMatcher) -> list[int]:
+    """The tokens that may come next."""
+    bits = torch.zeros((1, VOCABULARY // 32), dtype=torch.int32)
+    matcher.unsafe_compute_mask_ptr(bits.data_ptr(), VOCABULARY // 8)
+    return tokens_of(bits[0])
+
+
+def tokens_of(bits: torch.Tensor) -> list[int]:
+    return ((bits.unsqueeze(1) >> torch.arange(32)) & 1).flatten().nonzero().flatten().tolist()
+
+
+def test_guides_travel_as_they_came() -> None:
+    for value in ({"json": LOOSE}, {"regex": "a+"}, {"choice": ["yes", "é"]}, {"grammar": 'start: "a"'}):
+        sampling = SamplingParams(guided=value)  # type: ignore[arg-type]
+        told = json.loads(json.dumps(sampling.as_mapping()))
+        assert SamplingParams.from_mapping(told) == SamplingParams.from_checked(told) == sampling
+    assert guide_of({"json": json.dumps(LOOSE)}) == guide_of({"json": LOOSE, "regex": None})
+    assert guide_of({"json_object": True}) == guide_of({"json": {"type": "object"}})
+    assert SamplingParams(guided={"json_object": False}).guided is None  # type: ignore[arg-type]
+    assert list(json.loads(guide_of({"json": COMPACT}).text)["properties"]) == ["name", "age"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"jsn": {}}, "guided: unknown kind \"jsn\" (did you mean 'json'?)"),
+        ({"json": {}, "regex": "a"}, "guided must have one of json, json_object, regex, choice, grammar, and has json"),
+        ({}, "and has nothing"),
+        ("json", "guided must be an object such as"),
+        ({"json": 3}, "guided.json must be a JSON schema, which is an object, not 3"),
+        ({"json": "{"}, "guided.json is no JSON: Expecting"),
+        ({"json": '{"a":1,"a":2}'}, 'the key "a" stands twice'),
+        ({"json": {"const": float("nan")}}, "guided.json cannot be written as JSON"),
+        ({"choice": []}, "guided.choice must be a list of texts"),
+        ({"choice": ["a", 1]}, "guided.choice must be a list of texts"),
+        ({"choice": ["\ud800"]}, "half of a surrogate pair"),
+        ({"regex": ""}, "guided.regex must be a text that is not empty"),
+        ({"regex": "x" * (MOST_GUIDE_CHARACTERS + 1)}, "131072 are the most"),
+        ({"json_object": 1}, "guided.json_object must be true or false"),
+    ],
+)
+def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        SamplingParams(guided=value)  # type: ignore[arg-type]
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"json": {"properties": {"a": {"items": {"type": "strin"}}}}}, "at /properties/a/items: Invalid type: strin"),
+        ({"json": {"$defs": {"x": {"minLength": -1, "type": "string"}}, "$ref": "#/$defs/x"}}, "at /$defs/x: Expected"),
+        ({"json": {"properties": {"a/b": {"$ref": "#/definitions/x"}}}}, "at /properties/a~1b: Pointer"),
+        ({"json": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(a"}]}}, "at /anyOf/1: regex"),
+        ({"json": {"type": "object", "properties": 5}}, "at its root: properties must be an object"),
+        ({"regex": "(a"}, "the regular expression cannot be followed: at 1(8): invalid regex"),
+        ({"regex": "(?=a)b"}, "look-ahead and look-behind, is not supported"),
+        ({"grammar": "start: foo"}, 'the grammar cannot be followed: at 1(8): unknown name: "foo"'),
+        ({"grammar": "root ::= foo"}, "Rule 'foo' not found"),
+        ({"grammar": "hello"}, "Expected ::= at line 1"),
+        ({"grammar": "root ::= root"}, "no text is as it says"),
+        ({"regex": "a{9999}"}, "leaves no choice for 9999 tokens; 8192 are the most"),
+    ],
+)
+def test_what_cannot_be_followed_is_said_with_its_place(grammars: Grammars, value: object, said: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        grammars.check(guide_of(value))
+    assert said in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_grammars_are_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = guide_of({"regex": "[a-c]{3}"})
+    grammars.check(guide)
+    monkeypatch.setattr(grammars_module, "_grammar", lambda guide: pytest.fail("compiled again"))
+    first, second = grammars.matcher(guide), grammars.matcher(guide)
+    token = allowed(first)[0]
+    assert first.consume_token(token)
+    assert allowed(first) != allowed(second)
+
+
+def test_without_a_tokenizer_or_an_end_nothing_is_guided(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="needs a tokenizer"):
+        Spelling.of(None, VOCABULARY, (EOS,))
+    with pytest.raises(InvalidRequestError, match="names none"):
+        Spelling.of(tokenizer, VOCABULARY, ())
+
+
+@pytest.mark.parametrize("schema", [COMPACT, LOOSE])
+def test_what_may_come_next_depends_on_the_text_alone(grammars: Grammars, schema: dict[str, Any]) -> None:
+    """Not on how a matcher has come there: by what it was asked on the way, at once, or on a fork."""
+    for seed in range(12):
+        choose = random.Random(seed)
+        walking, text = grammars.matcher(guide_of({"json": schema})), list[int]()
+        for _ in range(30):
+            options = allowed(walking)
+            at_once = grammars.matcher(guide_of({"json": schema}))
+            assert not text or at_once.consume_tokens(text)
+            fork = walking.deep_copy()
+            assert allowed(at_once) == allowed(fork) == options
+            forced = walking.compute_ff_tokens()
+            assert not forced or options == forced[:1]
+            fork.try_consume_tokens([choose.choice(options)])
+            text.append(choose.choice(options))
+            assert walking.consume_token(text[-1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_masks_of_a_draft_are_those_of_its_tokens(grammars: Grammars, tokenizer: Tokenizer, threads: int) -> None:
+    matcher = grammars.matcher(guide_of({"json": COMPACT}))
+    chain = tokenizer.encode('{"name":"forty t', add_special_tokens=False)
+    (wrong,) = tokenizer.encode("x", add_special_tokens=False)
+    draft = HostDraft(
+        Draft(torch.tensor([[*chain, wrong, wrong], [*chain, wrong, wrong]]), torch.tensor([len(chain) + 2, 2]))
+    )
+    width = len(chain) + 3
+    jobs = [job for place in range(3) for job in mask_jobs(matcher.deep_copy(), place * width, draft, place)]
+    bits = torch.zeros((3 * width, VOCABULARY // 32), dtype=torch.int32)
+    MaskMaker(VOCABULARY, threads).fill(bits, jobs)
+    for place, known in enumerate((len(chain), 2, 0)):
+        walking = matcher.deep_copy()
+        for step in range(width):
+            found = tokens_of(bits[place * width + step])
+            assert found == (allowed(walking) if step <= known else [])
+            if step < known:
+                assert walking.consume_token(chain[step])
+
+
+def test_masks_of_a_tree_are_those_of_its_nodes(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    matcher = grammars.matcher(guide_of({"choice": ["yes", "yes sir", "no"]}))
+    yes, no, wrong = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("y", "no", "x"))
+    tokens = torch.tensor([[EOS, no, wrong, yes, wrong]])
+    paths = torch.tensor([[[1, 0, -1], [3, 2, 4], [2, 4, -1]]])
+    jobs = mask_jobs(matcher, 0, HostDraft(Draft(tokens, torch.tensor([3]), paths=paths)), 0)
+    bits = torch.zeros((6, VOCABULARY // 32), dtype=torch.int32)
+    MaskMaker(VOCABULARY, 1).fill(bits, jobs)
+    found = [tokens_of(line) for line in bits]
+    after_yes = matcher.deep_copy()
+    assert after_yes.consume_token(yes)
+    assert found[0] == allowed(matcher) and {yes, no} <= {*found[0]} and wrong not in found[0]
+    assert found[1 + 1] == [EOS] and found[1 + 3] == allowed(after_yes)
+    assert found[1 + 2] == found[1 + 4] == []  # not reached
+
+
+def test_a_text_that_is_not_its_grammars_ends_there(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    guide = RowGuide(grammars.matcher(guide_of({"choice": ["no"]})))
+    (no,) = tokenizer.encode("no", add_special_tokens=False)
+    guide.follow([no, EOS, EOS])
+    assert guide.matcher is not None and allowed(guide.matcher) == [EOS]
+    guide.follow([no])
+    assert guide.matcher is None
+
+
+def test_a_bound_that_others_have_used_up_is_ones_own_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matchers of one grammar share their lexer's states: which of them finds none left depends on the others."""
+    few = LLParserLimits(max_lexer_states=200, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "limits", lambda: few)
+    guide = guide_of({"regex": "((a|b)*a(a|b){9}c?){2,9}((a|b)*b(a|b){8}d?)*"})
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
+    guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
+    for seed in range(4):
+        choose = random.Random(seed)
+        text = [choose.choice(letters) for _ in range(30)]
+        admission = RowAdmission(0, seed, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
+        guides.begin_round(replace(PLAN, admissions=(admission,)))
+        for token in text:
+            masks = guides.masks([0], 0)
+            assert masks is not None and {*letters} <= {*tokens_of(masks.bits[0])}, seed
+            guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[token]])))
+
+
+def test_a_row_that_holds_others_up_ends(grammars: Grammars) -> None:
+    guide = RowGuide(grammars.matcher(guide_of({"choice": ["no"]})))
+    for seconds in (1.0, 0.01, 1.0, 1.0, 0.02, 1.0):
+        guide.count_slow(seconds)
+        assert guide.matcher is not None, "the first masks of a grammar may take long"
+    guide.count_slow(1.0)
+    assert guide.matcher is None
+
+
+def test_a_row_is_not_begun_anew_again_and_again(grammars: Grammars) -> None:
+    begun: list[LLMatcher] = []
+
+    def begin() -> LLMatcher:
+        begun.append(grammars.matcher(guide_of({"regex": "a*"})))
+        return begun[-1]
+
+    guide = RowGuide(None, (), begin)
+    assert guide.renew() is begun[0] and guide.renew() is None and len(begun) == 1
+
+
+def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no end of the text, which the engine's own would be."""
+    few = LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "limits", lambda: few)
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    guide = guide_of({"regex": "((a|b)*a(a|b){9}c?){2,9}((a|b)*b(a|b){8}d?)*"})
+    guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
+    admission = RowAdmission(0, 0, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
+    guides.begin_round(replace(PLAN, admissions=(admission,)))
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
+    choose, num_made = random.Random(1), 0
+    while True:
+        masks = guides.masks([0], 0)
+        assert masks is not None
+        found = {*tokens_of(masks.bits[0])}
+        if not found:
+            break
+        assert {*letters} <= found, num_made
+        guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[choose.choice(letters)]])))
+        num_made += 1
+    assert num_made > 5

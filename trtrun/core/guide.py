@@ -1,0 +1,122 @@
+"""What the text of a request must be: JSON of a schema, a match of a regular expression, one of some texts, or a
+sentence of a grammar.
+
+Values as they come with requests become one kind and one text, which travels to the ranks. It knows JSON. It does not
+know what a schema or a grammar means, tokens or models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from trtrun.core.values import check_characters, check_words, show_value, unique_keys
+from trtrun.errors import InvalidRequestError, nearest, one_line
+
+MOST_GUIDE_CHARACTERS = 1 << 17
+"""Of one guide, as text."""
+
+
+class Guide(NamedTuple):
+    """What a text must be.
+
+    Attributes:
+        kind: json, regex, choice or grammar.
+        text: the schema as JSON, the regular expression, a list of texts as JSON, or the grammar.
+    """
+
+    kind: str
+    text: str
+
+
+def read_guide(name: str, value: object) -> Guide | None:
+    """A guide of an object of one key, as `SamplingParams.guided` says, or of the pair that a Guide becomes in JSON.
+
+    Raises:
+        InvalidRequestError: it is something else, or holds what cannot be a guide.
+    """
+    if value is None or isinstance(value, Guide):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+        value = {value[0]: value[1]} if isinstance(value[0], str) else value
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{name} must be an object such as {_EXAMPLE}, not {show_value(value)}")
+    given = {kind: of_kind for kind, of_kind in value.items() if of_kind is not None}
+    for kind in given:
+        if kind not in _READERS:
+            raise InvalidRequestError(f"{name}: unknown kind {show_value(kind)}{nearest(str(kind), _READERS)}")
+    if len(given) != 1:
+        said = " and ".join(sorted(given)) if given else "nothing"
+        raise InvalidRequestError(f"{name} must have one of {', '.join(_READERS)}, and has {said}")
+    ((kind, of_kind),) = given.items()
+    guide = _READERS[kind](f"{name}.{kind}", of_kind)
+    if guide is not None and len(guide.text) > MOST_GUIDE_CHARACTERS:
+        raise InvalidRequestError(
+            f"{name}.{kind} is {len(guide.text)} characters long; {MOST_GUIDE_CHARACTERS} are the most"
+        )
+    return guide
+
+
+def _read_json(name: str, value: object) -> Guide:
+    if isinstance(value, str):
+        value = _parse(name, value)
+    if not isinstance(value, Mapping | bool):
+        raise InvalidRequestError(f"{name} must be a JSON schema, which is an object, not {show_value(value)}")
+    return Guide("json", _dump(name, value))
+
+
+def _read_json_object(name: str, value: object) -> Guide | None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be true or false, not {show_value(value)}")
+    return Guide("json", '{"type":"object"}') if value else None
+
+
+def _read_choice(name: str, value: object) -> Guide:
+    if isinstance(value, str):
+        value = _parse(name, value)
+    if not isinstance(value, Sequence) or not value or not all(isinstance(text, str) for text in value):
+        raise InvalidRequestError(f"{name} must be a list of texts, not {show_value(value)}")
+    check_words(name, value)
+    for text in value:
+        check_characters(name, text)
+    return Guide("choice", _dump(name, list(value)))
+
+
+def _reader_of_text(kind: str) -> Callable[[str, object], Guide]:
+    def read(name: str, value: object) -> Guide:
+        if not isinstance(value, str) or not value:
+            raise InvalidRequestError(f"{name} must be a text that is not empty, not {show_value(value)}")
+        check_characters(name, value)
+        return Guide(kind, value)
+
+    return read
+
+
+_READERS: Mapping[str, Callable[[str, object], Guide | None]] = {
+    "json": _read_json,
+    "json_object": _read_json_object,
+    "regex": _reader_of_text("regex"),
+    "choice": _read_choice,
+    "grammar": _reader_of_text("grammar"),
+}
+_EXAMPLE = '{"json": {"type": "object"}}'
+
+
+def _parse(name: str, text: str) -> object:
+    if len(text) > MOST_GUIDE_CHARACTERS:
+        raise InvalidRequestError(f"{name} is {len(text)} characters long; {MOST_GUIDE_CHARACTERS} are the most")
+    try:
+        value: object = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} is no JSON: {one_line(error)}") from None
+    return value
+
+
+def _dump(name: str, value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} cannot be written as JSON: {one_line(error)}") from None
+    check_characters(name, text)
+    return text

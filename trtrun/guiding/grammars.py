@@ -1,0 +1,213 @@
+"""Guides as grammars: compiled within bounds, kept by content, and where they are wrong, said where.
+
+A matcher of a grammar follows a text token by token, and knows which tokens may come next (llguidance: an Earley parser
+over a lexer of derivatives of regular expressions). It knows guides and the grammar engine. It does not know rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from trtrun.core.guide import Guide
+from trtrun.core.values import cut_text
+from trtrun.errors import InvalidRequestError
+
+_MOST_KEPT = 64
+_MOST_LOOKED_AT = 200
+"""Parts of a schema that are tried on their own to find the one that is wrong."""
+_MOST_SAID = 300
+_MOST_FORCED = 8192
+
+_WORDS = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of texts",
+    "grammar": "grammar",
+}
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+"""Where a JSON schema has others in a list, by name, and one."""
+
+
+def limits() -> LLParserLimits:
+    """What a grammar may take: about 20 ms to build, 15 ms and 2.5 ms at worst for the lexer and the parser of a
+    position, and memory for 50,000 states of the lexer, of one to two kilobytes each."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=20_000,
+        max_items_in_row=1_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+@lru_cache(maxsize=2)
+def grammars_of(tokens: LLTokenizer) -> Grammars:
+    """Those of a vocabulary, which all in a process share."""
+    return Grammars(tokens)
+
+
+class Grammars:
+    """The grammars of one vocabulary, the last ones compiled."""
+
+    def __init__(self, tokens: LLTokenizer) -> None:
+        """Compile for `tokens`. From any thread."""
+        self._tokens = tokens
+        self._lock = Lock()
+        self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, as masks have them."""
+        return self._tokens.vocab_size
+
+    def has(self, guide: Guide) -> bool:
+        """Whether a guide is compiled."""
+        return guide in self._kept
+
+    def check(self, guide: Guide) -> None:
+        """Compile a guide, unless it is among the last ones.
+
+        Raises:
+            InvalidRequestError: it is wrong, or needs more than a grammar may take; the message says where.
+        """
+        self._compiled(guide)
+
+    def matcher(self, guide: Guide, *, anew: bool = False) -> LLMatcher:
+        """A matcher at the start of a text; its errors are its own (`is_error`). Those of one grammar share what their
+        lexer has found out, and the bound of its states: `anew` begins from nothing, here and for who asks next.
+
+        Raises:
+            InvalidRequestError: as of `check`.
+        """
+        return self._compiled(guide, anew).deep_copy()
+
+    def _compiled(self, guide: Guide, anew: bool = False) -> LLMatcher:
+        with self._lock:
+            matcher = self._kept.pop(guide, None)
+            if matcher is not None and not anew:
+                self._kept[guide] = matcher
+                return matcher
+        matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
+        if matcher.is_error():
+            raise InvalidRequestError(_complaint(guide, matcher.get_error()))
+        if not anew:
+            self._check_first(guide, matcher.deep_copy())
+        with self._lock:
+            self._kept[guide] = matcher
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def _check_first(self, guide: Guide, matcher: LLMatcher) -> None:
+        """Refuse a guide that no text follows, or of whose texts too much is the same: all of it is looked at for each
+        token. The first mask is made here, beside the rounds, as what it finds out about the lexer is kept."""
+        bits = bytearray(-(-self._tokens.vocab_size // 32) * 4)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(bits))
+        matcher.unsafe_compute_mask_ptr(address, len(bits))
+        if matcher.is_error() or not any(bits):
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} cannot be followed: no text is as it says, or it takes too much"
+            )
+        forced = len(matcher.compute_ff_tokens())
+        if forced > _MOST_FORCED:
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} leaves no choice for {forced} tokens; {_MOST_FORCED} are the most"
+            )
+
+
+def _grammar(guide: Guide) -> str:
+    """The same in the grammar engine's words.
+
+    Raises:
+        InvalidRequestError: it is a grammar in no form that can be read.
+    """
+    if guide.kind == "json":
+        return LLMatcher.grammar_from_json_schema(guide.text)
+    if guide.kind == "regex":
+        return LLMatcher.grammar_from_regex(guide.text)
+    if guide.kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(guide.text))))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(guide.text))
+    except Exception as error:  # the library's own of a text that is neither
+        raise InvalidRequestError(f"guided: the grammar cannot be followed: {_in_words(str(error))}") from None
+
+
+def _complaint(guide: Guide, error: str) -> str:
+    """What is wrong with a guide, in one line."""
+    said = _in_words(error)
+    if guide.kind != "json":
+        return f"guided: the {_WORDS[guide.kind]} cannot be followed: {said}"
+    where, said = _find_wrong_part(json.loads(guide.text), said)
+    return f"guided: the {_WORDS['json']} cannot be followed at {cut_text(where, _MOST_SAID)}: {said}"
+
+
+def _in_words(error: str) -> str:
+    """The line of an error, without what the library shows around it."""
+    lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
+    kept = [line for line in lines if (line.strip("^ ") and not line[0].isdigit()) or line.startswith("at ")]
+    return cut_text(" ".join(kept or ["it cannot be followed"]), _MOST_SAID)
+
+
+def _find_wrong_part(schema: Any, said: str) -> tuple[str, str]:
+    """A pointer to the innermost part of a schema that is wrong on its own, and what is said of it."""
+    where, budget = "", _MOST_LOOKED_AT
+    named = {} if not isinstance(schema, Mapping) else {key: schema[key] for key in _NAMED[:2] if key in schema}
+    part, found = schema, True
+    while found:
+        found = False
+        for step, inner in _parts(part):
+            if budget <= 0:
+                break
+            budget -= 1
+            error = _error_of(json.dumps({**named, **inner} if isinstance(inner, Mapping) else inner))
+            if error:
+                where, part, said, found = f"{where}/{step}", inner, _in_words(error), True
+                break
+    return where or "its root", said
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Schemas within a schema, each with the steps to it."""
+    if not isinstance(schema, Mapping):
+        return
+    for name in _NAMED:
+        inner = schema.get(name)
+        for key, of_key in inner.items() if isinstance(inner, Mapping) else ():
+            yield f"{name}/{_escaped(key)}", of_key
+    for name in _LISTED:
+        inner = schema.get(name)
+        for place, of_place in enumerate(inner if isinstance(inner, list) else ()):
+            yield f"{name}/{place}", of_place
+    for name in _SINGLE:
+        if name in schema and not isinstance(schema[name], list):
+            yield name, schema[name]
+
+
+def _escaped(key: str) -> str:
+    """A key as a step of a JSON pointer (RFC 6901)."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+@lru_cache(maxsize=_MOST_LOOKED_AT)
+def _error_of(schema: str) -> str:
+    """Why a schema cannot be followed; nothing where it can."""
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema)
+        is_wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
+        return said[0] if is_wrong else ""
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,94 @@
+"""Masks of a round, filled by matchers: along chains and at the nodes of trees, in threads where there are many.
+
+It knows matchers and bits on the host. It does not know rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from llguidance import LLExecutor, LLMatcher
+
+from trtrun.guiding.host_copies import HostDraft
+
+_MOST_THREADS = 8
+_FEW_MASKS = 4
+"""Which one thread makes: to wake others takes longer."""
+
+
+@dataclass(frozen=True)
+class MaskJob:
+    """Masks along one row's draft, or of one node: of lines from `line` on, for the place that the matcher has come to
+    and those behind each of `drafts`, up to the first that is not allowed.
+
+    Attributes:
+        matcher: nobody else's: it is left in error where a bound is passed.
+        is_first: whether the first line is of the place behind the row's own tokens.
+    """
+
+    matcher: LLMatcher
+    line: int
+    drafts: list[int]
+    is_first: bool
+
+
+class MaskMaker:
+    """Fills lines of bits, in several threads where there are many."""
+
+    def __init__(self, vocab_size: int, num_threads: int) -> None:
+        """Masks have `vocab_size` bits, as the grammar engine has it."""
+        self.words = -(-vocab_size // 32)
+        self._num_threads = min(num_threads, _MOST_THREADS)
+        self._executor: LLExecutor | None = None
+
+    def fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob]) -> list[MaskJob]:
+        """Write the masks of `jobs` to bits [lines, words] int32 on the host, contiguous; others stay as they are.
+
+        Returns:
+            Jobs in which a bound was passed. Their lines allow nothing: what the engine writes there is no answer.
+        """
+        self._fill(bits, jobs)
+        failed = [job for job in jobs if job.matcher.is_error()]
+        for job in failed:
+            bits[job.line : job.line + 1 + len(job.drafts)] = 0
+        return failed
+
+    def _fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob]) -> None:
+        num_masks = sum(1 + len(job.drafts) for job in jobs)
+        if self._num_threads > 1 and num_masks > _FEW_MASKS:
+            if self._executor is None:
+                self._executor = LLExecutor(self._num_threads)
+            where = bits.data_ptr(), 4 * self.words, len(bits)
+            alone = [(job.matcher, job.line) for job in jobs if not job.drafts]
+            along = [(job.matcher, job.line, job.drafts) for job in jobs if job.drafts]
+            if alone:
+                self._executor.unsafe_compute_mask_ptr(alone, *where)
+            if along:
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(along, *where)
+            return
+        for job in jobs:
+            for place in range(1 + len(job.drafts)):
+                if place and not job.matcher.try_consume_tokens([job.drafts[place - 1]]):
+                    break
+                address = bits.data_ptr() + 4 * self.words * (job.line + place)
+                job.matcher.unsafe_compute_mask_ptr(address, 4 * self.words)
+
+
+def mask_jobs(matcher: LLMatcher, line: int, draft: HostDraft | None, place: int) -> list[MaskJob]:
+    """What masks of one row take: along its draft, or for each node of its tree that its grammar lets stand. They are
+    made by forks of `matcher`."""
+    first = matcher.deep_copy()
+    if draft is None or place >= draft.num_rows:
+        return [MaskJob(first, line, [], is_first=True)]
+    if not draft.is_tree:
+        return [MaskJob(first, line, draft.chain(place), is_first=True)]
+    jobs, forks = [MaskJob(first, line, [], is_first=True)], {-1: matcher}
+    for parent, node, token in draft.edges(place):
+        if parent in forks and node not in forks:
+            fork = forks[parent].deep_copy()
+            if fork.try_consume_tokens([token]):
+                forks[node] = fork
+                jobs.append(MaskJob(fork.deep_copy(), line + 1 + node, [], is_first=False))
+    return jobs

@@ -1,0 +1,75 @@
+"""The matcher of one row that is guided, which follows what the row gains; begun anew or ended where a bound is passed.
+
+It knows matchers and tokens. It does not know masks, plans or other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from llguidance import LLMatcher
+
+_FEW_TOKENS = 64
+"""Between two matchers that are made anew for a row: it takes as long as a round."""
+SLOW_SECONDS, _MOST_SLOW = 0.05, 4
+"""What a mask may take, but for a few: the first ones of a grammar find things out that are kept."""
+
+
+class RowGuide:
+    """The matcher of one row. Whatever goes wrong in it is its row's own: then no token may follow."""
+
+    def __init__(
+        self,
+        begun: LLMatcher | Future[LLMatcher | None] | None,
+        output: Sequence[int] = (),
+        begin_anew: Callable[[], LLMatcher | None] = lambda: None,
+    ) -> None:
+        """Begin with a matcher.
+
+        Args:
+            begun: behind `output`; None where there is none, as of a grammar that cannot be compiled. One that is still
+                compiled is waited for when it is asked.
+            output: the row's tokens that it follows.
+            begin_anew: makes one of the same grammar that shares nothing with others.
+        """
+        self._begun = begun
+        self._output = [*output]
+        self._begin_anew = begin_anew
+        self._renewed_at = -_FEW_TOKENS
+        self._num_slow = 0
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """The row's own, to be forked; None where nothing may follow."""
+        if isinstance(self._begun, Future):
+            self._begun = self._begun.result()
+        return self._begun
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The row gains tokens."""
+        matcher = self.matcher
+        self._output += tokens
+        if matcher is not None and not all(map(matcher.consume_token, tokens)):
+            self.renew()
+
+    def renew(self) -> LLMatcher | None:
+        """The row's matcher made anew; None where nothing may follow.
+
+        Matchers of one grammar share what their lexer has found out, and its bound with it: so which of them passes it
+        depends on the others. What one that shares nothing says depends on the row's text alone.
+        """
+        matcher = None
+        if len(self._output) - self._renewed_at >= _FEW_TOKENS:
+            self._renewed_at = len(self._output)
+            matcher = self._begin_anew()
+        if matcher is not None and not all(map(matcher.consume_token, self._output)):
+            matcher = None
+        self._begun = matcher
+        return matcher
+
+    def count_slow(self, seconds: float) -> None:
+        """A mask took so long, and all rows wait for it: where that is not the exception nothing may follow."""
+        self._num_slow += seconds > SLOW_SECONDS
+        if self._num_slow > _MOST_SLOW:
+            self._begun = None
