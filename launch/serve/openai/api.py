@@ -6,10 +6,11 @@ Starlette, and nothing of engines.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +33,7 @@ from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.types import read_completion
 from launch.serve.reading.readers import ReadRequest
 from trtrun.api.prompts import Prompt
+from trtrun.core.outputs import CompletionDelta
 
 _TYPES: Mapping[Kind, str] = {
     Kind.INVALID: "invalid_request_error",
@@ -44,6 +46,8 @@ _TYPES: Mapping[Kind, str] = {
     Kind.TIMEOUT: "timeout_error",
 }
 """OpenAI's type of each kind."""
+
+T = TypeVar("T")
 
 _ENCODER = msgspec.json.Encoder()
 _DONE = event(b"[DONE]")
@@ -170,11 +174,10 @@ class OpenAIApi:
         try:
             while pieces := await generation.take():
                 counted.begin_answer()
-                events = []
+                events: list[bytes] = []
                 rests.begin()
                 for piece in pieces:
-                    if (told := answer.chunk(piece)) is not None:
-                        events.append(_event(told))
+                    events += map(_event, await _work(piece, answer.chunks))
                     await rests.rest()
                 if generation.is_over:
                     counted.move_to_queue(generation.queue_seconds)
@@ -216,8 +219,14 @@ async def _collect(generation: Generation, answer: Answer, counted: ModelRequest
     rests = Rests()
     async for piece in generation:
         counted.begin_answer()
-        answer.keep(piece)
+        await _work(piece, answer.keep)
         await rests.rest()
+
+
+async def _work(piece: CompletionDelta, work: Callable[[CompletionDelta], T]) -> T:
+    """Do something with a piece: beside the event loop where a prompt's log probabilities are to be written down, which
+    are as many as the prompt is long."""
+    return work(piece) if piece.prompt_logprobs is None else await asyncio.to_thread(work, piece)
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
