@@ -50,7 +50,7 @@ class TokenApi:
         """None are made here."""
         self._keys.check(request)
         raise Refusal(
-            Kind.INVALID,
+            Kind.UNKNOWN_MODEL,
             "embeddings are not made here: this server completes texts with a language model; ask a server of an "
             "embedding model",
             code="unsupported_endpoint",

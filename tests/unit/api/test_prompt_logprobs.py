@@ -12,10 +12,12 @@ import torch
 from pipelines import LLM_VOCABULARY, Reference, make_llm, prompt_of
 
 from trtrun import LLM, SamplingParams
+from trtrun.attention.backend import HostAttention
 from trtrun.core.outputs import RequestOutput
 from trtrun.engine import prompt_logprobs
 from trtrun.errors import InvalidRequestError
 from trtrun.scheduling.batch import Completion, RunningBatch
+from trtrun.start import engine_maker
 
 SCORED = SamplingParams(max_tokens=6, prompt_logprobs=4, ignore_eos=True)
 PROMPTS = [prompt_of(length, seed=length, vocab_size=LLM_VOCABULARY) for length in (1, 2, 20, 77, 150)]
@@ -92,6 +94,23 @@ def test_a_prompt_that_is_preempted_while_it_is_read_loses_nothing(
         for output in llm.generate(prompts, replace(SCORED, max_tokens=80)):
             check(reference, output)
     assert any(count > 0 and not is_whole for count, is_whole in seen), seen
+
+
+def test_graphs_of_last_positions_are_passed_by(
+    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are played by running the captured work again; prompts are cut into tiles, as on GPUs."""
+    monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
+    monkeypatch.setattr(HostAttention, "tile", 64)
+    settings: dict[str, Any] = {"scheduler": {"max_num_tokens": 128, "max_batch_size": 4}}
+    with make_llm(folder / "target", folder / "draft", **settings) as llm:
+        plain = replace(SCORED, prompt_logprobs=None)
+        outputs = llm.generate([*PROMPTS, *PROMPTS], [*[plain] * 5, *[SCORED] * 5])
+        for output in outputs[5:]:
+            check(reference, output)
+        assert [one.completions[0].token_ids for one in outputs[:5]] == [
+            one.completions[0].token_ids for one in outputs[5:]
+        ]
 
 
 def entries_of(outputs: Sequence[RequestOutput]) -> list[Any]:
