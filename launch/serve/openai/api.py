@@ -148,7 +148,10 @@ class OpenAIApi:
             counted.move_to_queue(generation.queue_seconds)
             counted.enter(Stage.OUTPUT)
             with counted:
-                return answer_in_parts(await make_parts(answer.whole(generation.usage, self._front.draft_len)))
+                parts = answer.whole(generation.usage, self._front.draft_len)
+                # As many numbers as prompts are long take too long for the event loop.
+                is_long = asked.answering.prompt_logprobs is not None
+                return answer_in_parts(await (asyncio.to_thread(list, parts) if is_long else make_parts(parts)))
         except ClientDisconnect:
             counted.fail(Failure.CANCELED)
             raise
@@ -177,7 +180,7 @@ class OpenAIApi:
                 events: list[bytes] = []
                 rests.begin()
                 for piece in pieces:
-                    events += map(_event, await _work(piece, answer.chunks))
+                    events += await _work(piece, lambda piece: list(map(_event, answer.chunks(piece))))
                     await rests.rest()
                 if generation.is_over:
                     counted.move_to_queue(generation.queue_seconds)
