@@ -84,7 +84,8 @@ def _refuse(row: PromptRow, writer: RowWriter, outcome: Outcome) -> None:
 
 
 def _is_streamable(row: PromptRow) -> bool:
-    return row.sampling is not None and row.sampling.n == 1 and row.sampling.logprobs is None
+    sampling = row.sampling
+    return sampling is not None and sampling.n == 1 and sampling.logprobs is None and sampling.prompt_logprobs is None
 
 
 def _stream(llm: LLM, row: PromptRow) -> Outcome:

@@ -137,9 +137,14 @@ class TextPrinter:
             number = f"{row['index']}" if len(completions) == 1 else f"{row['index']}.{place}"
             print(f"--- {number} ({completion['finish_reason']})")
             print(completion["text"] if self._has_text else join_tokens(completion["token_ids"]))
-            for entry in completion.get("logprobs", ()):
-                alternatives = (f", {token}: {value:.4f}" for token, value in entry["alternatives"])
-                print(f"    token {entry['token_id']}: logprob {entry['logprob']:.4f}" + "".join(alternatives))
+            self._print_logprobs("token", completion.get("logprobs", ()))
+        self._print_logprobs("prompt token", row.get("prompt_logprobs", ())[1:])
+
+    @staticmethod
+    def _print_logprobs(name: str, entries: Sequence[Mapping[str, Any]]) -> None:
+        for entry in entries:
+            alternatives = (f", {token}: {value:.4f}" for token, value in entry["alternatives"])
+            print(f"    {name} {entry['token_id']}: logprob {entry['logprob']:.4f}" + "".join(alternatives))
 
 
 def open_writer(output: str | None, rows: InputRows, resume: bool, has_text: bool = True) -> RowWriter:

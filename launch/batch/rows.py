@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionOutput, RequestOutput
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import check_characters, cut_text, show_value, unique_keys
@@ -204,6 +205,8 @@ def output_row(prompt: PromptRow, output: RequestOutput) -> dict[str, object]:
         return refused_row(prompt, output.error or "no completion")
     fields_ = _completion_fields(output.completions[0])
     row: dict[str, object] = {"index": prompt.index, **fields_, "error": None, "input_hash": prompt.input_hash}
+    if output.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [None if entry is None else _logprob_fields(entry) for entry in output.prompt_logprobs]
     if len(output.completions) > 1:
         row["completions"] = [_completion_fields(completion) for completion in output.completions]
     return row | _data_fields(prompt, output) | _part_fields(prompt)
@@ -265,15 +268,16 @@ def _completion_fields(completion: CompletionOutput) -> dict[str, object]:
         "time_s": _seconds(statistics.arrival, statistics.finished),
     }
     if completion.logprobs is not None:
-        fields_["logprobs"] = [
-            {
-                "token_id": entry.token_id,
-                "logprob": round(entry.logprob, 6),
-                "alternatives": [[token, round(value, 6)] for token, value in entry.alternatives],
-            }
-            for entry in completion.logprobs
-        ]
+        fields_["logprobs"] = [_logprob_fields(entry) for entry in completion.logprobs]
     return fields_
+
+
+def _logprob_fields(entry: TokenLogprobs) -> dict[str, object]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": round(entry.logprob, 6),
+        "alternatives": [[token, round(value, 6)] for token, value in entry.alternatives],
+    }
 
 
 def _seconds(start: float, end: float | None) -> float | None:

@@ -120,6 +120,12 @@ _OPTIONS = (
         help="Report each token's log probability, and those of the K likeliest.",
     ),
     click.option(
+        "--prompt-logprobs",
+        type=int,
+        metavar="K",
+        help="Report the log probability of each token of the prompt, and those of the K likeliest.",
+    ),
+    click.option(
         "--draft-len", type=int, metavar="K", help="Most draft tokens a round for a prompt; 0 is plain decoding."
     ),
     click.option(

@@ -44,6 +44,12 @@ def logprobs_of(output: RequestOutput) -> list[float]:
     return [entry.logprob for entry in output.completions[0].logprobs or []]
 
 
+def prompt_logprobs_of(output: RequestOutput) -> list[float]:
+    """Of the tokens of an output's prompt but the first, and of the likeliest at their places."""
+    entries = [entry for entry in output.prompt_logprobs or [] if entry is not None]
+    return [value for entry in entries for value in (entry.logprob, *(other for _, other in entry.alternatives))]
+
+
 @pytest.fixture(scope="module")
 def in_one_process(folder: Path) -> Callable[[bool], list[RequestOutput]]:
     """Return ask(has_draft) -> what one process writes with `sampling()`; the one who asks waits for it once."""
@@ -94,6 +100,9 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
     logprobs = logprobs_of(outputs[2])
     assert len(logprobs) == len(sampled[2][0])
     assert logprobs == pytest.approx(logprobs_of(expected[2]), abs=1e-4)
+    of_prompt = prompt_logprobs_of(outputs[2])
+    assert len(of_prompt) == 3 * (LENGTHS[2] - 1)
+    assert of_prompt == pytest.approx(prompt_logprobs_of(expected[2]), abs=1e-4)
     assert statistics["num_rounds"] > 0
     assert (statistics["num_accepted_draft_tokens"] > 20) == bool(devices[0])
     workers = [rank for rank in report.ranks if rank.shard_bytes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtrun.core.nouns import FinishReason, TokenLogprobs
-from trtrun.core.outputs import GUIDE_ENDED, NONE_ALLOWED, CompletionDelta, RequestId
+from trtrun.core.outputs import GUIDE_ENDED, NONE_ALLOWED, CompletionDelta, PromptLogprobs, RequestId
 from trtrun.scheduling.batch import Completion, RowResult
 
 NOT_FINITE = (
@@ -41,6 +41,7 @@ def make_delta(
         None if reason is None else str(reason),
         _why_failed(completion, vocab_size) if reason is FinishReason.ERROR else None,
         result.token_origins,
+        _prompt_logprobs(completion),
     )
 
 
@@ -56,6 +57,12 @@ def new_text(completion: Completion, gained: Sequence[int]) -> str:
         return ""
     text = growing.take() if completion.request.sampling.stop else growing.extend(gained)
     return text if completion.finish_reason is None else text + growing.finish()
+
+
+def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
+    """Those of its prompt, the first time that it is asked, by when the prompt is read."""
+    scores, completion.scores = completion.scores, None
+    return scores.whole() if scores is not None and scores.is_whole else None
 
 
 def _why_failed(completion: Completion, vocab_size: int) -> str:

@@ -122,6 +122,7 @@ class PendingRequest:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._has_logprobs = sampling.logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._completions = [_Parts() for _ in range(sampling.n)]
         self._num_finished = 0
         self._error: str | None = None
@@ -136,6 +137,8 @@ class PendingRequest:
             parts.token_origins.append(delta.token_origins)
             if delta.logprobs is not None:
                 parts.logprobs += delta.logprobs
+            if delta.prompt_logprobs is not None:
+                self._prompt_logprobs = delta.prompt_logprobs.entries()
             parts.statistics = delta.statistics
             if delta.error is not None and self._error is None:
                 self._error = delta.error
@@ -159,4 +162,5 @@ class PendingRequest:
             )
             for index, parts in enumerate(self._completions)
         )
-        return RequestOutput(self._index, self._prompt, self._prompt_token_ids, completions)
+        scores = self._prompt_logprobs
+        return RequestOutput(self._index, self._prompt, self._prompt_token_ids, completions, prompt_logprobs=scores)

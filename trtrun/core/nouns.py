@@ -83,12 +83,22 @@ class RowAdmission:
     draft_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
 
+class ScoredPart(NamedTuple):
+    """Positions [start, start + length) of a chunk behind each of which the log probability of the prompt's next token
+    is reported, and those of so many `alternatives`."""
+
+    start: int
+    length: int
+    alternatives: int
+
+
 @dataclass(frozen=True)
 class PrefillChunk:
     """Tokens [start, start + length) of a row's admission tokens, to be computed this round by the target, and by the
     draft engine where it has `followed` the row from its start.
 
-    The last chunk of a row (`is_last`) also samples the row's next token, at position start + length.
+    The last chunk of a row (`is_last`) also samples the row's next token, at position start + length. Of its positions
+    `scored` report log probabilities of the prompt; None where none do.
     """
 
     row: int
@@ -96,6 +106,7 @@ class PrefillChunk:
     length: int
     is_last: bool
     followed: bool
+    scored: ScoredPart | None = None
 
 
 @dataclass(frozen=True)
@@ -237,10 +248,13 @@ class Step:
             its draft; then rows whose last chunk ran (these repeat their one position). Empty when the round samples
             nothing, and on the rank of a head that is only told what was tapped.
         hidden: what was tapped; None where nothing is.
+        prompt_logprobs: of the positions that the chunks of the plan have as `scored`, in order, [positions, 1 +
+            alternatives], as many as any of them asks for; None where none are, and on ranks that read no logits.
     """
 
     logits: torch.Tensor
     hidden: HiddenStates | None = None
+    prompt_logprobs: VerdictLogprobs | None = None
 
 
 @dataclass
@@ -284,7 +298,8 @@ class VerdictLogprobs:
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One output position's log probabilities: the chosen token's, and the most likely tokens', best first."""
+    """One position's log probabilities: those of the token that stands there, and of the most likely ones, best
+    first."""
 
     token_id: int
     logprob: float

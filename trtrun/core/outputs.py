@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.request_statistics import RequestStatistics
@@ -30,6 +31,31 @@ GUIDE_ENDED = (
 
 OWN_FAULTS = (NONE_ALLOWED, GUIDE_ENDED)
 """Errors of rows that are their requests' own."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Log probabilities of the tokens of a prompt, under the target's raw distribution, of all but the first: nothing
+    is before it. Packed, as a prompt may be long.
+
+    Attributes:
+        width: numbers of a position: its own token's, and those of the most likely ones, best first.
+        token_ids: [positions, width] int32 of the machine's byte order.
+        values: [positions, width] float32.
+    """
+
+    width: int
+    token_ids: bytes
+    values: bytes
+
+    def entries(self, alternatives: int | None = None) -> list[TokenLogprobs | None]:
+        """One for each token of the prompt, None for the first; of the alternatives so many at most, None for all."""
+        ids = np.frombuffer(self.token_ids, dtype=np.int32).reshape(-1, self.width)
+        values = np.frombuffer(self.values, dtype=np.float32).reshape(-1, self.width)
+        end = self.width if alternatives is None else 1 + alternatives
+        entries: list[TokenLogprobs | None] = [None]
+        for tokens, numbers in zip(ids[:, :end].tolist(), values[:, :end].tolist(), strict=True):
+            entries.append(TokenLogprobs(tokens[0], numbers[0], tuple(zip(tokens[1:], numbers[1:], strict=True))))
+        return entries
 
 
 @dataclass(frozen=True)
@@ -67,6 +93,7 @@ class RequestOutput:
         prompt_token_ids: its tokens.
         completions: `n` of them; empty when the request was refused.
         error: why it was refused, else None.
+        prompt_logprobs: one entry a token of the prompt, None for the first, where the request asked for them.
     """
 
     index: int
@@ -74,6 +101,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     completions: tuple[CompletionOutput, ...]
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -91,6 +119,7 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
         error: why, where it ended with 'error'.
         token_origins: how each new token came; see CompletionOutput.
         statistics: of the completion so far; final on the last delta.
+        prompt_logprobs: on the first delta of a request's first completion, where it asked for them, else None.
     """
 
     request_id: RequestId
@@ -102,6 +131,7 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
     finish_reason: str | None = None
     error: str | None = None
     token_origins: str = ""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
@@ -114,6 +144,7 @@ def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         text="".join(delta.text for delta in deltas),
         token_origins="".join(delta.token_origins for delta in deltas),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
         logprobs=None
         if all(delta.logprobs is None for delta in deltas)
         else tuple(entry for delta in deltas for entry in delta.logprobs or ()),

@@ -135,7 +135,7 @@ MOST_TOKENS = 1 << 19
 
 _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), read_integer),
-    **dict.fromkeys(("seed", "logprobs", "draft_len"), read_optional_integer),
+    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "draft_len"), read_optional_integer),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), read_number
     ),
@@ -162,7 +162,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
         min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
         seed: makes the output repeatable, in [0, 2**63 - 1]; None draws one.
-        max_tokens: most tokens to generate; a huge number means to the end of the context. Cut off at 2**31 - 1.
+        max_tokens: most tokens to generate; a huge number means to the end of the context. Cut off at 2**31 - 1. 0 only
+            reads the prompt, for `prompt_logprobs`.
         min_tokens: before this many tokens no end-of-sequence or stop token id may be chosen; at most max_tokens.
         n: independent completions of the same prompt, 1 to 128.
         stop: strings that end the request, the first that is whole in the text, which is cut there; of several with the
@@ -181,6 +182,9 @@ class SamplingParams:
             the whole text may become costs nothing.
         logprobs: how many alternatives to report a position, 0 to 20 (0 reports the chosen token alone); None reports
             nothing.
+        prompt_logprobs: how many alternatives to report for each token of the prompt, beside the token itself, 0 to
+            20; None reports nothing. Of the target's raw distribution. Such a prompt is computed whole, though parts of
+            it are in the cache. Of `n` completions the first one carries them.
         draft_len: most draft tokens a round for this request, at most the configuration's; 0 is plain decoding while
             other requests are drafted for, None the configuration's. Tokens do not depend on it; with use_logits their
             distribution does not.
@@ -214,6 +218,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     draft_len: int | None = None
     draft_token_ids: tuple[int, ...] = ()
     lookahead_config: tuple[int, ...] = ()
@@ -269,9 +274,10 @@ class SamplingParams:
         assert self.seed is not None
         if self.n == 1:
             return self
-        return self._changed(seed=(self.seed + index) % 2**63, n=1)
+        own = self._changed(seed=(self.seed + index) % 2**63, n=1)
+        return own._changed(prompt_logprobs=None) if index else own
 
-    def _changed(self, **values: int) -> SamplingParams:
+    def _changed(self, **values: int | None) -> SamplingParams:
         """A copy with a few other values. It is not checked again: what it lists may be long, and n is up to 128."""
         other = object.__new__(SamplingParams)
         other.__dict__.update(self.__dict__, **values)
@@ -279,18 +285,24 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         # temperature and repetition_penalty: what float32 carries beside logits without a NaN on the way.
+        fewest = 1 if self.prompt_logprobs is None else 0
         rules = (
             ("temperature", self.temperature == 0 or 1e-30 <= self.temperature <= 1e30, "0 or between 1e-30 and 1e30"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= fewest, f"at least {fewest}"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("n", 1 <= self.n <= 128, "between 1 and 128"),
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "between 1e-6 and 1e6"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
+                "between 0 and 20",
+            ),
             ("draft_len", self.draft_len is None or self.draft_len >= 0, "0 (plain decoding) or more"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
         )

@@ -15,6 +15,7 @@ import torch
 
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
+from trtrun.engine.prompt_logprobs import positions_at_once
 from trtrun.engine.prompt_tiles import MOST_EVEN_PADDING, tile_width
 from trtrun.engine.rows import RowState
 from trtrun.engine.start_forwards import count_tree_graphs
@@ -37,6 +38,9 @@ _GRAPH_LAYER_BYTES = 64 << 10
 Half of it was seen, of a model of 32 layers on an H100."""
 
 _FLOAT = 4
+_MOST_NAMED = 21
+"""Tokens whose log probabilities are reported of a position: its own, and the most likely ones."""
+
 _SAMPLING_TENSORS = 8
 """Tensors of float32 that penalties, filters, noise or acceptance hold of the logits that are worked on at a time."""
 
@@ -125,6 +129,7 @@ def working_bytes(
     if width:
         tokens += min(shape.max_tokens, shape.max_rows * most_padding(width)) + MOST_EVEN_PADDING
     logits = verified * model.vocab_size * _FLOAT
+    scored = min(shape.max_tokens, positions_at_once(model.vocab_size)) if verifies else 0
     head = _head_bytes(verified, share, model, dtype)
     scratch = shape.draft_len + 2 + shape.block_size
     total = RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, model.head_dim, dtype)
@@ -132,14 +137,15 @@ def working_bytes(
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     total += _activation_bytes(tokens, share, model, dtype)
     total += _attention_bytes(tokens, shape, share, model, dtype, device_type, kv_in_place)
-    total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
+    scoring = _scoring_bytes(scored, shape.max_tokens, share, model, dtype, device_type) if scored else 0
+    total += head + logits + max(scoring, _sampling_bytes(shape, verified, model, device_type, verifies))
     if verifies and shape.max_paths > 1:
         # Attention meets nodes once for each path through them. Logits are laid out by path, of some rows at a time;
         # then those of one path of each.
         total += _activation_bytes(shape.max_rows * shape.path_tokens, share, model, dtype)
         at_a_time = min(shape.max_rows * shape.path_tokens * model.vocab_size, _most_of_paths(shape, model))
         total += (at_a_time + shape.max_rows * (1 + shape.draft_len) * model.vocab_size) * _FLOAT
-    total += _product_bytes(tokens, verified, share, model, quantization, dtype, device_type)
+    total += _product_bytes(tokens, max(verified, scored), share, model, quantization, dtype, device_type)
     tap = num_taps * model.hidden_size * dtype.itemsize
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
     if heads is not None:
@@ -262,6 +268,17 @@ def _head_bytes(count: int, share: Share, model: ModelConfig, dtype: torch.dtype
     """`count` rows of logits in the dtype of activations, and gathered over the group (layers/embedding.py)."""
     logits = count * model.head.cut(share).shape[0] * dtype.itemsize
     return logits * (1 if share.size == 1 else 2 + 2 * share.size)
+
+
+def _scoring_bytes(
+    scored: int, num_tokens: int, share: Share, model: ModelConfig, dtype: torch.dtype, device_type: str
+) -> int:
+    """Logits of `scored` positions of prompts, in float32, as log probabilities and ranked, and what is kept of all
+    tokens of a round, in parts and whole (engine/prompt_logprobs.py)."""
+    elements = scored * model.vocab_size
+    ranked = min(elements, max(most_ranked(device_type), model.vocab_size)) * RANKING_BYTES
+    kept = 2 * num_tokens * _MOST_NAMED * (torch.int64.itemsize + _FLOAT)
+    return _head_bytes(scored, share, model, dtype) + 2 * elements * _FLOAT + ranked + kept
 
 
 def _most_of_paths(shape: RoundShape, model: ModelConfig) -> int:

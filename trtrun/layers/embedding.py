@@ -65,6 +65,11 @@ class VocabularyHead:
             logits = gathered.transpose(0, 1).reshape(hidden.shape[0], -1)
         return logits[:, : self._vocab_size].float()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether this rank reads the logits."""
+        return self._communicator.size == 1 or self._reader in (None, self._communicator.rank)
+
     def _gather(self, logits: torch.Tensor) -> torch.Tensor | None:
         if self._reader is None:
             return self._communicator.all_gather(logits)

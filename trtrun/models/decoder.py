@@ -65,6 +65,11 @@ class CausalLM:
         self.on_layer: Callable[[], None] | None = None
         self.has_overflowed = False
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether this rank reads what `logits` returns."""
+        return self._head.is_read
+
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
         """Within it forwards end after the first layers: for who asks what runs, and not what comes out."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from trtrun.core.nouns import RoundPlan, Verdict
+from trtrun.core.nouns import RoundPlan, Verdict, VerdictLogprobs
 from trtrun.timing.phase_clock import Event, timing_event
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
@@ -27,20 +27,33 @@ class VerdictCopy:
     From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here.
     """
 
-    def __init__(self, plan: RoundPlan, verdict: Verdict | None) -> None:
+    def __init__(
+        self, plan: RoundPlan, verdict: Verdict | None, prompt_logprobs: VerdictLogprobs | None = None
+    ) -> None:
         """Begin to copy.
 
         Args:
             plan: the round's.
             verdict: the leader's own; None where the round samples nothing.
+            prompt_logprobs: of the step; None where prompts are not scored.
         """
         self._round_index = plan.round_index
         self._width = 1
         self._tells_suffix = False
         self._event: Event | None = None
         self._copies: list[torch.Tensor] = []
-        if verdict is None:
-            return
+        self._of_prompts: list[torch.Tensor] = []
+        if prompt_logprobs is not None:
+            self._of_prompts = [_to_host(prompt_logprobs.token_ids), _to_host(prompt_logprobs.values)]
+        if verdict is not None:
+            self._copy(verdict)
+        if (verdict is not None and verdict.tokens.is_cuda) or (
+            prompt_logprobs is not None and prompt_logprobs.values.is_cuda
+        ):
+            self._event = timing_event()
+            self._event.record()
+
+    def _copy(self, verdict: Verdict) -> None:
         assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
         self._width = verdict.tokens.shape[1]
         bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
@@ -53,9 +66,6 @@ class VerdictCopy:
         if verdict.logprobs is not None:
             sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
         self._copies = [_to_host(source) for source in sources]
-        if verdict.tokens.is_cuda:
-            self._event = timing_event()
-            self._event.record()
 
     def is_here(self) -> bool:
         """Whether `wait` would not wait."""
@@ -71,6 +81,14 @@ class VerdictCopy:
         """
         if self._event is not None:
             self._event.synchronize()
+        report = self._report(take_times)
+        if not self._of_prompts:
+            return report
+        ids, values = self._of_prompts
+        return replace(report, prompt_ids=ids.numpy(), prompt_values=values.numpy())
+
+    def _report(self, take_times: Callable[[], RoundTimes]) -> ReportArrays:
+        """The report without log probabilities of prompts."""
         if not self._copies:
             tokens = np.empty((0, 1), dtype=np.int64)
             return ReportArrays(self._round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)

@@ -318,4 +318,5 @@ def commit_round(
                 logger.warning(said)
     foreseen = report.foreseen if plan.num_guesses else None
     found = report.num_suffix_tokens
-    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found)
+    of_prompts = (report.prompt_ids, report.prompt_values) if len(report.prompt_ids) else None
+    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found, of_prompts)

@@ -90,7 +90,7 @@ class Worker:
         num_guesses = self._anticipate(plan)
         step, verdict = self._verify(plan, handed, by_probability)
         self._observe(plan, handed, verdict, step)
-        return self._report(plan, draft, num_guesses, verdict)
+        return self._report(plan, draft, num_guesses, verdict, step)
 
     def _begin(self, plan: RoundPlan) -> list[int]:
         """Take in what the plan changes, wherever rows are kept.
@@ -243,11 +243,14 @@ class Worker:
             self.drafter.observe(plan, verdict, step)
         self.phases.end("verifying" if self.target is not None else "waiting")
 
-    def _report(self, plan: RoundPlan, draft: Draft | None, num_guesses: int, verdict: Verdict | None) -> LaunchedRound:
+    def _report(
+        self, plan: RoundPlan, draft: Draft | None, num_guesses: int, verdict: Verdict | None, step: Step | None
+    ) -> LaunchedRound:
         """What the process's leaders tell the orchestrator of the round."""
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
-            return self.exchange.conclude(plan, DecidedRound(VerdictCopy(plan, verdict), self._take_times))
+            copied = VerdictCopy(plan, verdict, step.prompt_logprobs if step is not None else None)
+            return self.exchange.conclude(plan, DecidedRound(copied, self._take_times))
         if not self.leads_draft:
             return DoneRound(None)
         tells_chances = num_guesses and plan.round_index % _ROUNDS_BETWEEN_CHANCES == 0

@@ -19,6 +19,7 @@ from trtrun.core.request_statistics import RequestStatistics
 from trtrun.kvcache.blocks import BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.prompt_scores import PromptScores
 from trtrun.tokens.detokenizer import ROOT, AhoCorasick, CompletionText
 
 NO_ROW = -1
@@ -54,6 +55,7 @@ class Completion:
         group: of completions that were asked for together, which share their turns (`queue.py`).
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
+        scores: log probabilities of its prompt, until they are told; None where nobody asked.
     """
 
     request: Request
@@ -79,6 +81,7 @@ class Completion:
     given_draft: tuple[int, ...] = ()
     group: Hashable = None
     num_overtaken: int = 0
+    scores: PromptScores | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -164,6 +167,14 @@ class PlannedRow(NamedTuple):
     end: int
 
 
+class ScoredRow(NamedTuple):
+    """How many positions of a prompt a plan that has no result yet scores, whose, and its admission then."""
+
+    completion: Completion
+    epoch: int
+    num_positions: int
+
+
 class RunningBatch:
     """Rows and blocks of the requests that run.
 
@@ -193,8 +204,15 @@ class RunningBatch:
 
     def num_to_read(self, running: Completion, followed: bool) -> int:
         """Tokens that a waiting request would have to compute if it got a row now: those that are not in the cache."""
-        cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
+        cached = self._cached(running, followed)
         return len(running.token_ids) - len(cached) * self._limits.block_size
+
+    def _cached(self, running: Completion, followed: bool) -> list[int]:
+        """Cached blocks that the request can start with: where its prompt is scored, those whose positions are."""
+        cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
+        if running.scores is None or running.scores.is_whole:
+            return cached
+        return cached[: running.scores.num_scored // self._limits.block_size]
 
     def try_admit(self, running: Completion, drafted: bool, followed: bool) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
@@ -203,7 +221,7 @@ class RunningBatch:
         available = self.pool.num_available - len(self.requests) * self._growth
         if available <= 0:
             return False
-        cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
+        cached = self._cached(running, followed)
         length = len(running.token_ids)
         needed = -(-length // self._limits.block_size) - len(cached)
         # Reused blocks that nobody holds are counted as available but are about to be taken.

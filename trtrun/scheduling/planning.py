@@ -11,7 +11,7 @@ import numpy as np
 
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.kvcache.tile_widths import padding
-from trtrun.scheduling.batch import Completion, PlannedRow, Work
+from trtrun.scheduling.batch import Completion, PlannedRow, ScoredRow, Work
 from trtrun.scheduling.limits import most_unfed
 
 MOST_MISSED_ROUNDS = 30
@@ -51,6 +51,7 @@ class PlanBuilder:
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
+        self._scored: list[ScoredRow] = []
         self._prefill: list[PrefillChunk] = []
         self._admissions: list[RowAdmission] = []
         self._updates: list[tuple[int, int, int]] = []
@@ -117,7 +118,10 @@ class PlanBuilder:
         running.num_prefilled = end
         self.budget -= length + padding(length, self._tile)
         self._max_context = max(self._max_context, end + 1)
-        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed))
+        scored = running.scores.part_of(start, length) if running.scores is not None else None
+        if scored is not None:
+            self._scored.append(ScoredRow(running, running.epoch, scored.length))
+        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed, scored))
         if is_last:
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
@@ -176,6 +180,10 @@ class PlanBuilder:
     def chunks(self) -> list[PlannedRow]:
         """Rows whose prefill goes on after this round."""
         return self._chunks
+
+    def scored(self) -> list[ScoredRow]:
+        """Rows whose prompt's log probabilities the round reports."""
+        return self._scored
 
     def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
         """Freeze to the plan that ranks get."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from trtrun.core.nouns import FinishReason
 from trtrun.core.request_statistics import token_origins
-from trtrun.scheduling.batch import Completion, PlannedRow, RowResult, Work
+from trtrun.scheduling.batch import Completion, PlannedRow, RowResult, ScoredRow, Work
 from trtrun.scheduling.limits import SchedulerLimits
 
 
@@ -79,11 +81,13 @@ class PlannedRound(NamedTuple):
         round_index: of the plan.
         sampled: rows that get tokens, in the order of `RoundPlan.sampled_rows`.
         chunks: rows whose prefill goes on after this round.
+        scored: rows whose prompt's log probabilities come with the result, in its order.
     """
 
     round_index: int
     sampled: list[PlannedRow]
     chunks: list[PlannedRow]
+    scored: list[ScoredRow]
 
 
 def check_result(planned: PlannedRound | None, round_index: int, num_counts: int, num_lists: int) -> PlannedRound:
@@ -101,6 +105,17 @@ def check_result(planned: PlannedRound | None, round_index: int, num_counts: int
             f"for {len(planned.sampled)} rows"
         )
     return planned
+
+
+def commit_scores(scored: Sequence[ScoredRow], ids: np.ndarray, values: np.ndarray) -> None:
+    """Hand the log probabilities of a round, [positions, 1 + alternatives] each, to the prompts whose they are."""
+    start = 0
+    for row in scored:
+        end = start + row.num_positions
+        completion = row.completion
+        if completion.epoch == row.epoch and completion.scores is not None:
+            completion.scores.take(ids[start:end], values[start:end])
+        start = end
 
 
 def commit_chunk(planned: PlannedRow) -> None:
@@ -149,6 +164,9 @@ def commit_row(
         statistics.record_round(verified, num_tokens - 1)
     if statistics.first_token is None:
         statistics.first_token = now
+    if running.request.sampling.max_tokens == 0:  # the prompt alone was to be read
+        running.finish(FinishReason.LENGTH, now)
+        return RowResult(running, [], index)
     new_token_ids, reason = append_tokens(running, tokens[:num_tokens], limits)
     if running.given_draft:
         running.compare_given_draft(len(new_token_ids))

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 from trtrun.core.nouns import FinishReason, Request, RoundPlan
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
@@ -25,8 +27,9 @@ from trtrun.scheduling.admission import Admission, Decoding
 from trtrun.scheduling.batch import NO_ROW, Completion, RowResult, RunningBatch
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
+from trtrun.scheduling.prompt_scores import PromptScores
 from trtrun.scheduling.queue import WaitingQueue
-from trtrun.scheduling.results import PlannedRound, append_tokens, check_result, commit_chunk, commit_row
+from trtrun.scheduling.results import PlannedRound, append_tokens, check_result, commit_chunk, commit_row, commit_scores
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText
 
 
@@ -143,6 +146,9 @@ class Scheduler:
                 f"the completion cannot go on behind {len(generated)} tokens: it ended with token {len(appended)} "
                 f"({reason}); another engine with other limits may have made them"
             )
+        alternatives = request.sampling.prompt_logprobs
+        if alternatives is not None and not generated:  # they are told with the first token
+            completion.scores = PromptScores(len(request.prompt_token_ids), alternatives)
         self._requests[request.request_id] = completion
         self._waiting.add(completion)
         return completion
@@ -267,7 +273,7 @@ class Scheduler:
             may_sit_out=limits.may_sit_out,
             apart=most_drafting is not None,
         )
-        self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks()))
+        self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks(), plan.scored()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         self._next_round += 1
         return built
@@ -280,6 +286,7 @@ class Scheduler:
         draft_lens: Sequence[int] | None = None,
         foreseen: Sequence[bool] | None = None,
         num_suffix_tokens: Sequence[int] | None = None,
+        prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[RowResult]:
         """Take a round's result: append tokens, end requests, offer verified blocks for reuse.
 
@@ -291,6 +298,8 @@ class Scheduler:
             draft_lens: per row, how many draft tokens were verified; None stands for as many as were planned.
             foreseen: per row, whether its draft was made before the verdict that it follows; None where none are.
             num_suffix_tokens: per row, how many of its first draft tokens were found in texts; None where none were.
+            prompt_logprobs: token ids and values of the plan's scored positions, [positions, 1 + alternatives] each;
+                None where none are.
 
         Returns:
             One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
@@ -301,6 +310,8 @@ class Scheduler:
         due = self._outstanding[0] if self._outstanding else None
         record = check_result(due, plan.round_index, len(num_tokens), len(tokens))
         self._outstanding.popleft()
+        if prompt_logprobs is not None:
+            commit_scores(record.scored, *prompt_logprobs)
         for planned in record.chunks:
             if planned.completion.epoch == planned.epoch:
                 commit_chunk(planned)

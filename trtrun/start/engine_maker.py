@@ -142,8 +142,8 @@ class EngineMaker:
             shape = round_shape(self.config, self.context)
             rehearsal = self.rehearsal(shape, lambda work: _do_nothing)
             stack.callback(rehearsal.close)
-            mixed, _, short, _, few = largest_rounds(shape)  # the others run the same kernels
-            for plan in (mixed, short, few, chained_round(shape)):
+            mixed, _, short, _, few, scored = largest_rounds(shape)  # the others run the same kernels
+            for plan in (mixed, short, few, scored, chained_round(shape)):
                 rehearsal.play(plan)
             self.warm_up(rehearsal.worker, rehearsal.engines)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk, RoundPlan, RowAdmission, Verdict
+from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk, RoundPlan, RowAdmission, ScoredPart, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
@@ -159,7 +159,8 @@ class Rehearsal:
 
 def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
     """Rounds of all the tokens that a round may have, in few prompts and in as many as take most padding, beside rows;
-    a round with a prompt as long as graphs take them; one of all rows alone; and one of few rows and a short prompt."""
+    a round with a prompt as long as graphs take them; one of all rows alone; one of few rows and a short prompt; and
+    the first with log probabilities of prompts."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
     kinds = [
         _chunks(shape, length, shape.max_tokens, length),
@@ -169,7 +170,11 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
     ]
     few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, followed=True)]
     rounds = [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
-    return [*rounds, _plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length)]
+    rounds.append(_plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length))
+    # Behind the last token of a prompt nothing is scored.
+    parts = ((chunk, ScoredPart(chunk.start, chunk.length - 1, 20)) for chunk in kinds[0])
+    scored = [replace(chunk, scored=part if part.length else None) for chunk, part in parts]
+    return [*rounds, _plan(shape, range(shape.max_rows - len(scored)), scored, length)]
 
 
 def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list[PrefillChunk]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, ScoredPart
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 
 
@@ -57,6 +57,8 @@ _ADMISSION = np.dtype(
         )
     ]
 )  # fmt: skip
+_NOT_SCORED = ScoredPart(0, 0, 0)
+_CHUNK_NUMBERS = 5 + len(_NOT_SCORED)
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
 _LOOKAHEAD = ("window", "ngram", "verified")
 """Of SamplingParams.lookahead_config; 0 without one."""
@@ -68,7 +70,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
     integers: list[np.ndarray] = [
         np.asarray(plan.dropped_rows, dtype=np.int64),
         plan.block_updates.astype(np.int64).reshape(-1),
-        np.array([(c.row, c.start, c.length, c.is_last, c.followed) for c in plan.prefill], dtype=np.int64).reshape(-1),
+        np.array([_chunk_numbers(chunk) for chunk in plan.prefill], dtype=np.int64).reshape(-1),
         plan.decode_rows.astype(np.int64),
         plan.draft_lens.astype(np.int64),
         plan.catch_up.astype(np.int64),
@@ -113,6 +115,11 @@ def encode_plan(plan: RoundPlan) -> bytes:
     return b"".join((_PLAN_HEADER.pack(*header), records, *pools, told))
 
 
+def _chunk_numbers(chunk: PrefillChunk) -> tuple[int, ...]:
+    """A chunk's `_CHUNK_NUMBERS`."""
+    return (chunk.row, chunk.start, chunk.length, chunk.is_last, chunk.followed, *(chunk.scored or _NOT_SCORED))
+
+
 def _encode_admission(record: np.void, admission: RowAdmission, integers: list[np.ndarray]) -> None:
     sampling = admission.sampling
     for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed"):
@@ -155,7 +162,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
     integers = _Pool(np.frombuffer(payload, dtype=np.int64, count=header.integers, offset=at))
     dropped = tuple(integers.take(header.dropped).tolist())
     updates = integers.take(3 * header.updates).reshape(-1, 3).astype(np.int32)
-    chunks = integers.take(5 * header.prefill).reshape(-1, 5).tolist()
+    chunks = integers.take(_CHUNK_NUMBERS * header.prefill).reshape(-1, _CHUNK_NUMBERS).tolist()
     decode = integers.take(3 * header.decode).reshape(3, -1).astype(np.int32)
     given = tuple(integers.take(header.given).tolist())
     admissions: tuple[RowAdmission, ...] = ()
@@ -174,8 +181,8 @@ def decode_plan(payload: bytes) -> RoundPlan:
         admissions=admissions,
         block_updates=updates,
         prefill=tuple(
-            PrefillChunk(row, start, length, bool(last), bool(followed))
-            for row, start, length, last, followed in chunks
+            PrefillChunk(row, start, length, bool(last), bool(followed), ScoredPart(*scored) if scored[1] else None)
+            for row, start, length, last, followed, *scored in chunks
         ),
         decode_rows=decode[0],
         draft_lens=decode[1],

@@ -27,6 +27,8 @@ class _ReportHeader(NamedTuple):
     width: int
     logprob_rows: int
     logprob_width: int
+    prompt_rows: int
+    prompt_width: int
     num_guesses: int
     num_redrafted: int
     hit_chances: int
@@ -38,7 +40,7 @@ class _ReportHeader(NamedTuple):
     anticipating: float
 
 
-_REPORT_HEADER = struct.Struct("<11q4d")
+_REPORT_HEADER = struct.Struct("<13q4d")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ class RoundReport:
         num_guesses: drafts that a draft leader of its own made ahead.
         num_redrafted: rows that it drafted for while the target waited.
         hit_chances: how likely a verdict is among one row's guesses, by their number from 1 on; empty in most rounds.
+        prompt_ids: [positions, 1 + alternatives] int64 of the plan's scored positions, in order: the prompt's token
+            behind each, then the most likely ones; empty where there are none.
+        prompt_values: of these the log probabilities, the same shape, float32. Comparisons leave arrays out.
     """
 
     round_index: int
@@ -91,6 +96,8 @@ class RoundReport:
     num_guesses: int = 0
     num_redrafted: int = 0
     hit_chances: list[float] = field(default_factory=list)
+    prompt_ids: np.ndarray = field(default_factory=lambda: _no_rows(2), compare=False)
+    prompt_values: np.ndarray = field(default_factory=lambda: _no_rows(2), compare=False)
 
 
 def _no_rows(dimensions: int) -> np.ndarray:
@@ -124,11 +131,14 @@ class ReportArrays:
     num_guesses: int = 0
     num_redrafted: int = 0
     hit_chances: np.ndarray = field(default_factory=lambda: _no_rows(1))
+    prompt_ids: np.ndarray = field(default_factory=lambda: _no_rows(2))
+    prompt_values: np.ndarray = field(default_factory=lambda: _no_rows(2))
 
     def encode(self) -> bytes:
         """The bytes of the report."""
         rows, width = self.tokens.shape
         logprob_rows, _, logprob_width = self.logprob_ids.shape
+        prompt_rows, prompt_width = self.prompt_ids.shape
         header = _ReportHeader(
             round_index=self.round_index,
             is_verdict=self.num_tokens is not None,
@@ -136,6 +146,8 @@ class ReportArrays:
             width=width,
             logprob_rows=logprob_rows,
             logprob_width=logprob_width,
+            prompt_rows=prompt_rows,
+            prompt_width=prompt_width,
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
             hit_chances=len(self.hit_chances),
@@ -152,9 +164,9 @@ class ReportArrays:
             array if len(array) == len(counts) else np.zeros(len(counts), dtype=np.int64)
             for array in (self.foreseen, self.num_suffix_tokens)
         )
-        for array in (counts, self.draft_lens, foreseen, found, self.tokens, self.logprob_ids):
+        for array in (counts, self.draft_lens, foreseen, found, self.tokens, self.logprob_ids, self.prompt_ids):
             parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
-        for array in (self.logprob_values, self.hit_chances):
+        for array in (self.logprob_values, self.prompt_values, self.hit_chances):
             parts.append(np.ascontiguousarray(array, dtype=np.float32).tobytes())
         return b"".join(parts)
 
@@ -174,6 +186,8 @@ class ReportArrays:
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
             hit_chances=self.hit_chances.astype(np.float32).tolist(),
+            prompt_ids=self.prompt_ids,
+            prompt_values=self.prompt_values,
         )
 
 
@@ -186,8 +200,10 @@ def decode_report(payload: bytes) -> RoundReport:
     num_tokens, draft_lens, foreseen, found = (list(integers[rows * part : rows * (part + 1)]) for part in range(4))
     starts = range(4 * rows, len(integers), width) if width else [0] * rows
     at = _REPORT_HEADER.size + 8 * len(integers)
-    shape = (header.logprob_rows, width, header.logprob_width)
-    num_chances = header.hit_chances
+    shape, of_prompts = (header.logprob_rows, width, header.logprob_width), (header.prompt_rows, header.prompt_width)
+    counts, num_chances = (math.prod(shape) if header.logprob_rows else 0, math.prod(of_prompts)), header.hit_chances
+    ids, prompt_ids = _split(payload, np.int64, at, counts)
+    values, prompt_values = _split(payload, np.float32, at + 8 * sum(counts), counts)
     return RoundReport(
         round_index=header.round_index,
         times=RoundTimes(
@@ -201,21 +217,24 @@ def decode_report(payload: bytes) -> RoundReport:
         num_tokens=num_tokens,
         draft_lens=draft_lens,
         tokens=[list(integers[start : start + count]) for start, count in zip(starts, num_tokens, strict=True)],
-        logprobs=_decode_logprobs(payload, at, shape) if header.logprob_rows else [],
+        logprobs=_list_logprobs(ids.reshape(shape), values.reshape(shape)) if header.logprob_rows else [],
         foreseen=list(map(bool, foreseen)),
         num_suffix_tokens=found,
         num_guesses=header.num_guesses,
         num_redrafted=header.num_redrafted,
         hit_chances=list(struct.unpack_from(f"<{num_chances}f", payload, len(payload) - 4 * num_chances)),
+        prompt_ids=prompt_ids.reshape(of_prompts),
+        prompt_values=prompt_values.reshape(of_prompts),
     )
 
 
-def _decode_logprobs(payload: bytes, at: int, shape: tuple[int, int, int]) -> list[list[TokenLogprobs]]:
-    """The ids [rows, width, 1 + alternatives] int64 from byte `at` on, and the values float32 behind them."""
-    count = math.prod(shape)
-    ids = np.frombuffer(payload, dtype=np.int64, count=count, offset=at).reshape(shape)
-    values = np.frombuffer(payload, dtype=np.float32, count=count, offset=at + 8 * count).reshape(shape)
-    return _list_logprobs(ids, values)
+def _split(payload: bytes, dtype: type[np.generic], at: int, counts: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays, one behind the other from byte `at` on, of so many numbers each."""
+    if not any(counts):
+        empty = np.empty(0, dtype=dtype)
+        return empty, empty
+    both = np.frombuffer(payload, dtype=dtype, count=sum(counts), offset=at)
+    return both[: counts[0]], both[counts[0] :]
 
 
 def _list_logprobs(ids: np.ndarray, values: np.ndarray) -> list[list[TokenLogprobs]]:

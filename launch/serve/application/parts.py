@@ -21,6 +21,7 @@ from launch.serve.kserve.service import KServeService
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai.api import OpenAIApi
 from launch.serve.openai.chat_template_files import read_chat_template
+from launch.serve.openai.token_api import TokenApi
 from launch.serve.page.routes import page_routes
 from launch.serve.reading.messages import Facts
 from launch.serve.reading.readers import Readers
@@ -105,6 +106,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
     routes = (
         *OpenAIApi(front, keys, bodies).routes(),
+        *TokenApi(front, keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
         *StatusBoard(front, config, make_topology(config), keys, template is not None).routes(),
         *page_routes(),

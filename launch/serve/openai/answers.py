@@ -17,6 +17,7 @@ import msgspec
 from launch.serve.front.front import Usage
 from launch.serve.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
 from launch.serve.openai.calls import Answering
+from launch.serve.openai.echoes import EchoedPrompts, ScoredPrompts, tell_logprobs, tell_prompt_logprobs
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -45,6 +46,7 @@ class Answer(ABC):
     whole_name: str
     chunk_name: str
     tells_offsets = False
+    scores_beside = False
 
     def __init__(
         self, model_name: str, tokenizer: Tokenizer | None, answering: Answering, prompts: Sequence[Sequence[int]]
@@ -66,13 +68,20 @@ class Answer(ABC):
         self._choices: dict[int, Choice] = {}
         self._so_far = Usage(sum(map(len, prompts)))
         needs_texts = answering.return_token_texts or (self.tells_offsets and answering.sampling.logprobs is not None)
-        self._token_texts = TokenTexts(tokenizer, prompts, answering.sampling.n) if needs_texts else None
+        n, is_scored = answering.sampling.n, answering.sampling.prompt_logprobs is not None
+        self._token_texts = TokenTexts(tokenizer, prompts, n) if needs_texts else None
+        self._scores = ScoredPrompts(n, are_awaited=is_scored and answering.echo)
+        self._echoes = EchoedPrompts(tokenizer, prompts, n) if answering.echo else None
 
     def keep(self, delta: CompletionDelta) -> None:
         """Take a piece of an answer that comes whole."""
-        choice = self._choices.setdefault(delta.index, Choice())
-        logprobs = None if self._answering.sampling.logprobs is None else delta.logprobs or ()
-        choice.add(delta.text, self._choice(delta.index, {}, delta, logprobs))
+        has_logprobs = self._answering.sampling.logprobs is not None
+        for piece in self._scores.take(delta):
+            choice = self._choices.setdefault(piece.index, Choice())
+            if self._echoes is not None and self._echoes.begins(piece.index):
+                choice.add(self._echoes.text(piece.index), self._echo(piece.index, {}))
+            logprobs = piece.logprobs or () if has_logprobs else None
+            choice.add(piece.text, self._choice(piece.index, {}, piece, logprobs))
 
     def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
         """The answer to a request that does not stream, of all pieces that were kept: its JSON, in parts."""
@@ -82,12 +91,24 @@ class Answer(ABC):
         for number in range(self._num_choices):
             choice = self._choices.pop(number)
             text = self._text("".join(choice.text), is_chunk=False)
-            yield (b"," if number else b"") + _ENCODER.encode(choice.whole(text))
-        yield b"]," + _ENCODER.encode(tell_usage(usage, draft_len))[1:]
+            beside = {} if self.scores_beside else self._prompt_logprobs(number)
+            yield (b"," if number else b"") + _ENCODER.encode(choice.whole(text) | beside)
+        beside = self._prompt_logprobs(0) if self.scores_beside else {}
+        yield b"]," + _ENCODER.encode(beside | tell_usage(usage, draft_len))[1:]
 
     def beginning(self) -> list[dict[str, Any]]:
         """Chunks before the first piece."""
         return []
+
+    def chunks(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """The chunks that a piece makes."""
+        told: list[dict[str, Any] | None] = []
+        for piece in self._scores.take(delta):
+            if self._echoes is not None and self._echoes.begins(piece.index):
+                text = self._text(self._echoes.text(piece.index), is_chunk=True)
+                told.append(self._chunk(self._echo(piece.index, text)))
+            told.append(self.chunk(piece))
+        return [chunk for chunk in told if chunk is not None]
 
     def chunk(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """The chunk of a piece; None where it says nothing yet."""
@@ -133,6 +154,9 @@ class Answer(ABC):
         texts: Sequence[TokenText] = ()
         if self._token_texts is not None:
             texts = self._token_texts.take(number, token_ids, finish_reason is not None)
+        if self._echoes is not None and texts:
+            behind = len(self._echoes.text(number))
+            texts = [TokenText(behind + part.begin, part.text) for part in texts]
         if logprobs is not None:
             told["logprobs"] = self._logprobs(logprobs, texts)
         if self._answering.return_token_ids:
@@ -142,6 +166,27 @@ class Answer(ABC):
         if self._answering.return_token_texts:
             told["token_texts"] = [part.text for part in texts]
         return told
+
+    def _echo(self, number: int, text: dict[str, Any]) -> dict[str, Any]:
+        """A choice with what its prompt is, in front of all else."""
+        assert self._echoes is not None
+        told = self._choice(number, text, _NOTHING, None)
+        alternatives = self._answering.sampling.logprobs
+        if alternatives is not None:
+            entries, begins = (
+                self._scores.of_choice(number, alternatives),
+                [part.begin for part in self._echoes.parts(number)],
+            )
+            told["logprobs"] = tell_logprobs(self._echoes.tokens(number), entries, begins, self._spelling.spell)
+        return told
+
+    def _prompt_logprobs(self, number: int) -> dict[str, Any]:
+        """The log probabilities of a choice's prompt, where the request asks for them by this name."""
+        alternatives = self._answering.prompt_logprobs
+        if alternatives is None:
+            return {}
+        entries = self._scores.of_choice(number, alternatives)
+        return {"prompt_logprobs": tell_prompt_logprobs(entries, self._spelling.spell)}
 
     @abstractmethod
     def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
@@ -162,21 +207,15 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
-        return {
-            "tokens": [self._spelling.spell(entry.token_id) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [
-                {self._spelling.spell(token): value for token, value in reversed(entry.alternatives)}
-                for entry in entries
-            ],
-            "text_offset": [part.begin for part in texts],
-        }
+        tokens, begins = [entry.token_id for entry in entries], [part.begin for part in texts]
+        return tell_logprobs(tokens, entries, begins, self._spelling.spell)
 
 
 class ChatAnswer(Answer):
     """The answer to /v1/chat/completions."""
 
     prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    scores_beside = True
 
     def beginning(self) -> list[dict[str, Any]]:
         """Whose words follow, for each choice."""

@@ -6,10 +6,11 @@ Starlette, and nothing of engines.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +33,7 @@ from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.types import read_completion
 from launch.serve.reading.readers import ReadRequest
 from trtrun.api.prompts import Prompt
+from trtrun.core.outputs import CompletionDelta
 
 _TYPES: Mapping[Kind, str] = {
     Kind.INVALID: "invalid_request_error",
@@ -44,6 +46,8 @@ _TYPES: Mapping[Kind, str] = {
     Kind.TIMEOUT: "timeout_error",
 }
 """OpenAI's type of each kind."""
+
+T = TypeVar("T")
 
 _ENCODER = msgspec.json.Encoder()
 _DONE = event(b"[DONE]")
@@ -144,7 +148,10 @@ class OpenAIApi:
             counted.move_to_queue(generation.queue_seconds)
             counted.enter(Stage.OUTPUT)
             with counted:
-                return answer_in_parts(await make_parts(answer.whole(generation.usage, self._front.draft_len)))
+                parts = answer.whole(generation.usage, self._front.draft_len)
+                # As many numbers as prompts are long take too long for the event loop.
+                is_long = asked.answering.prompt_logprobs is not None
+                return answer_in_parts(await (asyncio.to_thread(list, parts) if is_long else make_parts(parts)))
         except ClientDisconnect:
             counted.fail(Failure.CANCELED)
             raise
@@ -170,11 +177,10 @@ class OpenAIApi:
         try:
             while pieces := await generation.take():
                 counted.begin_answer()
-                events = []
+                events: list[bytes] = []
                 rests.begin()
                 for piece in pieces:
-                    if (told := answer.chunk(piece)) is not None:
-                        events.append(_event(told))
+                    events += await _work(piece, lambda piece: list(map(_event, answer.chunks(piece))))
                     await rests.rest()
                 if generation.is_over:
                     counted.move_to_queue(generation.queue_seconds)
@@ -216,8 +222,14 @@ async def _collect(generation: Generation, answer: Answer, counted: ModelRequest
     rests = Rests()
     async for piece in generation:
         counted.begin_answer()
-        answer.keep(piece)
+        await _work(piece, answer.keep)
         await rests.rest()
+
+
+async def _work(piece: CompletionDelta, work: Callable[[CompletionDelta], T]) -> T:
+    """Do something with a piece: beside the event loop where a prompt's log probabilities are to be written down, which
+    are as many as the prompt is long."""
+    return work(piece) if piece.prompt_logprobs is None else await asyncio.to_thread(work, piece)
 
 
 def _event(value: Mapping[str, Any]) -> bytes:

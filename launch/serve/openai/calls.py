@@ -125,6 +125,8 @@ class Answering:
         return_token_texts: and what each token's part of the text is.
         tokens_as_ids: log probabilities name tokens by their ids.
         request_id: that the answer's own ends with; None for a new one.
+        echo: choices begin with their prompt.
+        prompt_logprobs: alternatives of each token of the prompt, in the field of that name; None for no such field.
     """
 
     sampling: SamplingParams
@@ -137,6 +139,8 @@ class Answering:
     obfuscates: bool = False
     tokens_as_ids: bool = False
     request_id: str | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
 
     def with_draft(self, token_ids: Sequence[int]) -> Answering:
         """The same with a draft for its choices, where it has none of its own and may be drafted for."""

@@ -51,6 +51,14 @@ class PromptMaker:
                 for prompt in call.prompts
             ]
 
+    def of_text(self, text: str, encoding: Encoding, most_tokens: int) -> Tokens:
+        """The tokens of a text, none where it is empty.
+
+        Raises:
+            InvalidRequestError: it cannot become tokens.
+        """
+        return _cut(self._encode(text, encoding), encoding, most_tokens)
+
     def of_chat(self, call: ChatCall, most_tokens: int) -> tuple[Tokens, Tokens]:
         """The tokens of a conversation, and of the draft that came with it; `most_tokens` is as of `of_completion`.
 

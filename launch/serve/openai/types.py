@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
@@ -96,7 +96,7 @@ COMPLETION_TOKENS = 16
 
 _COUNTS = (
     "n", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs", "draft_len",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "prompt_logprobs",
 )  # fmt: skip
 """Whole numbers. JSON has one kind of numbers, and some clients write 4.0."""
 
@@ -136,6 +136,8 @@ def read_chat(values: object, model_name: str) -> ChatCall:
     if "messages" not in given:
         raise _wrong("messages", 'messages is missing: a list such as [{"role": "user", "content": "…"}]')
     messages = read_messages(given["messages"])
+    if _flag(given, "echo"):
+        raise _wrong("echo", "echo is of completions: the prompt of a chat is made of its messages")
     wants, most = _flag(given, "logprobs"), given.get("top_logprobs")
     # 0 asks for nothing; so would false, which is 0 to Python and no number of alternatives.
     if not wants and most is not None and (type(most) is not int or most != 0):
@@ -187,6 +189,9 @@ def _read_answering(
     asked = read_guided(given)
     if asked is not None:
         sampling["guided"] = {asked.kind: asked.value}
+    echo = _flag(given, "echo")
+    if echo and sampling["max_tokens"] == 0:
+        sampling.setdefault("prompt_logprobs", 0)  # the prompt is read, and that is all
     try:
         parameters = SamplingParams.from_mapping(sampling)
     except InvalidRequestError as error:
@@ -194,6 +199,13 @@ def _read_answering(
         if asked is not None and line.startswith("guided"):
             raise _wrong(asked.field, line.replace(f"guided.{asked.kind}", asked.name, 1)) from None
         raise _wrong_sampling(line, sent_as or {}) from None
+    if stream and given.get("prompt_logprobs") is not None:
+        raise _wrong(
+            "prompt_logprobs", "prompt_logprobs is not in streams: leave stream out, or take echo and logprobs"
+        )
+    if echo and parameters.logprobs is not None:
+        most = max(parameters.logprobs, parameters.prompt_logprobs or 0)
+        parameters = replace(parameters, prompt_logprobs=most)
     request_id = given.get("request_id")
     if request_id is not None:
         if not isinstance(request_id, str) or not request_id.isascii() or not request_id.isprintable():
@@ -213,6 +225,8 @@ def _read_answering(
         return_token_texts=_flag(given, "return_token_texts"),
         tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
         request_id=request_id or None,
+        echo=echo,
+        prompt_logprobs=given.get("prompt_logprobs"),
     )
 
 

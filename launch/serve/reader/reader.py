@@ -24,6 +24,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from launch.mpi.parent_death import end_with_parent
 from launch.serve.door.limits import check_counts, check_text, distinct
 from launch.serve.door.refusals import Kind, Refusal, refusing
@@ -36,6 +38,7 @@ from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_re
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.prompts import PromptMaker
+from launch.serve.openai.tokenizing import detokenize, tokenize
 from launch.serve.openai.types import read_chat, read_completion
 from launch.serve.reading.messages import (
     BLOCK_HEAD_BYTES,
@@ -80,6 +83,8 @@ class Reader:
                 return self._read_completion(task, body)
             if task.kind == "chat":
                 return self._read_chat(task, body)
+            if task.kind in ("tokenize", "detokenize"):
+                return self._answer_tokens(task, body)
             return self._read_tensors(task, body)
         except Refusal as refusal:
             return Refused.of(refusal), []
@@ -94,6 +99,14 @@ class Reader:
         prompt, draft = self._makes_prompts.of_chat(call, task.most_tokens)
         answering = call.answering.with_draft(draft)
         return self._encode(task, [prompt], [answering.sampling], _others(answering))
+
+    def _answer_tokens(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+        values, name = parse_json(body), self._facts.model_name
+        if task.kind == "tokenize":
+            told = tokenize(values, name, self._tokenizer, self._makes_prompts, task.most_tokens)
+        else:
+            told = detokenize(values, name, self._tokenizer, self._prompts)
+        return Answered(num_inferences=1), [msgspec.json.encode(told)]
 
     def _encode(
         self, task: Task, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], others: Mapping[str, Any]

@@ -12,7 +12,7 @@ from pipelines import prompt_of
 from trtrun import LLM, SamplingParams
 from trtrun.api.prompts import Prompt
 from trtrun.core.nouns import TokenLogprobs
-from trtrun.core.outputs import CompletionDelta, RequestId
+from trtrun.core.outputs import CompletionDelta, PromptLogprobs, RequestId
 from trtrun.errors import InvalidRequestError
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 
@@ -56,6 +56,11 @@ def run_plain(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> dict[int, l
 
 def tokens(deltas: list[CompletionDelta]) -> tuple[int, ...]:
     return tuple(token for delta in deltas for token in delta.token_ids)
+
+
+def values_of(scores: PromptLogprobs) -> list[float]:
+    """Of a prompt's tokens but the first."""
+    return [entry.logprob for entry in scores.entries() if entry is not None]
 
 
 def logprobs(deltas: list[CompletionDelta]) -> list[TokenLogprobs]:
@@ -162,3 +167,20 @@ def test_where_text_is_taken_has_no_bearing_on_where_it_ends(llm: LLM) -> None:
     for num_passed in range(len(ids) + 1):
         ways = {told(lambda count, way=way: bool(way >> count & 1), num_passed) for way in range(2 ** len(ids))}  # type: ignore[misc]
         assert len(ways) == 1, (num_passed, ways)
+
+
+def test_log_probabilities_of_the_prompt_are_told_once_whichever_engine_goes_on(llm: LLM) -> None:
+    """They come with the first tokens: an engine that gets these need not compute them again."""
+    prompt, sampling = prompt_of(50), SamplingParams(max_tokens=8, prompt_logprobs=2, ignore_eos=True, n=2)
+    whole = run(llm, prompt, sampling)
+    told = whole[0][0].prompt_logprobs
+    assert told is not None and len(told.entries()) == 50
+    assert [delta.prompt_logprobs for delta in (*whole[0][1:], *whole[1])] == [None] * (len(whole[0] + whole[1]) - 1)
+    for behind, expected in (({0: tokens(whole[0])[:3], 1: ()}, None), ({0: (), 1: tokens(whole[1])[:3]}, told)):
+        again = run(llm, prompt, sampling, behind)
+        found = [delta.prompt_logprobs for deltas in again.values() for delta in deltas]
+        scores = [values_of(one) for one in found if one is not None]
+        assert scores == ([] if expected is None else [pytest.approx(values_of(expected), abs=1e-5)])
+        assert {index: behind[index] + tokens(deltas) for index, deltas in again.items()} == {
+            index: tokens(deltas) for index, deltas in whole.items()
+        }

@@ -64,6 +64,16 @@ def test_several_completions_and_log_probabilities_are_added() -> None:
     assert completions[1]["logprobs"] == [{"token_id": 9, "logprob": -0.25, "alternatives": [[9, -0.25], [4, -2.0]]}]
 
 
+def test_log_probabilities_of_prompts_are_in_rows_and_on_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = next(iter(InputRows(["p"]).read()))
+    entries = [None, TokenLogprobs(9, -0.25, ((9, -0.25), (4, -2.0)))]
+    row = output_row(prompt, RequestOutput(0, "p", (1, 9), (completion(0, (7,)),), prompt_logprobs=entries))
+    entry = {"token_id": 9, "logprob": -0.25, "alternatives": [[9, -0.25], [4, -2.0]]}
+    assert row["prompt_logprobs"] == [None, entry]
+    TextPrinter(InputRows(["p"]), has_text=True).write(0, row)
+    assert capsys.readouterr().out.splitlines()[2:] == ["    prompt token 9: logprob -0.2500, 9: -0.2500, 4: -2.0000"]
+
+
 def test_a_refused_row_has_the_same_columns() -> None:
     prompt = PromptRow(0, "p", None, "00")
     good = output_row(prompt, RequestOutput(0, "p", (1,), (completion(0, (7,)),)))

@@ -21,6 +21,7 @@ OPTIONS = (
     "--stop-sequence 5,6 --stop-sequence 7 "
     "--repetition-penalty 1.2 "
     "--presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 5=-100 --logit-bias 7=2.5 --bad-word no --logprobs 4 "
+    "--prompt-logprobs 2 "
     "--draft-len 3 --draft-token-id 8 --draft-token-id 9 --lookahead-config 5 4 3 "
     '--guided {"choice":["yes","no"]}'
 )
@@ -29,7 +30,7 @@ VALUES = {
     "stop": ["a", "b"], "include_stop_str_in_output": True, "stop_token_ids": [5, 6], "stop_sequences": [[5, 6], [7]],
     "ignore_eos": True,
     "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-    "logit_bias": {"5": -100.0, "7": 2.5}, "bad_words": ["no"], "logprobs": 4, "draft_len": 3,
+    "logit_bias": {"5": -100.0, "7": 2.5}, "bad_words": ["no"], "logprobs": 4, "prompt_logprobs": 2, "draft_len": 3,
     "draft_token_ids": [8, 9], "lookahead_config": [5, 4, 3],
     "guided": {"choice": ["yes", "no"]},
 }  # fmt: skip

@@ -95,3 +95,12 @@ def test_logits_behind_tiles_of_prompts_are_reckoned(tmp_path: Path, max_rows: i
         largest, replace(model, vocab_size=1), 0, 1, torch.bfloat16, "cuda", verifies=True, graphs=True
     )
     assert taken[1] - taken[0] - (of_graphs - without) >= lines * 19_999 * (2 + 4 + 4)
+
+
+def test_logits_of_scored_prompts_are_reckoned(tmp_path: Path) -> None:
+    """Of one row they are more than anything that sampling takes: in float32, and as log probabilities."""
+    model = read_model_config(make_checkpoint(tmp_path / "target", "LlamaForCausalLM", vocab_size=20_000))
+    shapes = [RoundShape(1, tokens, 0, 600, 16, use_logits=False) for tokens in (1, 128)]
+    one, many = (working_bytes(shape, model, 0, 1, torch.float32, "cpu", verifies=True) for shape in shapes)
+    drafts = [working_bytes(shape, model, 0, 1, torch.float32, "cpu", verifies=False) for shape in shapes]
+    assert many - one - (drafts[1] - drafts[0]) >= 127 * 20_000 * 2 * 4 - 20_000 * 8 * 4

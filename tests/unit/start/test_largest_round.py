@@ -55,7 +55,13 @@ def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
     settings = {**SETTINGS, "scheduler": {"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": 64}}
     config = configuration(target, make_draft(tmp_path / "draft", target, 1), **settings)
     shape = round_shape(config, 64)
-    mixed, padded, short, alone, few = largest_rounds(shape)
+    mixed, padded, short, alone, few, scored = largest_rounds(shape)
+    assert [(chunk.row, chunk.start, chunk.length) for chunk in scored.prefill] == [
+        (chunk.row, chunk.start, chunk.length) for chunk in mixed.prefill
+    ]
+    assert [chunk.scored.length for chunk in scored.prefill if chunk.scored] == [
+        chunk.length - 1 for chunk in mixed.prefill
+    ]
     assert sorted(chunk.length for chunk in mixed.prefill) == chunks
     assert [chunk.length for chunk in short.prefill] == [min(max_tokens, 59)]
     assert all(sorted(plan.sampled_rows) == list(range(max_rows)) for plan in (mixed, padded, short, alone))
@@ -164,7 +170,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: six large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 a graph."""
+    """Of 1000 MiB: seven large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 a graph."""
     monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)
@@ -175,16 +181,16 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
         before = rehearsal.num_graphs
         play(rehearsal, plan)
-        is_small = len(played) == 6
+        is_small = len(played) == 7
         played.append(plan)
         captured = rehearsal.num_graphs - before
         counters.take(2 * MIB if is_small else 30 * MIB, captured * MIB if is_small else 5 * MIB)
 
     monkeypatch.setattr(Rehearsal, "play", counted)
     blocks = loaded._count_beside(None)
-    assert len(played) == 7
+    assert len(played) == 8
     for_graphs = graphs.MOST_GRAPHS * (MIB + largest_round._GRAPH_TENSORS_BYTES)
-    expected = (180 + 2 + 30) * MIB + for_graphs
+    expected = (210 + 2 + 35) * MIB + for_graphs
     assert loaded._working_bytes == expected
     demand = loaded._demand()
     most_useful = 4 * -(-65 // 4)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, ScoredPart
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.first_uses import FirstUses
 from trtrun.wire.plans import decode_plan, encode_plan
@@ -70,7 +70,8 @@ def plans(draw: st.DrawFn) -> RoundPlan:
     decode = draw(st.lists(st.tuples(ROW, st.integers(-1, 32), st.integers(0, 8)), max_size=10))
     updates = draw(st.lists(st.tuples(ROW, ROW, TOKEN), max_size=10))
     lists = [NO_LISTS, *draw(st.lists(token_lists(), max_size=3))]
-    chunk = st.builds(PrefillChunk, ROW, ROW, st.integers(1, 4096), st.booleans(), st.booleans())
+    scored = st.none() | st.builds(ScoredPart, ROW, st.integers(1, 4096), st.integers(0, 20))
+    chunk = st.builds(PrefillChunk, ROW, ROW, st.integers(1, 4096), st.booleans(), st.booleans(), scored)
     return RoundPlan(
         round_index=draw(st.integers(0, 2**62)),
         dropped_rows=tuple(draw(st.lists(ROW, max_size=5))),
@@ -133,6 +134,20 @@ def test_a_report_comes_back_as_it_was() -> None:
     entry = report.logprobs[1][2]
     assert (entry.token_id, entry.logprob) == (20, -2.5)
     assert list(entry.alternatives) == [(21, -2.625), (22, -2.75), (23, -2.875)]
+
+
+@pytest.mark.parametrize("has_verdict", [True, False])
+def test_log_probabilities_of_prompts_come_back_beside_those_of_rows(has_verdict: bool) -> None:
+    ids, values = np.arange(12).reshape(4, 3), -np.arange(12, dtype=np.float32).reshape(4, 3) / 8
+    report = ReportArrays(7, RoundTimes(), prompt_ids=ids, prompt_values=values)
+    if has_verdict:
+        ones, entries = np.ones((1, 1), dtype=np.int64), np.ones((1, 1, 2), dtype=np.int64)
+        report = dataclasses.replace(
+            report, num_tokens=ones[0], draft_lens=ones[0], tokens=ones, logprob_ids=entries, logprob_values=entries / 4
+        )
+    found = come_back(report)
+    assert_same((found.prompt_ids, found.prompt_values), (ids, values))
+    assert [(entry.token_id, entry.logprob) for row in found.logprobs for entry in row] == [(1, 0.25)] * has_verdict
 
 
 def test_a_report_without_a_verdict_says_so() -> None:
