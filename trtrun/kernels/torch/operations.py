@@ -24,6 +24,10 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
 
 
+_MOST_BITS = 1 << 20
+"""Of masks that are spread out at once."""
+
+
 class TorchOperations:
     """Operations that have kernels somewhere.
 
@@ -149,11 +153,13 @@ class TorchOperations:
         """A copy of logits [R, P, V] float32 with -inf where a token may not be taken; `places` and `bits` as in
         sampling/token_masks.py."""
         output, vocabulary = logits.clone(memory_format=torch.contiguous_format), logits.shape[-1]
-        lines, steps = output.view(-1, vocabulary), kept_range(0, 32, logits.device)
-        for line, place in zip(lines.unbind(), places.flatten().unbind(), strict=True):
-            words = bits.index_select(0, place.clamp(min=0).unsqueeze(0))[0]
-            is_forbidden = ((words.unsqueeze(1) >> steps) & 1).view(-1)[:vocabulary] == 0
-            line.masked_fill_(is_forbidden & (place >= 0), -torch.inf)
+        lines, flat = output.view(-1, vocabulary), places.flatten()
+        steps, most = kept_range(0, 32, logits.device).to(torch.int32), max(1, _MOST_BITS // vocabulary)
+        for start in range(0, len(lines), most):
+            part = flat[start : start + most]
+            words = bits.index_select(0, part.clamp(min=0))
+            is_forbidden = ((words.unsqueeze(2) >> steps) & 1).flatten(1)[:, :vocabulary] == 0
+            lines[start : start + most].masked_fill_(is_forbidden & (part >= 0).unsqueeze(1), -torch.inf)
         return output
 
     def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
