@@ -17,12 +17,13 @@ from trtrun.conversion.source import Source
 from trtrun.conversion.streamed_file import TensorPlan, write_tensors
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import INDEX_FILE
+from trtrun.models.quantization_config import find_section
 from trtrun.models.written_files import copy_beside, write_whole
 from trtrun.tensors import DTYPES, dtype_name
 
 Progress = Callable[[int, int], None]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
+_WEIGHT_SCALES, _KV_SCALES = ("weight_scale", "input_scale"), ("k_scale", "v_scale")
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -47,8 +48,8 @@ def write_hugging_face(source: Source, output: Path, progress: Progress) -> int:
     names = source.files.names()
     if source.config.tie_word_embeddings:
         names = [name for name in names if not name.startswith("lm_head.")]
-    if source.algorithm is None:
-        names = [name for name in names if not name.endswith(_SCALES)]
+    unused = (() if source.algorithm else _WEIGHT_SCALES) + (() if source.kv_algorithm else _KV_SCALES)
+    names = [name for name in names if not name.endswith(unused)]
     shards: dict[int, dict[str, TensorPlan]] = {}
     for name in names:
         match = _LAYER.match(name)
@@ -76,7 +77,7 @@ def write_hugging_face(source: Source, output: Path, progress: Progress) -> int:
 def _plan(source: Source, name: str) -> TensorPlan:
     """Plain tensors in the output's dtype; codes, scales and whole numbers as they are."""
     code, shape = source.files.dtype_code(name), source.files.shape(name)
-    is_scale = name.endswith(_SCALES)
+    is_scale = name.endswith(_WEIGHT_SCALES + _KV_SCALES)
     if code not in _STORED:
         if code not in _CODES:
             raise CheckpointError(
@@ -91,8 +92,9 @@ def _plan(source: Source, name: str) -> TensorPlan:
 def _config(source: Source) -> dict[str, object]:
     values = {key: value for key, value in source.values.items() if key not in ("torch_dtype", "kv_cache_quant_algo")}
     values["dtype"] = dtype_name(source.dtype)
-    if source.kv_algorithm is not None and "quantization_config" in values:
+    if source.kv_algorithm is not None:
+        section = find_section(source.path, values)[1] or {"quant_method": "modelopt", "quant_algo": None}
         kind = "float" if source.kv_algorithm == "FP8" else "int"
         scheme = {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False, "symmetric": True}
-        values["quantization_config"] = {**values["quantization_config"], "kv_cache_scheme": scheme}
+        values["quantization_config"] = {**section, "kv_cache_scheme": section.get("kv_cache_scheme") or scheme}
     return values

@@ -17,7 +17,7 @@ import torch
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.conversion.source import Source
 from trtrun.conversion.streamed_file import TensorPlan, write_tensors
-from trtrun.errors import CheckpointError, ConfigError
+from trtrun.errors import ConfigError
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.linear.stored.byte_layouts import Fp8Layout
 from trtrun.linear.stored.layout import stored_as
@@ -144,10 +144,8 @@ class _RankPlan:
     def _kv_scale(self, index: int, name: str) -> None:
         if self.source.kv_algorithm is None:
             return
-        scales = self.source.kv_scales(index)
-        if not scales:
-            raise CheckpointError(f"layer {index} has no scales of keys and values, which config.json calls for")
-        self._add(name, (1,), torch.float32, lambda: torch.stack(scales).amax(0))
+        scale = self.source.kv_scale(index)
+        self._add(name, (1,), torch.float32, lambda: scale)
 
     def _linear(self, name: str, weight: Weight, bias: Weight | None) -> None:
         """A linear layer of one matrix, or of several that are multiplied with as one."""

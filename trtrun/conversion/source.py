@@ -23,7 +23,7 @@ from trtrun.linear.stored.modelopt import ModelOptAwqLayout
 from trtrun.models.blocks import DecoderPlan
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.kv_scales import find_kv_scales
+from trtrun.models.kv_scales import attention_names, load_kv_scales
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weights import Weight
 from trtrun.tensors import DTYPES
@@ -95,10 +95,14 @@ class Source:
         scheme = self.config.kv_scheme
         return None if scheme is None else scheme.dtype.upper()
 
-    def kv_scales(self, index: int) -> list[torch.Tensor]:
-        """Scales of keys and values of a layer, by any of their names."""
-        names = find_kv_scales(self.files, f"model.layers.{index}.self_attn")
-        return [self.read_whole(name).float().amax().reshape(1) for name in names]
+    def kv_scale(self, index: int) -> torch.Tensor:
+        """The largest scale of a layer's keys and values, by any of their names: float32 [1].
+
+        Raises:
+            CheckpointError: see `load_kv_scales`.
+        """
+        heads = self.config.num_kv_heads
+        return load_kv_scales(self.files, attention_names(index + 1)[index], heads, range(heads)).amax().reshape(1)
 
     def read(self, stored: TensorSlice) -> torch.Tensor:
         """A slice in the file's dtype, on the host.

@@ -8,6 +8,7 @@ It does not know stores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,24 +105,27 @@ def load_kv_scales(files: Checkpoint, attention: str, num_heads: int, heads: ran
         [2, heads] float32 on the host.
 
     Raises:
-        CheckpointError: a scale is missing, of another shape, or not above 0.
+        CheckpointError: a scale is missing, of another shape or dtype, not above 0, or infinite.
     """
     import torch
 
     names = find_kv_scales(files, attention)
     if not names:
-        raise CheckpointError(f"{files.path} has no scales for keys and values of {attention}, as other layers have")
+        raise CheckpointError(
+            f"{files.path} has no scales for keys and values of {attention}, which its config.json calls for"
+        )
     found = []
     for name in names:
         shape = files.shape(name)
-        pieces = [piece.clone() for _, piece in files.pieces(name, tuple(map(range, shape)) or (range(1),))]
-        scale = torch.cat(pieces).flatten().float()
-        if len(scale) not in (1, num_heads):
+        if prod(shape) not in (1, num_heads):
             raise CheckpointError(
                 f"{files.file(name)}: tensor '{name}' has shape {list(shape)}, but there must be 1 scale, or one for "
                 f"each of the {num_heads} KV heads"
             )
+        files.check(name, shape)
+        pieces = [piece.clone() for _, piece in files.pieces(name, tuple(map(range, shape)) or (range(1),))]
+        scale = torch.cat(pieces).flatten().float()
         if not bool((scale.isfinite() & (scale > 0)).all()):
-            raise CheckpointError(f"{files.file(name)}: tensor '{name}' holds a scale that is not above 0")
+            raise CheckpointError(f"{files.file(name)}: tensor '{name}' holds a scale that is not a number above 0")
         found.append(scale.expand(num_heads)[heads.start : heads.stop])
     return torch.stack(found)

@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 from tensorrt_llm_checkpoints import write_ranks
 
 from trtrun import SamplingParams
+from trtrun.conversion.hugging_face_writer import write_hugging_face
+from trtrun.conversion.rank_writer import write_ranks as write_rank_files
+from trtrun.conversion.source import open_source
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.byte_codes import CodeKind, as_scales, from_codes, scales_of, to_codes
 from trtrun.kvcache.formats import ByteKV, KVScheme, choose_format
@@ -203,14 +206,41 @@ def test_scales_of_other_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "reason"), [(torch.tensor([-1.0]), "is not above 0"), (torch.ones(3), "must be 1 scale, or one for each")]
+    ("scale", "reason"),
+    [
+        (torch.tensor([-1.0]), "is not a number above 0"),
+        (torch.tensor([torch.inf]), "is not a number above 0"),
+        (torch.ones(3), "must be 1 scale, or one for each"),
+        (torch.ones(0), "must be 1 scale, or one for each"),
+        (torch.ones(1, dtype=torch.float64), "has dtype F64, which is not supported"),
+    ],
 )
 def test_scales_that_are_none_are_refused(tmp_path: Path, scale: torch.Tensor, reason: str) -> None:
+    """By whoever reads them: engines, and what cuts a checkpoint for TensorRT-LLM."""
     path = with_kv_scales(tmp_path / "scaled", make_checkpoint(tmp_path / "source"), FP8_SCHEME)
     weights = load_file(path / "model.safetensors")
     save_weights(path, {**weights, "model.layers.1.self_attn.k_scale": scale})
     with pytest.raises(CheckpointError, match=rf"layers\.1\.self_attn\.k_scale.* {reason}"):
         PagedModel(path)
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.self_attn\.k_scale.* {reason}"):
+        write_rank_files(open_source(path, None), tmp_path, 1, lambda done, total: None)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_plain_weights_keep_their_scales_when_they_are_converted(tmp_path: Path, kind: str) -> None:
+    """To ranks and back, and to a directory of the same layout."""
+    scheme = FP8_SCHEME if kind == "fp8" else INT8_SCHEME
+    scaled = with_kv_scales(tmp_path / "scaled", make_checkpoint(tmp_path / "source"), scheme)
+    for name in ("ranks", "back", "copy"):
+        (tmp_path / name).mkdir()
+    write_rank_files(open_source(scaled, None), tmp_path / "ranks", 2, lambda done, total: None)
+    for start, end in (("ranks", "back"), ("scaled", "copy")):
+        write_hugging_face(open_source(tmp_path / start, None), tmp_path / end, lambda done, total: None)
+    for name in ("ranks", "back", "copy"):
+        assert read_model_config(tmp_path / name).kv_scheme == read_model_config(scaled).kv_scheme, name
+    found, expected = (PagedModel(tmp_path / name).forward(BATCH) for name in ("back", "ranks"))
+    copied, original = (PagedModel(tmp_path / name).forward(BATCH) for name in ("copy", "scaled"))
+    assert torch.equal(found, expected) and torch.equal(copied, original)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
