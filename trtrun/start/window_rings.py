@@ -36,7 +36,7 @@ def ring_space(config: RuntimeConfig, model: ModelShape) -> RingSpace | None:
     # Each engine writes what it drafts behind a row's newest token, and a plan ahead as much again; a draft engine
     # feeds what it has missed.
     drafted = 2 * (config.draft_len + 1) * (1 + config.plans_ahead)
-    written = max(_chunk(max(found)), most_catch_up(config.draft_len, drafts_in_parallel=True)) + drafted
+    written = max(_chunk(config, max(found)), most_catch_up(config.draft_len, drafts_in_parallel=True)) + drafted
     blocks = -(-(max(found) + written) // size) + 1
     context = min(config.scheduler.max_seq_len or model.max_position_embeddings, model.max_position_embeddings)
     stored = config.kv_cache.max_tokens
@@ -49,11 +49,11 @@ def most_chunk(config: RuntimeConfig, *models: ModelConfig | None) -> int | None
     """Tokens of a prompt that a row reads in a round, at most, where some of the engines have rings; else None."""
     with_rings = [model for model in models if model is not None and ring_space(config, model) is not None]
     windows = [max(window for window in model.windows if window is not None) for model in with_rings]
-    return _chunk(min(windows)) if windows else None
+    return _chunk(config, min(windows)) if windows else None
 
 
-def _chunk(window: int) -> int:
-    return max(_LEAST_CHUNK, window // _SHARE_OF_WINDOW)
+def _chunk(config: RuntimeConfig, window: int) -> int:
+    return min(max(_LEAST_CHUNK, window // _SHARE_OF_WINDOW), config.scheduler.max_num_tokens)
 
 
 def describe_rings(config: RuntimeConfig, model: ModelConfig) -> str | None:

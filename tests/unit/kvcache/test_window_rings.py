@@ -21,6 +21,7 @@ SOME: dict[str, Any] = {
     "architecture": "Qwen2ForCausalLM", "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1,
     "num_hidden_layers": 5,
 }  # fmt: skip
+NO_REUSE: dict[str, Any] = {"enable_block_reuse": False, "max_tokens": 10**6}
 CHAIN, TREE = {"draft_len": 3}, {"method": "ngram", "prompt_lookup_min": 1, "draft_len": 3, "max_paths": 3}
 
 
@@ -70,6 +71,19 @@ def test_bytes_of_a_window_of_4096_in_a_context_of_32768(tmp_path: Path) -> None
     assert describe_rings(config, model) == (
         "5 of 5 layers have windows, and keep 5184 tokens of each row; prompts are read in chunks of 1024"
     )
+
+
+def test_a_chunk_is_no_longer_than_a_round(tmp_path: Path) -> None:
+    """Nor has a ring room for more."""
+    target = make_checkpoint(tmp_path / "model", **{**ALL, "sliding_window": 4096}, max_position_embeddings=32768)
+    model, lengths = read_model_config(target), []
+    for most in (256, 2048):
+        scheduler = {"max_batch_size": 4, "max_num_tokens": most}
+        config = configuration(target, None, scheduler=scheduler, kv_cache=NO_REUSE)
+        space, chunk = ring_space(config, model), most_chunk(config, model, None)
+        assert space is not None and chunk == min(most, 1024)
+        lengths.append(space.blocks_per_row * config.kv_cache.block_size)
+    assert lengths[1] - lengths[0] == 1024 - 256
 
 
 def test_where_there_are_no_rings(tmp_path: Path) -> None:
