@@ -159,7 +159,8 @@ class JobMemory:
     def count_blocks(self, rank: int, free_bytes: int, where: str) -> int:
         """KV blocks that a rank with a device can hold by itself.
 
-        A GPU's rank measures its rounds at start: their upper bound here makes the answer smaller, but refuses nothing.
+        A GPU's rank measures its rounds at start: their upper bound here makes the answer smaller, but refuses nothing;
+        rings, whose bytes are known, do.
 
         Raises:
             ConfigError: the weights, a round or the KV store do not fit into `free_bytes`.
@@ -171,7 +172,7 @@ class JobMemory:
         except ConfigError:
             if not slot.device.startswith("cuda"):
                 raise
-            return self._count_blocks(rank, free_bytes, 0, where)
+            return self._count_blocks(rank, free_bytes, self.ring_bytes(rank), where)
 
     def _count_blocks(self, rank: int, free_bytes: int, working_bytes: int, where: str) -> int:
         slot = self.topology.slot(rank)
@@ -179,7 +180,7 @@ class JobMemory:
         cache = self.config.kv_cache
         return count_kv_blocks(
             free_bytes,
-            SlotMemory(sum(self.shard_bytes(rank)), self.block_bytes(rank), working_bytes),
+            SlotMemory(sum(self.shard_bytes(rank)), self.block_bytes(rank), working_bytes, self.ring_bytes(rank)),
             fraction=cache.free_memory_fraction or default_fraction(slot.device),
             block_size=cache.block_size,
             max_tokens=cache.max_tokens,

@@ -29,12 +29,14 @@ class SlotMemory:
     Attributes:
         shard_bytes: weights of all engines in the slot.
         bytes_per_block: keys and values of one block, summed over the engines in the slot.
-        working_bytes: what their largest round needs besides: activations, logits, sampling, graphs.
+        working_bytes: what their largest round needs besides: activations, logits, sampling, graphs, and rings.
+        ring_bytes: of these, the rings of layers with a window.
     """
 
     shard_bytes: int
     bytes_per_block: int
     working_bytes: int = 0
+    ring_bytes: int = 0
 
 
 def useful_blocks(max_batch_size: int, max_seq_len: int, block_size: int, draft_len: int, plans_ahead: int) -> int:
@@ -81,10 +83,15 @@ def count_kv_blocks(
         )
     left = beside - demand.working_bytes
     if left <= 0:
+        rings, instead = "", ""
+        if demand.ring_bytes:
+            rings = f" ({format_bytes(demand.ring_bytes)} for the windows of all rows)"
+            instead = ", or leave kv_cache.enable_block_reuse on"
         raise ConfigError(
-            f"{where}: the largest round needs {format_bytes(demand.working_bytes)} but {format_bytes(beside)} of "
-            f"{format_bytes(free_bytes)} are free beside the weights ({format_bytes(demand.shard_bytes)}): lower "
-            "scheduler.max_batch_size, scheduler.max_seq_len, scheduler.max_num_tokens or speculation.draft_len"
+            f"{where}: the largest round needs {format_bytes(demand.working_bytes)}{rings} but {format_bytes(beside)} "
+            f"of {format_bytes(free_bytes)} are free beside the weights ({format_bytes(demand.shard_bytes)}): lower "
+            "scheduler.max_batch_size, scheduler.max_seq_len, scheduler.max_num_tokens or "
+            f"speculation.draft_len{instead}"
         )
     weights, rounds = format_bytes(demand.shard_bytes), format_bytes(demand.working_bytes)
     taken = f"the weights ({weights}) and the largest round ({rounds})" if demand.working_bytes else "the weights"

@@ -338,7 +338,7 @@ class RankStartup:
             working += engine_working_bytes(
                 self._config, self._context, role, section, model, communicator.rank, self._device, heads
             )
-        return SlotMemory(weights, block, working)
+        return SlotMemory(weights, block, working, self._ring_bytes())
 
     def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         dtype = resolve_dtype(section, model)

@@ -10,7 +10,10 @@ import torch
 from checkpoints import make_checkpoint
 from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 
+from launch.placement.memory import JobMemory
 from trtrun import SamplingParams
+from trtrun.configuration.topology import make_topology
+from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.start.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
 from trtrun.start.window_rings import describe_rings, most_chunk, ring_space
@@ -84,6 +87,18 @@ def test_a_chunk_is_no_longer_than_a_round(tmp_path: Path) -> None:
         assert space is not None and chunk == min(most, 1024)
         lengths.append(space.blocks_per_row * config.kv_cache.block_size)
     assert lengths[1] - lengths[0] == 1024 - 256
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
+def test_rings_that_do_not_fit_are_named(tmp_path: Path, device: str) -> None:
+    """On GPUs, too, where the rest of a round is measured at start."""
+    target = make_checkpoint(tmp_path / "model", **{**ALL, "sliding_window": 4096}, max_position_embeddings=32768)
+    config = configuration(target, None, devices=((), (device,)), kv_cache=NO_REUSE)
+    memory = JobMemory.read(config, make_topology(config))
+    rings = memory.ring_bytes(0)
+    assert memory.count_blocks(0, 2 * rings + memory.working_bytes(0), "rank 0") > 1
+    with pytest.raises(ConfigError, match=r"for the windows of all rows.* or leave kv_cache\.enable_block_reuse on$"):
+        memory.count_blocks(0, rings, "rank 0")
 
 
 def test_where_there_are_no_rings(tmp_path: Path) -> None:
