@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -20,12 +21,15 @@ from llguidance.gbnf_to_lark import any_to_lark
 from trtrun.core.guide import Guide
 from trtrun.core.values import cut_text
 from trtrun.errors import InvalidRequestError
+from trtrun.guiding.literals import literals
 
 _MOST_KEPT = 64
 _MOST_LOOKED_AT = 200
 """Parts of a schema that are tried on their own to find the one that is wrong."""
 _MOST_SAID = 300
 _MOST_FORCED = 8192
+_SHOWN = re.compile(r"\d+ \|")
+"""A line of a grammar that the library shows around an error."""
 
 _WORDS = {
     "json": "JSON schema",
@@ -100,6 +104,8 @@ class Grammars:
             if matcher is not None and not anew:
                 self._kept[guide] = matcher
                 return matcher
+        if not anew:
+            self._check_literals(guide)
         matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidRequestError(_complaint(guide, matcher.get_error()))
@@ -110,6 +116,17 @@ class Grammars:
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return matcher
+
+    def _check_literals(self, guide: Guide) -> None:
+        """Refuse a guide with the name of a special token in a text: what must follow is spelled as the tokenizer
+        spells it, which would be that token. It is no text, and may end the row."""
+        for text in literals(guide):
+            special = next(filter(self._tokens.is_special_token, self._tokens.tokenize_str(text)), None)
+            if special is not None:
+                raise InvalidRequestError(
+                    f"guided: the {_WORDS[guide.kind]} has {self._tokens.decode_str([special])} in a text, which is a "
+                    "special token to the target's tokenizer, and cannot be written as text: leave it out"
+                )
 
     def _check_first(self, guide: Guide, matcher: LLMatcher) -> None:
         """Refuse a guide that no text follows, or of whose texts too much is the same: all of it is looked at for each
@@ -137,13 +154,23 @@ def _grammar(guide: Guide) -> str:
     if guide.kind == "json":
         return LLMatcher.grammar_from_json_schema(guide.text)
     if guide.kind == "regex":
+        if _ends_with_escape(guide.text):  # which the library leaves out
+            raise InvalidRequestError(
+                "guided: the regular expression cannot be followed: it ends with a backslash and nothing behind it"
+            )
         return LLMatcher.grammar_from_regex(guide.text)
     if guide.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(guide.text))))
+        # One terminal for all: of a rule each text is an item of its own to the parser, whose bound many would pass.
+        texts = " | ".join(map(json.dumps, json.loads(guide.text)))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(guide.text))
     except Exception as error:  # the library's own of a text that is neither
         raise InvalidRequestError(f"guided: the grammar cannot be followed: {_in_words(str(error))}") from None
+
+
+def _ends_with_escape(regex: str) -> bool:
+    return (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
 
 
 def _complaint(guide: Guide, error: str) -> str:
@@ -158,7 +185,7 @@ def _complaint(guide: Guide, error: str) -> str:
 def _in_words(error: str) -> str:
     """The line of an error, without what the library shows around it."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
-    kept = [line for line in lines if (line.strip("^ ") and not line[0].isdigit()) or line.startswith("at ")]
+    kept = [line for line in lines if line.strip("^ ") and not _SHOWN.match(line)]
     return cut_text(" ".join(kept or ["it cannot be followed"]), _MOST_SAID)
 
 
@@ -172,6 +199,8 @@ def _find_wrong_part(schema: Any, said: str) -> tuple[str, str]:
         for step, inner in _parts(part):
             if budget <= 0:
                 break
+            if inner is False:  # which forbids what it is of, and is right where that may be left out
+                continue
             budget -= 1
             error = _error_of(json.dumps({**named, **inner} if isinstance(inner, Mapping) else inner))
             if error:
