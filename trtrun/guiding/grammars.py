@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from trtrun.core.guide import Guide
 from trtrun.core.values import cut_text
 from trtrun.errors import InvalidRequestError
+from trtrun.guiding.bounds import check_bounds
 from trtrun.guiding.literals import literals
 
 _MOST_KEPT = 64
@@ -69,6 +70,9 @@ class Grammars:
     def __init__(self, tokens: LLTokenizer) -> None:
         """Compile for `tokens`. From any thread."""
         self._tokens = tokens
+        special = filter(tokens.is_special_token, range(tokens.vocab_size))
+        names = (tokens.decode_str([token]) for token in special)
+        self._special_names = [name for name in names if any(map(tokens.is_special_token, tokens.tokenize_str(name)))]
         self._lock = Lock()
         self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
 
@@ -105,6 +109,7 @@ class Grammars:
                 self._kept[guide] = matcher
                 return matcher
         if not anew:
+            check_bounds(guide)
             self._check_literals(guide)
         matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
         if matcher.is_error():
@@ -120,13 +125,13 @@ class Grammars:
     def _check_literals(self, guide: Guide) -> None:
         """Refuse a guide with the name of a special token in a text: what must follow is spelled as the tokenizer
         spells it, which would be that token. It is no text, and may end the row."""
-        for text in literals(guide):
-            special = next(filter(self._tokens.is_special_token, self._tokens.tokenize_str(text)), None)
-            if special is not None:
-                raise InvalidRequestError(
-                    f"guided: the {_WORDS[guide.kind]} has {self._tokens.decode_str([special])} in a text, which is a "
-                    "special token to the target's tokenizer, and cannot be written as text: leave it out"
-                )
+        texts = "\n".join(literals(guide))
+        name = next((name for name in self._special_names if name in texts), None)
+        if name is not None:
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} has {name} in a text, which is a special token to the target's "
+                "tokenizer, and cannot be written as text: leave it out"
+            )
 
     def _check_first(self, guide: Guide, matcher: LLMatcher) -> None:
         """Refuse a guide that no text follows, or of whose texts too much is the same: all of it is looked at for each

@@ -11,8 +11,9 @@ from typing import Any
 from trtrun.core.guide import Guide
 
 _ANNOTATIONS = ("title", "description", "$comment")
-_QUOTED = re.compile(r'"((?:\\.|[^"\\])*)"|/((?:\\.|[^/\\\n])+)/', re.DOTALL)
-"""Texts and regular expressions of a grammar. What stands outside of them may name special tokens."""
+_QUOTED = re.compile(r'"((?:\\.|[^"\\])*)(?:"|\\?\Z)|/((?:\\.|[^/\\\n])*)(?:/|\n|\\?\Z)', re.DOTALL)
+"""Texts and regular expressions of a grammar, closed or not, so that none is looked at twice. What stands outside of
+them may name special tokens."""
 
 
 def literals(guide: Guide) -> Iterator[str]:

@@ -42,6 +42,8 @@ LOOSE = {
     "required": ["a", "b"],
 }
 
+REFERENCES = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(3999)} | {"4000": {"const": 1}}
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -135,6 +137,15 @@ def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None
         ({"json": {"type": "string", "pattern": r"<\|endoftext\|>"}}, "the JSON schema has <|endoftext|>"),
         ({"grammar": r'root ::= "\"<|endoftext|>" [0-9]'}, "the grammar has <|endoftext|> in a text"),
         ({"grammar": r"start: /a<\|endoftext\|>/"}, "the grammar has <|endoftext|> in a text"),
+        ({"json": {"$ref": "#/$defs/0", "$defs": REFERENCES}}, "refers to 4000 parts; 500 are the most"),
+        (
+            {"grammar": "start: a0\n" + "\n".join(f'a{n}: "x" | a{n + 1}' for n in range(4000))},
+            "the grammar has 4001 rules",
+        ),
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf takes too much"),
+        ({"json": {"type": "integer", "multipleOf": 1048576}}, "multipleOf takes too much"),
+        ({"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (7, 11, 1.3, 17)]}}, "multipleOf takes"),
+        ({"grammar": 'start: %json {"type": "integer", "multiple\\u004ff": 999983}'}, "multipleOf takes too much"),
         ({"regex": "a{9999}"}, "leaves no choice for 9999 tokens; 8192 are the most"),
     ],
 )
@@ -151,6 +162,7 @@ def test_what_cannot_be_followed_is_said_with_its_place(grammars: Grammars, valu
         {"json": {"properties": {"title": {"type": "string"}}}},
         {"grammar": 'start: "a" <|endoftext|>'},
         {"regex": r"a\\"},
+        {"json": {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 64000}, "c": {"multipleOf": 99}}}},
     ],
 )
 def test_what_names_no_special_token_in_a_text_is_followed(grammars: Grammars, value: object) -> None:
