@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -48,7 +48,7 @@ def check_bounds(guide: Guide) -> None:
         _check_multiples(_MULTIPLE.findall(text))
 
 
-def _check_multiples(numbers: Any) -> None:
+def _check_multiples(numbers: Iterable[str]) -> None:
     """Of all together, as one text may have to be a multiple of each of them."""
     common = 1
     for number in numbers:
@@ -59,8 +59,8 @@ def _check_multiples(numbers: Any) -> None:
         common = math.lcm(common, _without_tens(int("".join(map(str, digits)))))
         if common > _MOST_REMAINDERS:
             raise InvalidRequestError(
-                f"guided: multipleOf takes too much: the least common multiple of its numbers, without zeros at the end, may be "
-                f"{_MOST_REMAINDERS} at most"
+                "guided: multipleOf takes too much: least common multiple of its numbers, without zeros at the end, "
+                f"may be {_MOST_REMAINDERS} at most"
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -29,6 +30,8 @@ _MOST_LOOKED_AT = 200
 """Parts of a schema that are tried on their own to find the one that is wrong."""
 _MOST_SAID = 300
 _MOST_FORCED = 8192
+_MOST_SECONDS = 2.0
+"""Of processor time, to build what is let in: the target builds it again, and rows wait for it there."""
 _SHOWN = re.compile(r"\d+ \|")
 """A line of a grammar that the library shows around an error."""
 
@@ -91,7 +94,14 @@ class Grammars:
         Raises:
             InvalidRequestError: it is wrong, or needs more than a grammar may take; the message says where.
         """
+        started = time.thread_time()
         self._compiled(guide)
+        if time.thread_time() - started > _MOST_SECONDS:
+            with self._lock:
+                self._kept.pop(guide, None)
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} takes longer than {_MOST_SECONDS:g} s to build: make it smaller"
+            )
 
     def matcher(self, guide: Guide, *, anew: bool = False) -> LLMatcher:
         """A matcher at the start of a text; its errors are its own (`is_error`). Those of one grammar share what their

@@ -176,6 +176,17 @@ def test_each_of_many_choices_can_be_written(grammars: Grammars, tokenizer: Toke
         assert all(map(matcher.consume_token, tokenizer.encode(text))) and matcher.is_accepting(), matcher.get_error()
 
 
+def test_what_takes_long_to_build_is_refused_each_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = guide_of({"regex": "[p-q]{3}"})
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars_module, "_MOST_SECONDS", -1.0)
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="longer than -1 s to build"):
+                grammars.check(guide)
+    assert not grammars.has(guide)
+    grammars.check(guide)
+
+
 def test_grammars_are_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = guide_of({"regex": "[a-c]{3}"})
     grammars.check(guide)
