@@ -26,6 +26,8 @@ from trtrun.guiding.bounds import check_bounds
 from trtrun.guiding.literals import literals
 
 _MOST_KEPT = 64
+_MOST_SECONDS_KEPT = 4.0
+"""Which those that are kept took to build: what takes long takes much memory, too, some 200 MB a second."""
 _MOST_LOOKED_AT = 200
 """Parts of a schema that are tried on their own to find the one that is wrong."""
 _MOST_SAID = 300
@@ -78,6 +80,7 @@ class Grammars:
         self._special_names = [name for name in names if any(map(tokens.is_special_token, tokens.tokenize_str(name)))]
         self._lock = Lock()
         self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        self._seconds: dict[Guide, float] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -121,16 +124,22 @@ class Grammars:
         if not anew:
             check_bounds(guide)
             self._check_literals(guide)
+        started = time.thread_time()
         matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidRequestError(_complaint(guide, matcher.get_error()))
         if not anew:
             self._check_first(guide, matcher.deep_copy())
         with self._lock:
-            self._kept[guide] = matcher
-            while len(self._kept) > _MOST_KEPT:
+            self._kept[guide], self._seconds[guide] = matcher, time.thread_time() - started
+            while len(self._kept) > _MOST_KEPT or (len(self._kept) > 1 and self._seconds_kept() > _MOST_SECONDS_KEPT):
                 self._kept.popitem(last=False)
         return matcher
+
+    def _seconds_kept(self) -> float:
+        """What took to build those that are kept."""
+        self._seconds = {guide: self._seconds.get(guide, 0.0) for guide in self._kept}
+        return sum(self._seconds.values())
 
     def _check_literals(self, guide: Guide) -> None:
         """Refuse a guide with the name of a special token in a text: what must follow is spelled as the tokenizer

@@ -187,6 +187,17 @@ def test_what_takes_long_to_build_is_refused_each_time(grammars: Grammars, monke
     grammars.check(guide)
 
 
+def test_few_are_kept_where_they_took_long(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    first, second, third = (guide_of({"regex": f"[x-z]{{{count}}}"}) for count in (2, 3, 4))
+    grammars.check(first)
+    grammars.check(second)
+    assert grammars.has(first) and grammars.has(second)
+    monkeypatch.setattr(grammars_module, "_MOST_SECONDS_KEPT", -1.0)
+    grammars.check(third)
+    assert [grammars.has(guide) for guide in (first, second, third)] == [False, False, True]
+
+
 def test_grammars_are_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = guide_of({"regex": "[a-c]{3}"})
     grammars.check(guide)
