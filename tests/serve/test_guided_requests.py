@@ -109,6 +109,7 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice and guided_regex both say", "guided_regex"),
     ({"guided_regex": 5}, "guided_regex must be a text", "guided_regex"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json and structured_outputs.regex", None),
+    ({"structured_outputs": {"json": False}}, "Unsatisfiable schema: schema is false", None),
     ({"structured_outputs": {"structural_tag": "x"}}, "unknown field", "structured_outputs"),
     ({"structured_outputs": {"disable_any_whitespace": True}}, "disable_any_whitespace is not supported", None),
     ({"guided": {"jsn": {}}}, "guided must be an object with one of", "guided"),

@@ -108,7 +108,7 @@ def _parse(name: str, text: str) -> object:
         raise InvalidRequestError(f"{name} is {len(text)} characters long; {MOST_GUIDE_CHARACTERS} are the most")
     try:
         value: object = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, InvalidRequestError) as error:
         raise InvalidRequestError(f"{name} is no JSON: {one_line(error)}") from None
     return value
 

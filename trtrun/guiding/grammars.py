@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -20,12 +22,20 @@ from llguidance.gbnf_to_lark import any_to_lark
 from trtrun.core.guide import Guide
 from trtrun.core.values import cut_text
 from trtrun.errors import InvalidRequestError
+from trtrun.guiding.bounds import check_bounds
+from trtrun.guiding.literals import literals
 
 _MOST_KEPT = 64
+_MOST_SECONDS_KEPT = 4.0
+"""Which those that are kept took to build: what takes long takes much memory, too, some 200 MB a second."""
 _MOST_LOOKED_AT = 200
 """Parts of a schema that are tried on their own to find the one that is wrong."""
 _MOST_SAID = 300
 _MOST_FORCED = 8192
+_MOST_SECONDS = 2.0
+"""Of processor time, to build what is let in: the target builds it again, and rows wait for it there."""
+_SHOWN = re.compile(r"\d+ \|")
+"""A line of a grammar that the library shows around an error."""
 
 _WORDS = {
     "json": "JSON schema",
@@ -65,8 +75,12 @@ class Grammars:
     def __init__(self, tokens: LLTokenizer) -> None:
         """Compile for `tokens`. From any thread."""
         self._tokens = tokens
+        special = filter(tokens.is_special_token, range(tokens.vocab_size))
+        names = (tokens.decode_str([token]) for token in special)
+        self._special_names = [name for name in names if any(map(tokens.is_special_token, tokens.tokenize_str(name)))]
         self._lock = Lock()
         self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        self._seconds: dict[Guide, float] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -83,7 +97,14 @@ class Grammars:
         Raises:
             InvalidRequestError: it is wrong, or needs more than a grammar may take; the message says where.
         """
+        started = time.thread_time()
         self._compiled(guide)
+        if time.thread_time() - started > _MOST_SECONDS:
+            with self._lock:
+                self._kept.pop(guide, None)
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} takes longer than {_MOST_SECONDS:g} s to build: make it smaller"
+            )
 
     def matcher(self, guide: Guide, *, anew: bool = False) -> LLMatcher:
         """A matcher at the start of a text; its errors are its own (`is_error`). Those of one grammar share what their
@@ -100,16 +121,36 @@ class Grammars:
             if matcher is not None and not anew:
                 self._kept[guide] = matcher
                 return matcher
+        if not anew:
+            check_bounds(guide)
+            self._check_literals(guide)
+        started = time.thread_time()
         matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidRequestError(_complaint(guide, matcher.get_error()))
         if not anew:
             self._check_first(guide, matcher.deep_copy())
         with self._lock:
-            self._kept[guide] = matcher
-            while len(self._kept) > _MOST_KEPT:
+            self._kept[guide], self._seconds[guide] = matcher, time.thread_time() - started
+            while len(self._kept) > _MOST_KEPT or (len(self._kept) > 1 and self._seconds_kept() > _MOST_SECONDS_KEPT):
                 self._kept.popitem(last=False)
         return matcher
+
+    def _seconds_kept(self) -> float:
+        """What took to build those that are kept."""
+        self._seconds = {guide: self._seconds.get(guide, 0.0) for guide in self._kept}
+        return sum(self._seconds.values())
+
+    def _check_literals(self, guide: Guide) -> None:
+        """Refuse a guide with the name of a special token in a text: what must follow is spelled as the tokenizer
+        spells it, which would be that token. It is no text, and may end the row."""
+        texts = "\n".join(literals(guide))
+        name = next((name for name in self._special_names if name in texts), None)
+        if name is not None:
+            raise InvalidRequestError(
+                f"guided: the {_WORDS[guide.kind]} has {name} in a text, which is a special token to the target's "
+                "tokenizer, and cannot be written as text: leave it out"
+            )
 
     def _check_first(self, guide: Guide, matcher: LLMatcher) -> None:
         """Refuse a guide that no text follows, or of whose texts too much is the same: all of it is looked at for each
@@ -137,13 +178,23 @@ def _grammar(guide: Guide) -> str:
     if guide.kind == "json":
         return LLMatcher.grammar_from_json_schema(guide.text)
     if guide.kind == "regex":
+        if _ends_with_escape(guide.text):  # which the library leaves out
+            raise InvalidRequestError(
+                "guided: the regular expression cannot be followed: it ends with a backslash and nothing behind it"
+            )
         return LLMatcher.grammar_from_regex(guide.text)
     if guide.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(guide.text))))
+        # One terminal for all: of a rule each text is an item of its own to the parser, whose bound many would pass.
+        texts = " | ".join(map(json.dumps, json.loads(guide.text)))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(guide.text))
     except Exception as error:  # the library's own of a text that is neither
         raise InvalidRequestError(f"guided: the grammar cannot be followed: {_in_words(str(error))}") from None
+
+
+def _ends_with_escape(regex: str) -> bool:
+    return (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
 
 
 def _complaint(guide: Guide, error: str) -> str:
@@ -158,7 +209,7 @@ def _complaint(guide: Guide, error: str) -> str:
 def _in_words(error: str) -> str:
     """The line of an error, without what the library shows around it."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
-    kept = [line for line in lines if (line.strip("^ ") and not line[0].isdigit()) or line.startswith("at ")]
+    kept = [line for line in lines if line.strip("^ ") and not _SHOWN.match(line)]
     return cut_text(" ".join(kept or ["it cannot be followed"]), _MOST_SAID)
 
 
@@ -172,6 +223,8 @@ def _find_wrong_part(schema: Any, said: str) -> tuple[str, str]:
         for step, inner in _parts(part):
             if budget <= 0:
                 break
+            if inner is False:  # which forbids what it is of, and is right where that may be left out
+                continue
             budget -= 1
             error = _error_of(json.dumps({**named, **inner} if isinstance(inner, Mapping) else inner))
             if error:

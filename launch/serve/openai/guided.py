@@ -109,7 +109,7 @@ def _read_structured(field: str, value: object) -> Iterator[Asked]:
         if name in _HARMLESS:
             if inner is not None and not any(inner is harmless for harmless in _HARMLESS[name]):
                 raise _wrong(field, f"{field}.{name} is not supported here: leave it out")
-        elif inner is not None and inner is not False:
+        elif inner is not None and not (name == "json_object" and inner is False):
             yield Asked(field, f"{field}.{name}", name, inner)
 
 

@@ -42,6 +42,8 @@ LOOSE = {
     "required": ["a", "b"],
 }
 
+REFERENCES = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(3999)} | {"4000": {"const": 1}}
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -92,7 +94,7 @@ def test_guides_travel_as_they_came() -> None:
         ("json", "guided must be an object such as"),
         ({"json": 3}, "guided.json must be a JSON schema, which is an object, not 3"),
         ({"json": "{"}, "guided.json is no JSON: Expecting"),
-        ({"json": '{"a":1,"a":2}'}, 'the key "a" stands twice'),
+        ({"json": '{"a":1,"a":2}'}, 'guided.json is no JSON: the key "a" stands twice'),
         ({"json": {"const": float("nan")}}, "guided.json cannot be written as JSON"),
         ({"choice": []}, "guided.choice must be a list of texts"),
         ({"choice": ["a", 1]}, "guided.choice must be a list of texts"),
@@ -122,6 +124,28 @@ def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None
         ({"grammar": "root ::= foo"}, "Rule 'foo' not found"),
         ({"grammar": "hello"}, "Expected ::= at line 1"),
         ({"grammar": "root ::= root"}, "no text is as it says"),
+        ({"grammar": 'root ::= (("a")*)*'}, "the grammar cannot be followed: 3(12): Expected value"),
+        (
+            {"json": {"type": "object", "properties": {"a": False}, "required": ["b"], "additionalProperties": False}},
+            "at its root: Unsatisfiable schema",
+        ),
+        ({"regex": "a|\\"}, "it ends with a backslash"),
+        ({"choice": ["yes", "no<|endoftext|>no"]}, "the list of texts has <|endoftext|> in a text"),
+        ({"regex": r"x<\|endoftext\|>y"}, "the regular expression has <|endoftext|> in a text"),
+        ({"json": {"properties": {"a": {"enum": [1, ["<|endoftext|>"]]}}}}, "the JSON schema has <|endoftext|>"),
+        ({"json": {"properties": {"<|endoftext|>": {}}}}, "the JSON schema has <|endoftext|>"),
+        ({"json": {"type": "string", "pattern": r"<\|endoftext\|>"}}, "the JSON schema has <|endoftext|>"),
+        ({"grammar": r'root ::= "\"<|endoftext|>" [0-9]'}, "the grammar has <|endoftext|> in a text"),
+        ({"grammar": r"start: /a<\|endoftext\|>/"}, "the grammar has <|endoftext|> in a text"),
+        ({"json": {"$ref": "#/$defs/0", "$defs": REFERENCES}}, "refers to 4000 parts; 500 are the most"),
+        (
+            {"grammar": "start: a0\n" + "\n".join(f'a{n}: "x" | a{n + 1}' for n in range(4000))},
+            "the grammar has 4001 rules",
+        ),
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf takes too much"),
+        ({"json": {"type": "integer", "multipleOf": 1048576}}, "multipleOf takes too much"),
+        ({"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (7, 11, 1.3, 17)]}}, "multipleOf takes"),
+        ({"grammar": 'start: %json {"type": "integer", "multiple\\u004ff": 999983}'}, "multipleOf takes too much"),
         ({"regex": "a{9999}"}, "leaves no choice for 9999 tokens; 8192 are the most"),
     ],
 )
@@ -129,6 +153,49 @@ def test_what_cannot_be_followed_is_said_with_its_place(grammars: Grammars, valu
     with pytest.raises(InvalidRequestError) as raised:
         grammars.check(guide_of(value))
     assert said in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"json": {"type": "null", "description": "before <|endoftext|>", "title": "<|endoftext|>"}},
+        {"json": {"properties": {"title": {"type": "string"}}}},
+        {"grammar": 'start: "a" <|endoftext|>'},
+        {"regex": r"a\\"},
+        {"json": {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 64000}, "c": {"multipleOf": 99}}}},
+    ],
+)
+def test_what_names_no_special_token_in_a_text_is_followed(grammars: Grammars, value: object) -> None:
+    grammars.check(guide_of(value))
+
+
+def test_each_of_many_choices_can_be_written(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    texts = ["", *(f"item {number}" for number in range(1022)), "item 9"]
+    for text in (texts[0], texts[9], texts[90], texts[1022]):
+        matcher = grammars.matcher(guide_of({"choice": texts}))
+        assert all(map(matcher.consume_token, tokenizer.encode(text))) and matcher.is_accepting(), matcher.get_error()
+
+
+def test_what_takes_long_to_build_is_refused_each_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = guide_of({"regex": "[p-q]{3}"})
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars_module, "_MOST_SECONDS", -1.0)
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="longer than -1 s to build"):
+                grammars.check(guide)
+    assert not grammars.has(guide)
+    grammars.check(guide)
+
+
+def test_few_are_kept_where_they_took_long(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    first, second, third = (guide_of({"regex": f"[x-z]{{{count}}}"}) for count in (2, 3, 4))
+    grammars.check(first)
+    grammars.check(second)
+    assert grammars.has(first) and grammars.has(second)
+    monkeypatch.setattr(grammars_module, "_MOST_SECONDS_KEPT", -1.0)
+    grammars.check(third)
+    assert [grammars.has(guide) for guide in (first, second, third)] == [False, False, True]
 
 
 def test_grammars_are_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

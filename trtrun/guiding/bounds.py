@@ -1,0 +1,83 @@
+"""What a guide may have of things for which the grammar engine has no bound of its own: it follows rules and references
+within one another on the stack, whose end would end the process, and has a state for each remainder of a multiple.
+
+It knows guides' forms, and no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from trtrun.core.guide import Guide
+from trtrun.errors import InvalidRequestError
+
+_MOST_RULES = 500
+_MOST_REMAINDERS = 10_000
+_RULE = re.compile(r":+=?")
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9.eE+-]+)')
+
+
+def check_bounds(guide: Guide) -> None:
+    """Refuse what would take the whole process along, or all of its memory.
+
+    Raises:
+        InvalidRequestError: a schema refers to too many others, a grammar has too many rules, or multiples are of
+            numbers that are too large together.
+    """
+    if guide.kind == "json":
+        pairs = list(_pairs(json.loads(guide.text)))
+        targets = {value for name, value in pairs if name in ("$ref", "$dynamicRef") and isinstance(value, str)}
+        if len(targets) > _MOST_RULES:
+            raise InvalidRequestError(
+                f"guided: the JSON schema refers to {len(targets)} parts; {_MOST_RULES} are the most"
+            )
+        _check_multiples(str(value) for name, value in pairs if name == "multipleOf")
+    elif guide.kind == "grammar":  # which may hold schemas
+        count = len(_RULE.findall(guide.text))
+        if count > _MOST_RULES:
+            raise InvalidRequestError(
+                f"guided: the grammar has {count} rules, as its colons count; {_MOST_RULES} are the most"
+            )
+        text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), guide.text)
+        _check_multiples(_MULTIPLE.findall(text))
+
+
+def _check_multiples(numbers: Iterable[str]) -> None:
+    """Of all together, as one text may have to be a multiple of each of them."""
+    common = 1
+    for number in numbers:
+        try:
+            _, digits, _ = Decimal(number).as_tuple()
+        except InvalidOperation:
+            continue  # the grammar engine says what is wrong
+        common = math.lcm(common, _without_tens(int("".join(map(str, digits)))))
+        if common > _MOST_REMAINDERS:
+            raise InvalidRequestError(
+                "guided: multipleOf takes too much: least common multiple of its numbers, without zeros at the end, "
+                f"may be {_MOST_REMAINDERS} at most"
+            )
+
+
+def _without_tens(number: int) -> int:
+    """A number without its zeros at the end, which take a state each; 1 of 0."""
+    while number and number % 10 == 0:
+        number //= 10
+    return number or 1
+
+
+def _pairs(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The keys and values of all objects within a schema."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            yield from part.items()
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
