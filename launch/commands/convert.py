@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from launch.commands.written_models import note_tokenizer
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
 from trtrun.errors import ConfigError, nearest
 
@@ -101,7 +101,5 @@ def run_conversion(options: ConvertOptions) -> int:
         "seconds": round(time.monotonic() - started, 3),
     }
     print(json.dumps(result), flush=True)
-    if not any((output / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        line = "the model has no tokenizer beside it: name one by tokenizer: in the YAML file"
-        print(f"trtrun: {line}", file=sys.stderr, flush=True)
+    note_tokenizer(output, "model")
     return ExitCode.DONE

@@ -11,9 +11,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, was_built
+from trtrun.conversion import staged_output
 from trtrun.conversion.staged_output import MARKER, is_unfinished, staged
 from trtrun.errors import ConfigError, shorten_path
-from trtrun.models.written_files import BESIDE, check_place
+from trtrun.models.written_files import BESIDE
 
 FOLDER = "building"
 SHARDS = "rank*.safetensors"
@@ -30,13 +31,7 @@ def check_output(output: Path, checkpoint: Path, is_forced: bool) -> None:
     Raises:
         ConfigError: something would be lost, or the directory cannot be made.
     """
-    where = shorten_path(output)
-    try:
-        check_place(output, checkpoint)
-        if output.is_dir():
-            _check_files(output, is_forced)
-    except OSError as error:
-        raise ConfigError(f"--output {where}: {error.strerror}") from None
+    staged_output.check_output(output, checkpoint, is_forced, _check_files)
 
 
 def _check_files(output: Path, is_forced: bool) -> None:

@@ -26,13 +26,16 @@ _CONFIG = "config.json"
 _WEIGHTS = ("rank*.safetensors", "model*.safetensors", INDEX_FILE)
 
 
-def check_output(output: Path, source: Path, is_forced: bool) -> None:
+def check_output(
+    output: Path, source: Path, is_forced: bool, check_files: Callable[[Path, bool], None] | None = None
+) -> None:
     """Check that nothing is lost that nobody gave up. What a killed conversion left is written over.
 
     Args:
         output: the directory.
-        source: the model that is converted.
-        is_forced: whether a checkpoint that is there may be lost.
+        source: the model that is read.
+        is_forced: whether a model that is there may be lost.
+        check_files: what a directory that is there may have; None as conversion has it.
 
     Raises:
         ConfigError: something would be lost, or the directory cannot be made.
@@ -41,7 +44,7 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
     try:
         check_place(output, source)
         if output.is_dir():
-            _check_files(output, is_forced)
+            (check_files or _check_files)(output, is_forced)
     except OSError as error:
         raise ConfigError(f"--output {where}: {error.strerror}") from None
 

@@ -131,8 +131,7 @@ def working_bytes(
     logits = verified * model.vocab_size * _FLOAT
     scored = min(shape.max_tokens, positions_at_once(model.vocab_size)) if verifies else 0
     head = _head_bytes(verified, share, model, dtype)
-    scratch = shape.draft_len + 2 + shape.block_size
-    total = RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, model.head_dim, dtype)
+    total = RotaryEmbedding.most_bytes(_most_positions(shape), model.head_dim, dtype)
     rows = shape.max_rows + shape.num_guesses
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     total += _activation_bytes(tokens, share, model, dtype)
@@ -153,27 +152,55 @@ def working_bytes(
         total += heads.num_logits * shape.max_rows * shape.most_fed * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
         total += tokens * heads.token_bytes(share, dtype.itemsize)
         if heads.stored is not None:
-            total += RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, heads.stored.head_dim, dtype)
+            total += RotaryEmbedding.most_bytes(_most_positions(shape), heads.stored.head_dim, dtype)
             total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, kv_in_place)
     if graphs:
-        mixes = shape.max_tokens if verifies and shape.max_paths == 1 else None
-        rows, size, blocks = shape.max_rows, shape.block_size, -(-(shape.max_seq_len + scratch) // shape.block_size)
-        shapes = GraphShapes(rows, shape.verified_tokens, blocks, size, width, max_mixed_tokens=mixes)
-        mixed = shapes.mixed.all
-        captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS, *(one.tokens for one in mixed))
-        of_tiles = -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile) if width else 0
-        lines = max(verified, of_tiles, *(one.lines for one in mixed))
-        most_graphs = MOST_GRAPHS + len(mixed)
-        total += captured * tap
-        pool = _activation_bytes(captured, share, model, dtype) + _head_bytes(lines, share, model, dtype)
-        # Twice the logits: where graphs write them, and as the head made them.
-        total += pool + 2 * lines * model.vocab_size * _FLOAT + most_graphs * model.num_layers * _GRAPH_LAYER_BYTES
-        if heads is not None and heads.stored is not None:
-            total += verified * (tap + heads.stored.hidden_size * dtype.itemsize)
-            # A tree is one graph of as many forwards as it is deep.
-            of_trees = count_tree_graphs(shapes, shape.draft_len) * shape.draft_len if shape.max_paths > 1 else 0
-            total += (MOST_GRAPHS + of_trees) * heads.stored.num_layers * _GRAPH_LAYER_BYTES
+        total += _graph_bytes(shape, share, model, dtype, width, num_taps, heads, verified=verified, verifies=verifies)
     return total
+
+
+def _graph_bytes(
+    shape: RoundShape,
+    share: Share,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    width: int | None,
+    num_taps: int,
+    heads: HeadsPlan | None,
+    *,
+    verified: int,
+    verifies: bool,
+) -> int:
+    """What CUDA graphs keep, of forwards with up to `verified` tokens that are verified, and of prompts in tiles of
+    `width`."""
+    mixes = shape.max_tokens if verifies and shape.max_paths == 1 else None
+    rows, size, blocks = shape.max_rows, shape.block_size, -(-_most_positions(shape) // shape.block_size)
+    shapes = GraphShapes(rows, shape.verified_tokens, blocks, size, width, max_mixed_tokens=mixes)
+    mixed = shapes.mixed.all
+    captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS, *(one.tokens for one in mixed))
+    of_tiles = -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile) if width else 0
+    lines = max(verified, of_tiles, *(one.lines for one in mixed))
+    most_graphs = MOST_GRAPHS + len(mixed)
+    tap = num_taps * model.hidden_size * dtype.itemsize
+    pool = _activation_bytes(captured, share, model, dtype) + _head_bytes(lines, share, model, dtype)
+    # Twice the logits: where graphs write them, and as the head made them.
+    total = (
+        captured * tap
+        + pool
+        + 2 * lines * model.vocab_size * _FLOAT
+        + most_graphs * model.num_layers * _GRAPH_LAYER_BYTES
+    )
+    if heads is not None and heads.stored is not None:
+        total += verified * (tap + heads.stored.hidden_size * dtype.itemsize)
+        # A tree is one graph of as many forwards as it is deep.
+        of_trees = count_tree_graphs(shapes, shape.draft_len) * shape.draft_len if shape.max_paths > 1 else 0
+        total += (MOST_GRAPHS + of_trees) * heads.stored.num_layers * _GRAPH_LAYER_BYTES
+    return total
+
+
+def _most_positions(shape: RoundShape) -> int:
+    """Of a row, with those that are scratch behind it."""
+    return shape.max_seq_len + shape.draft_len + 2 + shape.block_size
 
 
 def head_rank_bytes(
@@ -198,10 +225,10 @@ def head_rank_bytes(
         kv_in_place: whether kernels read the KV store where it lies.
     """
     assert heads.stored is not None
-    share, scratch = Share(0, 1), shape.draft_len + 2 + shape.block_size
+    share = Share(0, 1)
     rows, gained = shape.max_rows + shape.num_guesses, shape.max_rows * (1 + shape.draft_len)
     tokens = max(shape.max_tokens, rows) + gained
-    total = RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, heads.stored.head_dim, dtype)
+    total = RotaryEmbedding.most_bytes(_most_positions(shape), heads.stored.head_dim, dtype)
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     # As they come, and as they are laid out by rows.
     total += 2 * tokens * len(heads.taps) * target.hidden_size * dtype.itemsize

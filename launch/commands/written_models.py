@@ -1,0 +1,16 @@
+"""What commands that write a model's directory say of it.
+
+It knows the directory. It does not know how it was made.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def note_tokenizer(output: Path, source: str) -> None:
+    """Say where `output` has no tokenizer, as its source, a "checkpoint" or a "model", had none beside it."""
+    if not any((output / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        line = f"the {source} has no tokenizer beside it: name one by tokenizer: in the YAML file"
+        print(f"trtrun: {line}", file=sys.stderr, flush=True)
