@@ -19,7 +19,7 @@ from launch.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.launch_config import LaunchSection, Section
-from trtrun.configuration.model_sections import HeadsSection, ModelSection
+from trtrun.configuration.model_sections import AdapterSlotsSection, HeadsSection, ModelSection
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.speculation_section import SpeculationSection
@@ -31,6 +31,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
     (("target", "draft"), ModelSection),
     (("draft",), HeadsSection),
+    (("adapter_slots",), AdapterSlotsSection),
     (("speculation",), SpeculationSection),
     (("kv_cache",), KVCacheSection),
     (("scheduler",), SchedulerSection),

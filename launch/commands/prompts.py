@@ -143,6 +143,7 @@ _OPTIONS = (
         metavar="W N G",
         help="Of a prompt: window, n-gram and verification set, at most speculation.lookahead_config.",
     ),
+    click.option("--lora-name", metavar="NAME", help="An adapter of the configuration.  [default: the base model]"),
 )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+from trtrun.api.adapters import AdapterTable, check_adapter
 from trtrun.api.deltas import make_delta, make_lost_delta, new_text
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.config import RuntimeConfig
@@ -59,6 +60,7 @@ class LLMEngine:
         report: what each rank holds.
         orchestrator: runs the rounds.
         scheduler: the orchestrator's: rows, blocks and the waiting queue.
+        adapters: that requests may name.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class LLMEngine:
         self.orchestrator = make_orchestrator(config, limits, job.engine_ranks)
         self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)
+        self.adapters = AdapterTable(config.adapters, config.num_adapter_slots)
         self._vocab_size = model.vocab_size
         self._request_ids, self._completion_ids = count(), count()
         self._requests: dict[RequestId, _Request] = {}
@@ -182,6 +185,7 @@ class LLMEngine:
         self._prompts.check(sampling)
         self.scheduler.limits.check_draft_len(sampling.draft_len)
         self.scheduler.limits.check_lookahead(sampling.lookahead_config)
+        check_adapter(sampling.lora_name, self.adapters.names)
         behind = None
         if generated is not None:
             behind = {index: self._prompts.encode(found) if found else () for index, found in generated.items()}
@@ -199,15 +203,16 @@ class LLMEngine:
         caller has checked them by `PromptReader` and `SchedulerLimits`.
 
         Raises:
-            InvalidRequestError: its id is in use, or one of its completions had ended.
+            InvalidRequestError: its id is in use, one of its completions had ended, or its adapter is gone.
             QueueFullError: as many wait as may.
         """
         if request_id in self._requests:
             raise InvalidRequestError(f"the request id {request_id!r} is in use")
         assert not isinstance(prompt, str)
         tokens = tuple(prompt)
+        adapter = self.adapters.find(sampling.lora_name)
         requests = self._prompts.requests(
-            tokens, sampling, lambda: next(self._completion_ids), self.scheduler.limits.max_length
+            tokens, sampling, lambda: next(self._completion_ids), self.scheduler.limits.max_length, adapter
         )
         parts = dict(enumerate(requests))
         behind = dict.fromkeys(parts, ()) if generated is None else generated

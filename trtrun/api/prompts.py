@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import Request
+from trtrun.core.nouns import LoadedAdapter, Request
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
 from trtrun.guiding.grammars import Grammars, grammars_of
@@ -93,7 +93,12 @@ class PromptReader:
         return tokens
 
     def requests(
-        self, tokens: tuple[int, ...], sampling: SamplingParams, next_id: Callable[[], int], max_length: int
+        self,
+        tokens: tuple[int, ...],
+        sampling: SamplingParams,
+        next_id: Callable[[], int],
+        max_length: int,
+        adapter: LoadedAdapter | None = None,
     ) -> Iterator[Request]:
         """The `n` requests of a prompt; each has a seed of its own, derived from the prompt's.
 
@@ -102,12 +107,13 @@ class PromptReader:
             sampling: of the prompt, that `check` lets through.
             next_id: called for the request_id of each.
             max_length: tokens that a text may have, prompt and output.
+            adapter: that `sampling` names.
         """
         stops = self._stop_ids(sampling)
         lists = self._lists(sampling, stops, min(max_length, len(tokens) + sampling.max_tokens))
         first = sampling.with_seed()
         for index in range(sampling.n):
-            yield Request(next_id(), tokens, first.of_completion(index), stops, lists)
+            yield Request(next_id(), tokens, first.of_completion(index), stops, lists, adapter)
 
     def _lists(self, sampling: SamplingParams, stops: frozenset[int], longest: int) -> TokenLists:
         """What ranks learn of the tokens that parameters name, for texts of at most `longest` tokens."""

@@ -23,6 +23,7 @@ from trtrun.core.values import (
     read_integer,
     read_number,
     read_optional_integer,
+    read_optional_name,
     read_sizes,
     read_texts,
     read_token_ids,
@@ -146,6 +147,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "lookahead_config": read_sizes,
     "stop_sequences": read_token_sequences,
     "guided": read_guide,
+    "lora_name": read_optional_name,
 }
 
 
@@ -194,6 +196,7 @@ class SamplingParams:
             no text (with use_logits no distribution), and is not looked at where nothing is drafted for the row.
         lookahead_config: with the method lookahead, the request's own window size, n-gram size and verification set
             size, none of them more than the configuration's. It changes no text.
+        lora_name: an adapter that is loaded, which the target computes the request with; None is the base model.
 
     Raises:
         InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
@@ -223,6 +226,7 @@ class SamplingParams:
     draft_token_ids: tuple[int, ...] = ()
     lookahead_config: tuple[int, ...] = ()
     guided: Guide | None = None
+    lora_name: str | None = None
 
     def __post_init__(self) -> None:
         for item in _FIELDS:

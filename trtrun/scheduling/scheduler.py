@@ -128,7 +128,7 @@ class Scheduler:
         most_drafted = request.sampling.draft_len
         completion = Completion(
             request=request,
-            table=self._batch.new_table(),
+            table=self._batch.new_table(request.adapter),
             token_ids=list(request.prompt_token_ids),
             text=text,
             stops=stops,

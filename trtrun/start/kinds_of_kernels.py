@@ -34,4 +34,6 @@ def kinds_of_kernels(
     if heads is not None and config.heads_apart:  # a rank of theirs has no engine that would tell it
         of_heads += [config.target.dtype, *configuration_bytes(config.target.model)]
     named = [section.model_dump_json() for section in sections]
+    if config.num_adapter_slots:
+        named.append(f"{config.num_adapter_slots} slots of rank {config.adapter_slots.max_rank}")
     return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]

@@ -36,6 +36,7 @@ from trtrun.kvcache.sizing import (
     free_bytes_of_slot,
     tokens_of_blocks,
 )
+from trtrun.linear.adapted import AdaptedLayers
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import heads_bytes, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
@@ -44,6 +45,7 @@ from trtrun.models.weight_check import choose_default
 from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
+from trtrun.start.adapters import adapter_hashes, load_adapters
 from trtrun.start.corpora import corpus_bytes, load_corpus
 from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
@@ -52,6 +54,8 @@ from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     HiddenKind,
+    adapter_slots_bytes,
+    adapter_space,
     engine_working_bytes,
     kv_bytes_in_rings,
     most_useful_blocks,
@@ -207,6 +211,7 @@ class RankStartup:
                 self._activity.start(Phase.WEIGHTS, ready, demand.shard_bytes)
                 progress(ready, demand.shard_bytes)
 
+            space = adapter_space(self._config) if role == "target" else None
             try:
                 model, loaded = load_model(
                     section.model,
@@ -220,6 +225,7 @@ class RankStartup:
                     logits_reader=0 if role == "target" else None,
                     load_format=section.load_format,
                     kv_format=self._config.kv_cache.dtype,
+                    adapted=AdaptedLayers(space) if space is not None else None,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
@@ -227,12 +233,13 @@ class RankStartup:
             model.on_layer = self._activity.advance
             self._engines[role] = LoadedEngine(model, loaded, communicator)
             if role == "target":
+                load_adapters(self._config, model)
                 self._heads.load_beside(model, communicator)
                 self._corpus = load_corpus(self._config, config.vocab_size, communicator, self._device)
         if self._heads.plan_apart is not None:
             assert self._groups.draft is not None
             self._heads.load_apart(self._groups.draft, self._device)
-        if self._heads.loaded is not None:
+        if self._heads.loaded is not None or self._adapter_bytes():
             progress(demand.shard_bytes, demand.shard_bytes)
         return blocks
 
@@ -330,6 +337,8 @@ class RankStartup:
             heads = self._heads.plan if role == "target" else None
             heads_here = self._heads.plan_here if role == "target" else None
             weights += self._shard_bytes(section, model, communicator)
+            if role == "target":
+                weights += self._adapter_bytes()
             if heads_here is not None:
                 weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
             if role == "target":
@@ -343,6 +352,11 @@ class RankStartup:
     def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
+
+    def _adapter_bytes(self) -> int:
+        """Of the target's slots for adapters on this rank."""
+        target = self._groups.target
+        return adapter_slots_bytes(self._config, self._target_config, target.rank) if target is not None else 0
 
     def _ring_bytes(self) -> int:
         """Of layers with a window, which `working_bytes` counts, too."""
@@ -365,7 +379,8 @@ class RankStartup:
             device=self._slot.device,
             bytes_read=sum(report.bytes_read for report in loaded),
             shard_bytes=sum(report.shard_bytes for report in loaded)
-            + (self._corpus.num_bytes if self._corpus is not None else 0),
+            + (self._corpus.num_bytes if self._corpus is not None else 0)
+            + self._adapter_bytes(),
             working_bytes=self._working_bytes,
             kv_bytes=num_blocks * self._demand().bytes_per_block + self._ring_bytes(),
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
@@ -373,6 +388,7 @@ class RankStartup:
             files_hash="+".join(
                 [hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()]
                 + self._heads.hashes()
+                + (adapter_hashes(self._config) if self._groups.target is not None else [])
             ),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,

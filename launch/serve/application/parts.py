@@ -82,6 +82,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
             draft_len=config.draft_len,
             excludes_prompt=section.exclude_input_in_output,
             max_batch_size=config.scheduler.max_batch_size,
+            lora_tasks=tuple(config.adapters),
         ),
         section.max_body_bytes,
     )
@@ -98,9 +99,15 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         section.request_timeout_s,
         readers,
         section.ping_seconds,
+        config.adapters,
     )
     facts = ModelFacts(
-        tokenizer, model.vocab_size, model.eos_token_ids, config.draft_len, section.exclude_input_in_output
+        tokenizer,
+        model.vocab_size,
+        model.eos_token_ids,
+        config.draft_len,
+        section.exclude_input_in_output,
+        tuple(config.adapters),
     )
     kserve = KServeService(front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)

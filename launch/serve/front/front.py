@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.arrivals import ArrivalBatches, PromptTokens
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reading.readers import Found, Readers, ReadRequest
+from trtrun.api.adapters import check_adapter
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.core.outputs import OWN_FAULTS, CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -163,6 +164,7 @@ class Front:
 
     Attributes:
         model_name: what clients call the model.
+        adapters: names of those that requests may ask for.
         tokenizer: None where prompts are token ids alone.
         draft_len: tokens drafted in a round, at most; 0 where none are.
         door: who is let in.
@@ -183,9 +185,11 @@ class Front:
         timeout: float,
         readers: Readers,
         ping_seconds: float | None = None,
+        adapters: Iterable[str] = (),
     ) -> None:
         self.ping_seconds = ping_seconds
         self.model_name = model_name
+        self.adapters = list(adapters)
         self.tokenizer = tokenizer
         self.draft_len = draft_len
         self.door = door
@@ -214,7 +218,7 @@ class Front:
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
                 with self._arrivals.announced() if is_short else nullcontext():
-                    found = await self._readers.read(kind, body, most_tokens, model, json_length)
+                    found = await self._readers.read(kind, body, most_tokens, model, json_length, self.adapters)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
         if isinstance(found, ReadRequest) and not found.prompts:
@@ -290,6 +294,7 @@ class Front:
                 limits.check_prompt(len(request.prompt_token_ids))
                 limits.check_draft_len(request.sampling.draft_len)
                 limits.check_lookahead(request.sampling.lookahead_config)
+                check_adapter(request.sampling.lora_name, self.adapters)
 
     def most_prompt_tokens(self) -> int:
         """Tokens of the longest prompt that can run; raises a Refusal where there is no engine."""

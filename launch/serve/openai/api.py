@@ -90,26 +90,27 @@ class OpenAIApi:
         return await self._answer(request, self._read_chat, ChatAnswer)
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """The one model, and its adapters."""
         self._keys.check(request)
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        adapters = [self._model(name) for name in self._front.adapters]
+        return JSONResponse({"object": "list", "data": [self._model(), *adapters]})
 
     async def model(self, request: Request) -> Response:
-        """The one model, by its name."""
+        """The one model, or an adapter, by its name."""
         self._keys.check(request)
         name = request.path_params["name"]
+        if name in self._front.adapters:
+            return JSONResponse(self._model(name))
         if name != self._front.model_name:
-            raise Refusal(
-                Kind.UNKNOWN_MODEL,
-                f"this server has the model {self._front.model_name!r} alone",
-                code="model_not_found",
-            )
+            alone = "" if self._front.adapters else " alone"
+            known = ", ".join(map(repr, [self._front.model_name, *self._front.adapters]))
+            raise Refusal(Kind.UNKNOWN_MODEL, f"this server has the model {known}{alone}", code="model_not_found")
         return JSONResponse(self._model())
 
     async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
         if len(body) > READ_HERE:
             return await self._read_aside("completion", request, body, arrived)
-        call = read_completion(parse_json(body), self._front.model_name)
+        call = read_completion(parse_json(body), self._front.model_name, self._front.adapters)
         if not call.encoding.is_needed:
             return _Asked(call.prompts, call.answering)
         return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)
@@ -138,7 +139,8 @@ class OpenAIApi:
                 generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived, asked.is_read)
             counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
             counted.enter(Stage.INFER)
-            answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)
+            model = asked.answering.sampling.lora_name or self._front.model_name
+            answer = kind(model, self._front.tokenizer, asked.answering, generation.prompts)
             if asked.answering.stream:
                 return self._stream(generation, answer, counted)
             try:
@@ -195,14 +197,17 @@ class OpenAIApi:
             self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield LastEvents(_event(error_body(refusal)) + _DONE)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, adapter: str | None = None) -> dict[str, Any]:
+        """The one model, or an adapter of it."""
         limits = self._front.client.limits
+        parent = {} if adapter is None else {"parent": self._front.model_name}
         return {
-            "id": self._front.model_name,
+            "id": adapter or self._front.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "trtrun",
             "max_model_len": None if limits is None else limits.max_length,
+            **parent,
         }
 
 

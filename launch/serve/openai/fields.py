@@ -82,7 +82,7 @@ _THINKING = 'chat_template_kwargs, such as {"enable_thinking": false}'
 FIELDS: tuple[Field, ...] = (
     *_read(
         OPENAI,
-        model="may be left out: the one that there is",
+        model="may be left out: the one that there is; or an adapter",
         n="1 to 128",
         max_tokens="-1 is to the end of the context; 0 with echo or prompt_logprobs",
         temperature="",
@@ -150,6 +150,7 @@ FIELDS: tuple[Field, ...] = (
         guided="one of json, json_object, regex, choice, grammar",
         lookahead_config="with the method lookahead: the request's own [window size, n-gram size, verification set "
         "size], at most speculation.lookahead_config; changes no text",
+        lora_name="an adapter, as the name of a model is one",
         return_token_origins="choices have token_origins, below",
         return_token_texts="choices have token_texts: each token's part of the text, before stop strings are cut off; "
         "a character of several tokens is its last one's, those of byte tokens are the next token's",

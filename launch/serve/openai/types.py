@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import (
@@ -34,6 +34,13 @@ from trtrun.errors import InvalidRequestError, nearest
 
 _ALLOWING = {"tools": "tool_choice", "functions": "function_call"}
 """Fields that ask for nothing where another one is "none"."""
+
+
+class ModelNames(NamedTuple):
+    """What clients may ask for: the model, and its adapters."""
+
+    model: str
+    adapters: Sequence[str] = ()
 
 
 def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
@@ -103,19 +110,22 @@ _COUNTS = (
 _UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1}
 """What means "none" in other servers."""
 
+_MOST_NAMED = 20
+"""Adapters that a message names."""
+
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
 )  # fmt: skip
 
 
-def read_completion(values: object, model_name: str) -> CompletionCall:
-    """What a body of /v1/completions asks for.
+def read_completion(values: object, model_name: str, adapters: Collection[str] = ()) -> CompletionCall:
+    """What a body of /v1/completions asks for, of a model or one of its adapters.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
     """
-    given = _read_fields(values, Endpoint.COMPLETIONS, model_name)
+    given = _read_fields(values, Endpoint.COMPLETIONS, model_name, adapters)
     if "prompt" not in given:
         raise _wrong("prompt", "prompt is missing: a text, a list of token ids, or a list of these")
     prompts = _read_prompts(given["prompt"])
@@ -126,13 +136,13 @@ def read_completion(values: object, model_name: str) -> CompletionCall:
     return CompletionCall(prompts, _read_encoding(given, adds_special_tokens=True), answering)
 
 
-def read_chat(values: object, model_name: str) -> ChatCall:
-    """What a body of /v1/chat/completions asks for.
+def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -> ChatCall:
+    """What a body of /v1/chat/completions asks for, of a model or one of its adapters.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
     """
-    given = _read_fields(values, Endpoint.CHATS, model_name)
+    given = _read_fields(values, Endpoint.CHATS, model_name, adapters)
     if "messages" not in given:
         raise _wrong("messages", 'messages is missing: a list such as [{"role": "user", "content": "…"}]')
     messages = read_messages(given["messages"])
@@ -154,12 +164,15 @@ def read_chat(values: object, model_name: str) -> ChatCall:
     return ChatCall(messages, prediction, _read_rendering(given), encoding, answering)
 
 
-def _read_fields(values: object, endpoint: Endpoint, model_name: str) -> dict[str, Any]:
+def _read_fields(values: object, endpoint: Endpoint, model_name: str, adapters: Collection[str]) -> dict[str, Any]:
     """The fields that have an effect, as SamplingParams has them."""
     given = take_fields(values, endpoint)
-    if given.get("model", model_name) != model_name:
-        line = f"there is no model {show_value(given['model'])}: this server has {show_value(model_name)}"
-        raise Refusal(Kind.UNKNOWN_MODEL, line, "model", "model_not_found")
+    model = given.get("model", model_name)
+    if model != model_name:
+        if not isinstance(model, str) or model not in adapters:
+            raise unknown_model(model, model_name, adapters)
+        if given.setdefault("lora_name", model) != model:
+            raise _wrong("lora_name", f"model is the adapter {show_value(model)}: leave lora_name out, or give that")
     for name in given.keys() & set(_COUNTS):
         value = given[name]
         if type(value) is float and value.is_integer():
@@ -175,6 +188,13 @@ def _read_fields(values: object, endpoint: Endpoint, model_name: str) -> dict[st
         texts = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
         given["stop"] = [text for text in texts if text != ""]
     return given
+
+
+def unknown_model(model: object, model_name: str, adapters: Collection[str]) -> Refusal:
+    """What is told whoever asks for a model that there is not."""
+    known = ", ".join(map(show_value, [model_name, *list(adapters)[:_MOST_NAMED]]))
+    line = f"there is no model {show_value(model)}: this server has {known}"
+    return Refusal(Kind.UNKNOWN_MODEL, line, "model", "model_not_found")
 
 
 def _read_answering(

@@ -39,7 +39,7 @@ from launch.serve.openai.calls import Answering
 from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.tokenizing import detokenize, tokenize
-from launch.serve.openai.types import read_chat, read_completion
+from launch.serve.openai.types import ModelNames, read_chat, read_completion
 from launch.serve.reading.messages import (
     BLOCK_HEAD_BYTES,
     CHANGED,
@@ -73,7 +73,12 @@ class Reader:
         self._prompts = PromptReader(facts, tokenizer)
         self._makes_prompts = PromptMaker(facts.model_name, tokenizer, template)
         self._model_facts = ModelFacts(
-            tokenizer, facts.vocab_size, facts.eos_token_ids, facts.draft_len, facts.excludes_prompt
+            tokenizer,
+            facts.vocab_size,
+            facts.eos_token_ids,
+            facts.draft_len,
+            facts.excludes_prompt,
+            facts.lora_tasks,
         )
 
     def read(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
@@ -90,23 +95,26 @@ class Reader:
             return Refused.of(refusal), []
 
     def _read_completion(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-        call = read_completion(parse_json(body), self._facts.model_name)
+        call = read_completion(parse_json(body), *self._names(task))
         prompts = self._makes_prompts.of_completion(call, task.most_tokens)
         return self._encode(task, prompts, [call.answering.sampling], _others(call.answering))
 
     def _read_chat(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-        call = read_chat(parse_json(body), self._facts.model_name)
+        call = read_chat(parse_json(body), *self._names(task))
         prompt, draft = self._makes_prompts.of_chat(call, task.most_tokens)
         answering = call.answering.with_draft(draft)
         return self._encode(task, [prompt], [answering.sampling], _others(answering))
 
     def _answer_tokens(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-        values, name = parse_json(body), self._facts.model_name
+        values, names = parse_json(body), self._names(task)
         if task.kind == "tokenize":
-            told = tokenize(values, name, self._tokenizer, self._makes_prompts, task.most_tokens)
+            told = tokenize(values, names, self._tokenizer, self._makes_prompts, task.most_tokens)
         else:
-            told = detokenize(values, name, self._tokenizer, self._prompts)
+            told = detokenize(values, names, self._tokenizer, self._prompts)
         return Answered(num_inferences=1), [msgspec.json.encode(told)]
+
+    def _names(self, task: Task) -> ModelNames:
+        return ModelNames(self._facts.model_name, task.adapters)
 
     def _encode(
         self, task: Task, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], others: Mapping[str, Any]

@@ -33,7 +33,7 @@ class Facts(_Message, frozen=True, tag="facts"):
         template, template_tokens: of chats; None where there is none.
         model_name: what OpenAI's clients call the model.
         vocab_size, eos_token_ids: of the model.
-        draft_len, excludes_prompt: see kserve's ModelFacts.
+        draft_len, excludes_prompt, lora_tasks: see kserve's ModelFacts.
         max_batch_size: rows that a request of KServe may have.
         most_bytes: of memory beyond what the process has once it is ready.
         niceness: of the process.
@@ -51,6 +51,7 @@ class Facts(_Message, frozen=True, tag="facts"):
     tokenizer_hash: str = ""
     most_bytes: int = 0
     niceness: int = 0
+    lora_tasks: tuple[str, ...] = ()
 
 
 class Task(_Message, frozen=True, tag="task"):
@@ -63,6 +64,7 @@ class Task(_Message, frozen=True, tag="task"):
         most_tokens: of a prompt; longer ones are counted, and not sent.
         model: of KServe, by its name.
         json_length: of a body whose end is bytes of tensors.
+        adapters: names of those that may be asked for.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class Task(_Message, frozen=True, tag="task"):
     most_tokens: int
     model: str = ""
     json_length: int = 0
+    adapters: tuple[str, ...] = ()
 
 
 class Read(_Message, frozen=True, tag="read"):
