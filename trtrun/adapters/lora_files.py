@@ -19,6 +19,7 @@ from trtrun.linear.adapted import AdaptedLayers, AdapterSpace
 from trtrun.linear.quantization.base import FLOATS, LinearWeight, TensorSlice
 from trtrun.models.checkpoint import TORCH_NAMES, Checkpoint
 from trtrun.models.config import ModelConfig
+from trtrun.models.decoder import CausalLM
 from trtrun.models.weight_loader import is_finite
 from trtrun.models.weights import HeldWeight, Share
 
@@ -137,6 +138,19 @@ class LoraFiles:
         return result
 
 
+def load_adapter(model: CausalLM, slot: int, path: Path) -> None:
+    """Fill a slot of a rank's model; nothing changes where that fails.
+
+    Raises:
+        CheckpointError: see LoraFiles, and `LoraFiles.read`.
+    """
+    layers = model.adapted
+    assert layers is not None, "the configuration leaves room for adapters"
+    adapter = LoraFiles(path, model.config, layers.space.max_rank).read(layers, model.dtype)
+    for (_, layer), factors in zip(layers.layers, adapter, strict=True):
+        layer.put(slot, factors)
+
+
 def open_adapter(name: str, path: Path, model: ModelConfig, max_rank: int) -> LoraFiles:
     """The files of an adapter of the configuration.
 
@@ -147,12 +161,6 @@ def open_adapter(name: str, path: Path, model: ModelConfig, max_rank: int) -> Lo
         return LoraFiles(path, model, max_rank)
     except CheckpointError as error:
         raise CheckpointError(f"adapters.{name}: {error}") from None
-
-
-def put_adapter(layers: AdaptedLayers, slot: int, adapter: ReadAdapter | None) -> None:
-    """Fill a slot of a rank's layers; None empties it."""
-    for index, (weight, layer) in enumerate(layers.layers):
-        layer.put(slot, [None] * len(weight.parts) if adapter is None else adapter[index])
 
 
 def adaptable_modules(model: ModelConfig) -> dict[str, tuple[int, ...]]:

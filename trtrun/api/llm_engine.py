@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 from trtrun.api.adapters import AdapterTable, check_adapter
@@ -26,7 +27,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.prompt_tiles import tile_width
-from trtrun.errors import InvalidRequestError, RankFailedError
+from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.roles.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
@@ -300,6 +301,20 @@ class LLMEngine:
         """Switch between drafting and the target alone, while no request runs. Without a draft it stays off."""
         self.drain()
         self.scheduler.set_speculation(enabled)
+
+    def load_adapter(self, name: str, path: Path) -> None:
+        """Load an adapter on every target rank, between two rounds. Nothing changes where that fails.
+
+        Raises:
+            InvalidRequestError: there is one of that name, or no slot is free.
+            CheckpointError: a rank cannot load it; the message is the rank's.
+            RankFailedError: a rank failed.
+        """
+        slot = self.adapters.find_slot(name, self.scheduler.slots_in_use)
+        problems = self._guard(lambda: self.orchestrator.load_adapter(slot, path))
+        if problems:
+            raise CheckpointError(problems[0])
+        self.adapters.enter(name, slot)
 
     def check_idle(self) -> None:
         """Raise RuntimeError when no request runs but a KV block is still held: a defect."""

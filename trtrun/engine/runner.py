@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.functional import pad
 
+from trtrun.adapters.lora_files import load_adapter
 from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
@@ -162,6 +164,14 @@ class Engine:
             self._store.clear(self.rows.fresh_blocks(plan))
             if self._forwards.paths is not None and len(plan.decode_rows):
                 self._forwards.paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
+
+    def load_adapter(self, slot: int, path: Path) -> None:
+        """Fill a slot that no row has; nothing changes where that fails.
+
+        Raises:
+            CheckpointError: see LoraFiles.
+        """
+        load_adapter(self._model, slot, path)
 
     def _announce_slots(self, slots: BlockSlots, plan: RoundPlan) -> None:
         """Say with which adapter the rows that a plan admits are computed: their first blocks tell it, and those of the

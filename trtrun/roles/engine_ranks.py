@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -22,10 +23,11 @@ from trtrun.roles.launched_round import LaunchedRound
 from trtrun.roles.round import Worker
 from trtrun.timing.spans import ENGINES, RankSpans
 from trtrun.timing.tracing import Answer, PhaseTracer, RankTracer
+from trtrun.wire.adapter_loads import decode_load, encode_load
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import RoundReport, decode_report
 
-_ROUND_REPORT, _TRACE_ANSWER = 0, 1
+_ROUND_REPORT, _ANSWER = 0, 1
 """Kinds of reports on the control plane."""
 
 
@@ -67,6 +69,14 @@ class EngineRanks(Protocol):
 
     def reset(self) -> None:
         """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """Have every target rank fill a slot that no row has; what is wrong, rank by rank, and nothing where all have.
 
         Raises:
             RankFailedError: a rank failed.
@@ -155,6 +165,11 @@ class SoloRanks:
         self._launched.clear()
         self._worker.reset()
 
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """See EngineRanks."""
+        with self._on_device():
+            return list(filter(None, [self._worker.load_adapter(slot, path)]))
+
     def start_trace(self, most_rounds: int) -> None:
         """See EngineRanks."""
         self._tracer.start(most_rounds)
@@ -241,6 +256,11 @@ class MpiRanks:
         """See EngineRanks."""
         return self._tracer.take()
 
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """See EngineRanks."""
+        answers = sorted(self._ask(encode_load(slot, path)))
+        return [answer.payload.decode() for answer in answers if answer.payload]
+
     def close(self) -> None:
         """See EngineRanks."""
         self._failures.close(self._control)
@@ -270,7 +290,7 @@ class MpiRanks:
 
 
 def serve(control: ControlPlane, worker: Worker) -> None:
-    """A worker rank's life after start-up: run plans in order, and be traced, until the orchestrator lets it end."""
+    """A worker rank's life after start-up: run plans in order, load adapters, be traced, until it is let end."""
     tracer = PhaseTracer(worker)
     launched: deque[LaunchedRound] = deque()
     while True:
@@ -287,8 +307,9 @@ def serve(control: ControlPlane, worker: Worker) -> None:
             if control.is_shut_down:
                 return
             continue
-        answer = tracer.answer(payload)
+        load = decode_load(payload)
+        answer = worker.load_adapter(*load).encode() if load is not None else tracer.answer(payload)
         if answer is not None:
-            control.report(answer, kind=_TRACE_ANSWER)
+            control.report(answer, kind=_ANSWER)
         else:
             launched.append(worker.launch_round(decode_plan(payload)))

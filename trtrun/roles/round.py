@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.errors import CheckpointError
 from trtrun.first_uses import FirstUseWatch
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.row_guides import RowGuides
@@ -274,6 +276,15 @@ class Worker:
             verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
             first_uses=self.first_uses.take(),
         )
+
+    def load_adapter(self, slot: int, path: Path) -> str:
+        """Fill a slot that no row has, where the process holds a target rank; returns what is wrong, else nothing."""
+        try:
+            if self.target is not None:
+                self.target.load_adapter(slot, path)
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def reset(self) -> None:
         """Forget a round that did not come to its end. For a job of one process: other ranks would not know of it."""

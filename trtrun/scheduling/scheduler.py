@@ -57,6 +57,12 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def slots_in_use(self) -> set[int]:
+        """Of adapters that requests have, which run or wait."""
+        adapters = (completion.request.adapter for completion in self._requests.values())
+        return {adapter.slot for adapter in adapters if adapter is not None}
+
+    @property
     def num_running(self) -> int:
         """Requests that have a row."""
         return len(self._batch.requests)

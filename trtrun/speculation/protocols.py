@@ -10,6 +10,7 @@ scheduler.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -307,6 +308,10 @@ class FeatureHeads(Protocol[PreparedStep]):
 
 class TargetEngine(RoundEngine, Protocol):
     """The forward that verification needs."""
+
+    def load_adapter(self, slot: int, path: Path) -> None:
+        """Fill a slot that no row has; raises CheckpointError, and nothing changes, where that fails."""
+        ...
 
     def verify_forward(self, plan: RoundPlan, draft: Draft) -> Step:
         """Logits of the round's rows, and what is tapped."""

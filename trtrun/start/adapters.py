@@ -5,10 +5,8 @@ It knows the configuration and a loaded model. It does not know who asks for whi
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trtrun.adapters.lora_config import hash_adapter_files
-from trtrun.adapters.lora_files import LoraFiles, put_adapter
+from trtrun.adapters.lora_files import load_adapter
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import CheckpointError
 from trtrun.models.decoder import CausalLM
@@ -25,17 +23,6 @@ def load_adapters(config: RuntimeConfig, model: CausalLM) -> None:
             load_adapter(model, slot, path)
         except CheckpointError as error:
             raise CheckpointError(f"adapters.{name}: {error}") from None
-
-
-def load_adapter(model: CausalLM, slot: int, path: Path) -> None:
-    """Fill one slot; nothing changes where that fails.
-
-    Raises:
-        CheckpointError: see `load_adapters`.
-    """
-    assert model.adapted is not None, "the configuration leaves room for adapters"
-    files = LoraFiles(path, model.config, model.adapted.space.max_rank)
-    put_adapter(model.adapted, slot, files.read(model.adapted, model.dtype))
 
 
 def adapter_hashes(config: RuntimeConfig) -> list[str]:

@@ -207,6 +207,53 @@ def test_adapters_that_do_not_fit_end_the_start(folder: Path, tmp_path: Path) ->
         make_llm(folder / "target", adapters={"bad": str(bad)})
 
 
+def test_adapters_come_and_go_while_requests_run(folder: Path) -> None:
+    """A name that is dropped is refused, and its requests go on to their end; who has its slot later is another."""
+    prompt, names = prompt_of(40, seed=3), ("all", "some")
+    with make_llm(folder / "target", **adapters_of(folder)) as llm:
+        expected = {name: text_with(llm, prompt, name) for name in (None, *names)}
+    with make_llm(folder / "target", adapter_slots={"max_loaded": 2, "max_rank": 8}) as llm:
+        llm.load_adapter("x", folder / "all")
+        going_on = [llm.stream(prompt, SamplingParams(max_tokens=COUNT, lora_name="x", ignore_eos=True)) for _ in "ab"]
+        begun = [list(next(stream).token_ids) for stream in going_on]
+        llm.drop_adapter("x")
+        llm.load_adapter("x", folder / "some")  # the other slot
+        with pytest.raises(InvalidRequestError, match=r"no slot is free: adapter_slots\.max_loaded is 2"):
+            llm.load_adapter("y", folder / "one")
+        assert text_with(llm, prompt, "x") == expected["some"], "blocks are not those of the first x"
+        for stream, first in zip(going_on, begun, strict=True):
+            assert tuple(first + [token for delta in stream for token in delta.token_ids]) == expected["all"]
+        with pytest.raises(InvalidRequestError, match='lora_name "x" is loaded: drop it first'):
+            llm.load_adapter("x", folder / "one")
+        llm.load_adapter("y", folder / "all")
+        assert text_with(llm, prompt, "y") == expected["all"] and text_with(llm, prompt, None) == expected[None]
+        llm.drop_adapter("y")
+        with pytest.raises(InvalidRequestError, match='unknown lora_name "y"'):
+            llm.drop_adapter("y")
+        assert llm.generate([prompt], SamplingParams(lora_name="y"))[0].error is not None
+        llm.check_idle()
+
+
+def test_what_cannot_be_loaded_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    prompt = prompt_of(20, seed=4)
+    with make_llm(folder / "target", adapter_slots={"max_loaded": 1, "max_rank": 4}) as llm:
+        expected = text_with(llm, prompt, None)
+        with pytest.raises(CheckpointError, match=r"has rank 8, more than adapter_slots\.max_rank, which is 4"):
+            llm.load_adapter("x", folder / "one")
+        with pytest.raises(CheckpointError, match="does not exist"):
+            llm.load_adapter("x", tmp_path / "nowhere")
+        assert text_with(llm, prompt, None) == expected
+        llm.load_adapter("x", folder / "all")
+        assert text_with(llm, prompt, "x") != expected
+    with make_llm(folder / "target") as llm, pytest.raises(InvalidRequestError, match="no slot is free"):
+        llm.load_adapter("x", folder / "all")
+
+
+def text_with(llm: LLM, prompt: list[int], name: str | None) -> tuple[int, ...]:
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=COUNT, lora_name=name, ignore_eos=True))
+    return output.completions[0].token_ids
+
+
 def used(llm: LLM) -> int:
     return sum(rank.shard_bytes for rank in llm.report.ranks)
 
