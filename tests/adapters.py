@@ -46,7 +46,8 @@ def make_adapter(
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(target / "model.safetensors").items():
+    base = {name: weight for file in sorted(target.glob("*.safetensors")) for name, weight in load_file(file).items()}
+    for name, weight in base.items():
         module = name.removesuffix(".weight")
         if not module.endswith(tuple(modules)) or (layers is not None and int(module.split(".")[2]) not in layers):
             continue

@@ -140,6 +140,10 @@ class RuntimeConfig(Section):
             raise ValueError(
                 f"adapter_slots.max_loaded: is {most}, but adapters names {len(self.adapters)}: set it to that or more"
             )
+        if self.server.adapter_directory is not None and not self.num_adapter_slots:
+            raise ValueError(
+                "adapter_slots.max_loaded: missing: say how many adapters may be loaded (server.adapter_directory)"
+            )
         rows = self.scheduler.max_batch_size
         width = 1 + self.draft_size(self.draft_len).nodes
         if self.scheduler.max_num_tokens < rows * width:

@@ -10,7 +10,9 @@ from starlette.routing import Route
 
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.door.limits import Door
+from launch.serve.engine.adapters import AdapterBook
 from launch.serve.engine.client import EngineClient
+from launch.serve.front.adapters import AdapterDesk
 from launch.serve.front.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
@@ -19,6 +21,7 @@ from launch.serve.kserve.http_api import KServeHttpApi
 from launch.serve.kserve.row_requests import ModelFacts
 from launch.serve.kserve.service import KServeService
 from launch.serve.metrics import FrontMetrics
+from launch.serve.openai.adapter_api import AdapterApi
 from launch.serve.openai.api import OpenAIApi
 from launch.serve.openai.chat_template_files import read_chat_template
 from launch.serve.openai.token_api import TokenApi
@@ -29,6 +32,7 @@ from trtrun.api.prompts import PromptReader
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.topology import make_topology
+from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
@@ -67,6 +71,8 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     tokenizer = read_tokenizer(directory)
     model = read_model_config(config.target.model)
     name = model_name(config)
+    if name in config.adapters:
+        raise ConfigError(f"adapters.{name}: clients call the model itself so: give the adapter another name")
     door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
     metrics = FrontMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
@@ -99,8 +105,8 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         section.request_timeout_s,
         readers,
         section.ping_seconds,
-        config.adapters,
     )
+    engine.adapters = AdapterBook.of(config.adapters)
     facts = ModelFacts(
         tokenizer,
         model.vocab_size,
@@ -114,6 +120,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     routes = (
         *OpenAIApi(front, keys, bodies).routes(),
         *TokenApi(front, keys, bodies).routes(),
+        *AdapterApi(AdapterDesk.of(front, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
         *StatusBoard(front, config, make_topology(config), keys, template is not None).routes(),
         *page_routes(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -164,7 +164,6 @@ class Front:
 
     Attributes:
         model_name: what clients call the model.
-        adapters: names of those that requests may ask for.
         tokenizer: None where prompts are token ids alone.
         draft_len: tokens drafted in a round, at most; 0 where none are.
         door: who is let in.
@@ -185,11 +184,9 @@ class Front:
         timeout: float,
         readers: Readers,
         ping_seconds: float | None = None,
-        adapters: Iterable[str] = (),
     ) -> None:
         self.ping_seconds = ping_seconds
         self.model_name = model_name
-        self.adapters = list(adapters)
         self.tokenizer = tokenizer
         self.draft_len = draft_len
         self.door = door
@@ -200,6 +197,11 @@ class Front:
         self._readers = readers
         self._tokens = PromptTokens(prompts)
         self._arrivals = ArrivalBatches(door)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of those that requests may ask for."""
+        return self.client.adapters.names
 
     async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Found:
         """Have a request read beside the event loop.
