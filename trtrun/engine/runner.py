@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from trtrun.adapters.lora_files import load_adapter
+from trtrun.adapters.lora_loading import load_adapter
 from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks

@@ -6,7 +6,7 @@ It knows the configuration and a loaded model. It does not know who asks for whi
 from __future__ import annotations
 
 from trtrun.adapters.lora_config import hash_adapter_files
-from trtrun.adapters.lora_files import load_adapter
+from trtrun.adapters.lora_loading import load_adapter
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import CheckpointError
 from trtrun.models.decoder import CausalLM

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.adapters.lora_files import adapter_bytes, adapter_working_bytes
+from trtrun.adapters.lora_loading import adapter_bytes, adapter_working_bytes
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
