@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import edit_adapter, make_adapter, merge_adapter, rank_stabilized
+from branching import branching_method
 from checkpoints import ARCHITECTURES, make_checkpoint, make_draft
 from native import PATHS, compute_as, leave_to_torch
 from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
@@ -24,6 +25,7 @@ TIGHT: dict[str, Any] = {
     "kv_cache": {"max_tokens": 112},
 }
 """Prompts in chunks, few blocks: rows are preempted."""
+TREES: dict[str, Any] = {"scheduler": {"max_batch_size": 4, "max_num_tokens": 128}}
 
 
 def make_adapters(folder: Path, target: Path) -> dict[str, str]:
@@ -143,6 +145,23 @@ def test_speculative_texts_are_plain_ones(folder: Path, dtype: str, method: str)
         statistics = llm.statistics()
         assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
         llm.check_idle()
+
+
+@pytest.mark.parametrize("dtype", ["target", "half"])
+def test_paths_of_draft_trees_have_the_row_s_adapter(folder: Path, dtype: str) -> None:
+    """Also those that begin in the row's first block, and so have another one in its place."""
+    prompts, sampling = rows(KINDS)
+    with make_llm(folder / dtype, **adapters_of(folder)) as llm:
+        expected = tokens_of(llm.generate(prompts, sampling))
+    speculation = {"method": "branching", "draft_len": 4}
+    with branching_method() as branching:
+        branching.texts = [[*prompt, *text] for prompt, (text,) in zip(prompts, expected, strict=True)]
+        with make_llm(folder / dtype, speculation=speculation, **adapters_of(folder), **TREES) as llm:
+            assert tokens_of(llm.generate(prompts, sampling)) == expected
+            statistics = llm.statistics()
+            # Right tokens are accepted, which they are not where another adapter computes them.
+            assert statistics["num_accepted_draft_tokens"] > 100
+            llm.check_idle()
 
 
 def test_rows_without_an_adapter_have_the_bits_of_a_run_without_adapters(folder: Path) -> None:
