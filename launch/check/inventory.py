@@ -127,6 +127,10 @@ def take_inventory(
             if rank in topology.target_ranks:
                 for name, path in config.adapters.items():
                     open_adapter(name, path, model, config.adapter_slots.max_rank)
+            if config.draft is not None and config.draft_adapters and rank in topology.draft_ranks:
+                draft = read_model_config(config.draft.model)
+                for name, path in config.draft_adapters.items():
+                    open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
         except TrtrunError as error:
             problems.append(str(error))
     snapshots = {

@@ -55,8 +55,10 @@ def check_models(config: RuntimeConfig) -> None:
     for name, path in config.adapters.items():
         open_adapter(name, path, target, config.adapter_slots.max_rank)
     if config.draft is not None:
-        _check_model("draft", config.draft)
+        draft = _check_model("draft", config.draft)
         mask_token(config)
+        for name, path in config.draft_adapters.items():
+            open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
     check_corpus(config, target.vocab_size)
 
 

@@ -119,9 +119,14 @@ class JobMemory:
         if slot.target_index is not None:
             drafted += corpus_bytes(self.config)
         verified = self.target.shard_bytes(slot.target_index, device)
-        if slot.target_index is not None:
-            verified += adapter_slots_bytes(self.config, self.target.model, slot.target_index)
-        return drafted, verified
+        drafted += self._adapter_bytes("draft", self.draft, slot.draft_index)
+        return drafted, verified + self._adapter_bytes("target", self.target, slot.target_index)
+
+    def _adapter_bytes(self, role: str, shards: ModelShards | None, index: int | None) -> int:
+        """Bytes of an engine's slots for adapters on one rank of it."""
+        if shards is None or index is None:
+            return 0
+        return adapter_slots_bytes(self.config, role, shards.section, shards.model, index)
 
     def block_bytes(self, rank: int) -> int:
         """Bytes of one KV block on one rank, in both engines' stores and in the heads'."""

@@ -95,7 +95,7 @@ class LoraFiles:
                 )
 
 
-def open_adapter(name: str, path: Path, model: ModelConfig, max_rank: int) -> LoraFiles:
+def open_adapter(name: str, path: Path, model: ModelConfig, max_rank: int, key: str = "adapters") -> LoraFiles:
     """The files of an adapter of the configuration.
 
     Raises:
@@ -104,7 +104,7 @@ def open_adapter(name: str, path: Path, model: ModelConfig, max_rank: int) -> Lo
     try:
         return LoraFiles(path, model, max_rank)
     except CheckpointError as error:
-        raise CheckpointError(f"adapters.{name}: {error}") from None
+        raise CheckpointError(f"{key}.{name}: {error}") from None
 
 
 def adaptable_modules(model: ModelConfig) -> dict[str, tuple[int, ...]]:

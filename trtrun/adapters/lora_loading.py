@@ -25,14 +25,18 @@ _SHARES_BYTES = 8 * 4
 """Of a number of `down`'s result on GPUs, in float32."""
 
 
-def load_adapter(model: CausalLM, slot: int, path: Path) -> None:
-    """Fill a slot of a rank's model; nothing changes where that fails.
+def load_adapter(model: CausalLM, slot: int, path: Path | None) -> None:
+    """Fill a slot of a rank's model, or empty it where `path` is None; nothing changes where that fails.
 
     Raises:
         CheckpointError: see LoraFiles; or a tensor holds values that are not finite, or not in the model's dtype.
     """
     layers = model.adapted
     assert layers is not None, "the configuration leaves room for adapters"
+    if path is None:
+        for weight, layer in layers.layers:
+            layer.put(slot, [None] * len(weight.parts))
+        return
     files = LoraFiles(path, model.config, layers.space.max_rank)
     with reading(path, CheckpointError):
         adapter = [[_read(files, part, model.dtype) for part in weight.parts] for weight, _ in layers.layers]

@@ -165,13 +165,14 @@ class Engine:
             if self._forwards.paths is not None and len(plan.decode_rows):
                 self._forwards.paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
 
-    def load_adapter(self, slot: int, path: Path) -> None:
-        """Fill a slot that no row has; nothing changes where that fails.
+    def load_adapter(self, slot: int, path: Path | None) -> None:
+        """Fill a slot that no row has, or empty it; nothing changes where that fails.
 
         Raises:
             CheckpointError: see LoraFiles.
         """
-        load_adapter(self._model, slot, path)
+        if self._model.adapted is not None:
+            load_adapter(self._model, slot, path)
 
     def _announce_slots(self, slots: BlockSlots, plan: RoundPlan) -> None:
         """Say with which adapter the rows that a plan admits are computed: their first blocks tell it, and those of the

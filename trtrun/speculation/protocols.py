@@ -95,6 +95,10 @@ class RoundEngine(Protocol):
         """Take in admissions, drops and blocks."""
         ...
 
+    def load_adapter(self, slot: int, path: Path | None) -> None:
+        """Fill a slot that no row has, or empty it; raises CheckpointError, and nothing changes, where that fails."""
+        ...
+
     def close(self) -> None:
         """Give back what must not outlive the communicators."""
         ...
@@ -308,10 +312,6 @@ class FeatureHeads(Protocol[PreparedStep]):
 
 class TargetEngine(RoundEngine, Protocol):
     """The forward that verification needs."""
-
-    def load_adapter(self, slot: int, path: Path) -> None:
-        """Fill a slot that no row has; raises CheckpointError, and nothing changes, where that fails."""
-        ...
 
     def verify_forward(self, plan: RoundPlan, draft: Draft) -> Step:
         """Logits of the round's rows, and what is tapped."""

@@ -12,19 +12,23 @@ from trtrun.errors import CheckpointError
 from trtrun.models.decoder import CausalLM
 
 
-def load_adapters(config: RuntimeConfig, model: CausalLM) -> None:
-    """Fill the slots of a rank's layers.
+def load_adapters(config: RuntimeConfig, role: str, model: CausalLM) -> None:
+    """Fill the slots of a rank's layers, which draft and target number alike.
 
     Raises:
         CheckpointError: one of them is damaged, not supported or not for this model; the line names it.
     """
-    for slot, (name, path) in enumerate(config.adapters.items(), start=1):
+    key, paths = ("adapters", config.adapters) if role == "target" else ("draft_adapters", config.draft_adapters)
+    for slot, name in enumerate(config.adapters, start=1):
+        if name not in paths:
+            continue
         try:
-            load_adapter(model, slot, path)
+            load_adapter(model, slot, paths[name])
         except CheckpointError as error:
-            raise CheckpointError(f"adapters.{name}: {error}") from None
+            raise CheckpointError(f"{key}.{name}: {error}") from None
 
 
 def adapter_hashes(config: RuntimeConfig) -> list[str]:
     """Tell the files of each adapter from others, and its name."""
-    return [f"{name}={hash_adapter_files(path)}" for name, path in config.adapters.items()]
+    paths = [*config.adapters.items(), *config.draft_adapters.items()]
+    return [f"{name}={hash_adapter_files(path)}" for name, path in paths]

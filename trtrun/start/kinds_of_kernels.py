@@ -35,5 +35,6 @@ def kinds_of_kernels(
         of_heads += [config.target.dtype, *configuration_bytes(config.target.model)]
     named = [section.model_dump_json() for section in sections]
     if config.num_adapter_slots:
-        named.append(f"{config.num_adapter_slots} slots of rank {config.adapter_slots.max_rank}")
+        most = f"{config.num_adapter_slots} slots of rank {config.adapter_slots.max_rank}"
+        named.append(f"{most}, the draft's too" if config.draft_adapters else most)
     return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]

@@ -65,20 +65,21 @@ def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
     return DTYPES[resolve_dtype_name(section, config)]
 
 
-def adapter_space(config: RuntimeConfig) -> AdapterSpace | None:
-    """Room for adapters of the target; None without any."""
-    if not config.num_adapter_slots:
+def adapter_space(config: RuntimeConfig, role: str) -> AdapterSpace | None:
+    """Room for adapters of an engine; None without any."""
+    if not (config.num_adapter_slots if role == "target" else config.draft_adapters):
         return None
     return AdapterSpace(config.num_adapter_slots, config.adapter_slots.max_rank)
 
 
-def adapter_slots_bytes(config: RuntimeConfig, target: ModelConfig, tp_rank: int) -> int:
-    """Bytes of that room on one rank of the target."""
-    space = adapter_space(config)
+def adapter_slots_bytes(
+    config: RuntimeConfig, role: str, section: ModelSection, model: ModelConfig, tp_rank: int
+) -> int:
+    """Bytes of that room on one rank of the engine."""
+    space = adapter_space(config, role)
     if space is None:
         return 0
-    dtype = resolve_dtype(config.target, target)
-    return adapter_bytes(target, tp_rank, len(config.target.devices), space, dtype)
+    return adapter_bytes(model, tp_rank, len(section.devices), space, resolve_dtype(section, model))
 
 
 def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
@@ -187,7 +188,7 @@ def engine_working_bytes(
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     shape = config, model, len(section.devices), dtype
     beside = blocks * _kv_bytes(*shape, model.num_layers) + kv_bytes_in_rings(*shape)
-    space = adapter_space(config) if role == "target" else None
+    space = adapter_space(config, role)
     if space is not None:
         lines = config.scheduler.max_num_tokens
         beside += adapter_working_bytes(model, tp_rank, len(section.devices), space, dtype, lines)

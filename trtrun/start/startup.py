@@ -211,7 +211,7 @@ class RankStartup:
                 self._activity.start(Phase.WEIGHTS, ready, demand.shard_bytes)
                 progress(ready, demand.shard_bytes)
 
-            space = adapter_space(self._config) if role == "target" else None
+            space = adapter_space(self._config, role)
             try:
                 model, loaded = load_model(
                     section.model,
@@ -232,8 +232,9 @@ class RankStartup:
             done += size
             model.on_layer = self._activity.advance
             self._engines[role] = LoadedEngine(model, loaded, communicator)
+            if space is not None:
+                load_adapters(self._config, role, model)
             if role == "target":
-                load_adapters(self._config, model)
                 self._heads.load_beside(model, communicator)
                 self._corpus = load_corpus(self._config, config.vocab_size, communicator, self._device)
         if self._heads.plan_apart is not None:
@@ -337,8 +338,7 @@ class RankStartup:
             heads = self._heads.plan if role == "target" else None
             heads_here = self._heads.plan_here if role == "target" else None
             weights += self._shard_bytes(section, model, communicator)
-            if role == "target":
-                weights += self._adapter_bytes()
+            weights += adapter_slots_bytes(self._config, role, section, model, communicator.rank)
             if heads_here is not None:
                 weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
             if role == "target":
@@ -354,9 +354,11 @@ class RankStartup:
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
     def _adapter_bytes(self) -> int:
-        """Of the target's slots for adapters on this rank."""
-        target = self._groups.target
-        return adapter_slots_bytes(self._config, self._target_config, target.rank) if target is not None else 0
+        """Of slots for adapters on this rank."""
+        return sum(
+            adapter_slots_bytes(self._config, role, section, model, communicator.rank)
+            for role, section, model, communicator in self._parts()
+        )
 
     def _ring_bytes(self) -> int:
         """Of layers with a window, which `working_bytes` counts, too."""
@@ -388,7 +390,7 @@ class RankStartup:
             files_hash="+".join(
                 [hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()]
                 + self._heads.hashes()
-                + (adapter_hashes(self._config) if self._groups.target is not None else [])
+                + adapter_hashes(self._config)
             ),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,

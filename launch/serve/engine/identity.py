@@ -31,4 +31,5 @@ def hash_files(config: RuntimeConfig) -> dict[str, str]:
     if config.heads is not None:
         hashes["the heads"] = hash_model_files(config.heads.model, single_files=HEADS_FILES)
     hashes |= {f"the adapter {name}": hash_adapter_files(path) for name, path in config.adapters.items()}
+    hashes |= {f"the draft's adapter {name}": hash_adapter_files(path) for name, path in config.draft_adapters.items()}
     return hashes | {"the tokenizer": hash_tokenizer_files(config.tokenizer or config.target.model)}

@@ -15,6 +15,7 @@ from native import PATHS, compute_as, leave_to_torch
 from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
 
 from trtrun import LLM, SamplingParams
+from trtrun.core.outputs import RequestOutput
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 
 COUNT = 24
@@ -147,6 +148,30 @@ def test_speculative_texts_are_plain_ones(folder: Path, dtype: str, method: str)
         llm.check_idle()
 
 
+def test_a_draft_may_have_adapters_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """It then drafts what rows with the target's say; texts are the same."""
+    target = folder / "target"
+    prompts, sampling = rows()
+    settings: dict[str, Any] = {"speculation": {"draft_len": 3}, **adapters_of(folder)}
+
+    def accepted(outputs: Sequence[RequestOutput]) -> list[int]:
+        return [output.completions[0].statistics.num_accepted_draft_tokens for output in outputs]
+
+    with make_llm(target, target, **settings) as llm:
+        without = llm.generate(prompts, sampling)
+    drafts = {"all": str(make_adapter(tmp_path / "draft", target, rank=4, alpha=8, seed=1))}
+    with make_llm(target, target, draft_adapters=drafts, **settings) as llm:
+        outputs = llm.generate(prompts, sampling)
+        assert tokens_of(outputs) == tokens_of(without)
+        for place, (before, now) in enumerate(zip(accepted(without), accepted(outputs), strict=True)):
+            # The draft is the target, whose base drafts for itself.
+            assert now == (accepted(without)[0] if sampling[place].lora_name == "all" else before)
+        assert accepted(outputs)[1] > accepted(without)[1]
+        llm.drop_adapter("all")
+        llm.load_adapter("all", folder / "some")
+        assert text_with(llm, prompts[0], "all") == tokens_of(outputs)[NAMES.index("some")][0]
+
+
 @pytest.mark.parametrize("dtype", ["target", "half"])
 def test_paths_of_draft_trees_have_the_row_s_adapter(folder: Path, dtype: str) -> None:
     """Also those that begin in the row's first block, and so have another one in its place."""
@@ -215,6 +240,10 @@ def test_requests_for_adapters_that_there_are_not(folder: Path) -> None:
 def test_adapters_that_do_not_fit_end_the_start(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter_slots\.max_loaded: is 1, but adapters names 3"):
         make_llm(folder / "target", **{**adapters_of(folder), "adapter_slots": {"max_loaded": 1}})
+    with pytest.raises(ConfigError, match="draft_adapters: 'al' is none of adapters \\(did you mean 'all'"):
+        make_llm(
+            folder / "target", folder / "target", **adapters_of(folder), draft_adapters={"al": str(folder / "all")}
+        )
     with pytest.raises(ConfigError, match=r"adapters\.x: no such directory"):
         make_llm(folder / "target", adapters={"x": str(tmp_path / "x")})
 
