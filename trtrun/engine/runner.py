@@ -24,9 +24,9 @@ from trtrun.engine.forwards import Forwards
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.hidden_taps import HiddenTaps
+from trtrun.engine.row_slots import announce_slots
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
-from trtrun.kvcache.block_slots import BlockSlots
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
@@ -158,7 +158,7 @@ class Engine:
         self.rows.apply(plan)
         self._store.announce(plan.block_updates)
         if self._store.slots is not None and plan.admissions:
-            self._announce_slots(self._store.slots, plan)
+            announce_slots(self._store.slots, plan, self._forwards.paths)
         if self._model.has_overflowed:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
@@ -173,21 +173,6 @@ class Engine:
         """
         if self._model.adapted is not None:
             load_adapter(self._model, slot, path)
-
-    def _announce_slots(self, slots: BlockSlots, plan: RoundPlan) -> None:
-        """Say with which adapter the rows that a plan admits are computed: their first blocks tell it, and those of the
-        paths of their drafts, which may stand in the place of these."""
-        admitted = {item.row: item.adapter_slot for item in plan.admissions}
-        of_rows = [
-            (block, admitted[row])
-            for row, index, block in plan.block_updates.tolist()
-            if index == 0 and row in admitted
-        ]
-        if self._forwards.paths is not None:
-            of_rows += [
-                (block, slot) for row, slot in admitted.items() for block in self._forwards.paths.blocks_of(row)
-            ]
-        slots.assign([block for block, _ in of_rows], [slot for _, slot in of_rows])
 
     @inference
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:

@@ -15,6 +15,7 @@ from native import PATHS, compute_as, leave_to_torch
 from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
 
 from trtrun import LLM, SamplingParams
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.outputs import RequestOutput
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 
@@ -170,6 +171,25 @@ def test_a_draft_may_have_adapters_of_its_own(folder: Path, tmp_path: Path) -> N
         llm.drop_adapter("all")
         llm.load_adapter("all", folder / "some")
         assert text_with(llm, prompts[0], "all") == tokens_of(outputs)[NAMES.index("some")][0]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "heads"), [({"method": "eagle3", "draft_len": 4}, "eagle3"), ({"method": "lookahead"}, None)]
+)
+def test_texts_are_plain_ones_by_other_methods(tmp_path: Path, speculation: dict[str, Any], heads: str | None) -> None:
+    """Heads that read the target's hidden states, the last ones of all tokens; and what is learned from logits."""
+    target = ASSETS / "target"
+    adapters = {name: str(make_adapter(tmp_path / name, target, seed=len(name), strength=0.1)) for name in ("a", "bb")}
+    settings: dict[str, Any] = {"adapters": adapters, "adapter_slots": {"max_rank": 4}}
+    prompts, names = ["def main(", "import os\n", "x"], (None, "a", "bb")
+    sampling = [
+        SamplingParams(max_tokens=32, seed=3, temperature=0.5 * len(name or ""), lora_name=name) for name in names
+    ]
+    with make_llm(target, **settings) as llm:
+        expected = tokens_of(llm.generate(prompts, sampling))
+    with make_llm(target, heads=ASSETS / heads if heads else None, speculation=speculation, **settings) as llm:
+        assert tokens_of(llm.generate(prompts, sampling)) == expected
+        assert llm.statistics()["num_accepted_draft_tokens"] > 10
 
 
 @pytest.mark.parametrize("dtype", ["target", "half"])
