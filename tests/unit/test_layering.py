@@ -90,7 +90,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.roles": (
         frozenset({"orchestrator"}),
         frozenset({"engine_ranks"}),
-        frozenset({"round"}),
+        frozenset({"round", "ordered_guides"}),
         frozenset({"message_exchange"}),
         frozenset({"exchange", "hidden_link"}),
         frozenset({"launched_round"}),
