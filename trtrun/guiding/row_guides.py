@@ -98,6 +98,11 @@ class RowGuides:
         """Wait until one of some guides is built, `seconds` at most."""
         wait([self._begun[guide] for guide in guides if self._follows], seconds, FIRST_COMPLETED)
 
+    def close(self) -> None:
+        """Begin no build that has not begun: the process's end would wait for all of them."""
+        if self._compiler is not None:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
+
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come and go."""
         for row in plan.dropped_rows:

@@ -17,6 +17,7 @@ from trtrun.core.outputs import CompletionDelta
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.row_guides import RowGuides
+from trtrun.roles.solo_ranks import SoloRanks
 from trtrun.scheduling import guide_books
 from trtrun.scheduling.guide_books import MOST_AHEAD
 
@@ -218,3 +219,27 @@ def test_rows_that_lose_their_place_find_their_guide_again(monkeypatch: pytest.M
     assert sum(output.completions[0].statistics.num_preemptions for output in outputs) > 0
     assert [output.completions[0].token_ids for output in outputs] == expected
     assert sorted(built) == sorted(sampling.guided for sampling in wanted if sampling.guided is not None)
+
+
+def test_what_has_not_begun_at_the_end_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, built, build = Event(), list[Guide](), Grammars.matcher
+
+    def matcher(grammars: Grammars, guide: Guide, *, anew: bool = False) -> Any:
+        if guide.kind == "regex":
+            built.append(guide)
+            assert may_end.wait(60)
+        return build(grammars, guide, anew=anew)
+
+    monkeypatch.setattr(Grammars, "has", lambda *_: False)
+    monkeypatch.setattr(Grammars, "matcher", matcher)
+    with make_llm(ASSETS / "target") as llm:
+        for number in range(6):
+            llm.engine.add_request(PROMPT, asked({"regex": f"[0-9]{{{number + 1}}}"}))
+        assert llm.engine.step() == []
+        ranks = llm.engine.orchestrator._ranks
+        assert isinstance(ranks, SoloRanks) and ranks._worker.guides is not None
+        builders = ranks._worker.guides._compiler
+    may_end.set()
+    assert builders is not None
+    builders.shutdown()
+    assert len(built) < 6
