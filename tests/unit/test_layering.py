@@ -89,8 +89,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.roles": (
         frozenset({"orchestrator"}),
-        frozenset({"engine_ranks"}),
-        frozenset({"round"}),
+        frozenset({"engine_ranks", "solo_ranks"}),
+        frozenset({"round", "ordered_guides"}),
         frozenset({"message_exchange"}),
         frozenset({"exchange", "hidden_link"}),
         frozenset({"launched_round"}),

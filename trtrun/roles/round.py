@@ -298,6 +298,8 @@ class Worker:
     def close(self) -> None:
         """Give back what must not outlive the communicators. No round follows."""
         self.exchange.close()
+        if self.guides is not None:
+            self.guides.close()
         if self.target is not None:
             self.target.close()
         if self.drafter is not None:

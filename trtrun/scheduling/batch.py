@@ -53,6 +53,7 @@ class Completion:
         last_accepted: draft tokens that the last round accepted.
         most_drafted: most tokens to draft for it in a round.
         group: of completions that were asked for together, which share their turns (`queue.py`).
+        arrival: its number among those that came.
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
@@ -80,6 +81,7 @@ class Completion:
     most_drafted: int = 0
     given_draft: tuple[int, ...] = ()
     group: Hashable = None
+    arrival: int = 0
     num_overtaken: int = 0
     scores: PromptScores | None = None
 
