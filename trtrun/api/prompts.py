@@ -6,7 +6,7 @@ the tokenizer and the model's vocabulary. It does not run anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from threading import Thread
@@ -115,6 +115,11 @@ class PromptReader:
         held = stops if sampling.min_tokens > 0 else ()
         return TokenLists.of(held, sampling.logit_bias, words) if held or sampling.logit_bias or words else NO_LISTS
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Of the model: those that end a text."""
+        return self._model.eos_token_ids
+
     def check(self, sampling: SamplingParams) -> None:
         """Raise InvalidRequestError for a parameter that this model cannot follow."""
         size = self._model.vocab_size
@@ -132,6 +137,19 @@ class PromptReader:
         self._check_some_allowed(sampling)
         if sampling.guided is not None:
             self._compile_guide(sampling.guided)
+
+    def ids_in_guides(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of some texts that grammars cannot spell, as they are special tokens to them, each with its id.
+
+        Raises:
+            InvalidRequestError: this model's texts cannot be guided.
+        """
+        tokens, found = self._spelling().read(), {}
+        for text in texts:
+            token = None if self._tokenizer is None else self._tokenizer.token_to_id(text)
+            if token is not None and tokens.is_special_token(token):
+                found[text] = token
+        return found
 
     def prepare_guides(self) -> None:
         """Have the vocabulary read in a thread, before the first guide is checked: it would hold up what this process

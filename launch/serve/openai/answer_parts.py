@@ -139,17 +139,27 @@ def _with_whole_lists(told: Mapping[str, Any]) -> dict[str, Any]:
 class TokenTexts:
     """The choices of one request."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]], n: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        skip_special_tokens: bool = True,
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
         """Begin behind the prompts.
 
         Args:
             tokenizer: None where there is no text.
             prompts: the tokens of each prompt.
             n: choices of each.
+            skip_special_tokens, end_token_ids: see IncrementalDetokenizer.
         """
         self._choices: list[IncrementalDetokenizer | None] = []
         for prompt in prompts:
-            first = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt)
+            first = None
+            if tokenizer is not None:
+                first = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens, end_token_ids)
             self._choices += [None if first is None else first.copied() for _ in range(n)]
 
     def take(self, choice: int, token_ids: Sequence[int], is_end: bool) -> list[TokenText]:

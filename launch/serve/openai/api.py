@@ -27,8 +27,9 @@ from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
-from launch.serve.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from launch.serve.openai.answers import Answer, CompletionAnswer
 from launch.serve.openai.calls import Answering
+from launch.serve.openai.chat_answers import ChatAnswer
 from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.types import read_completion
 from launch.serve.reading.readers import ReadRequest
@@ -138,7 +139,8 @@ class OpenAIApi:
                 generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived, asked.is_read)
             counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
             counted.enter(Stage.INFER)
-            answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)
+            front, prompts = self._front, generation.prompts
+            answer = kind(front.model_name, front.tokenizer, asked.answering, prompts, front.end_token_ids)
             if asked.answering.stream:
                 return self._stream(generation, answer, counted)
             try:

@@ -21,18 +21,17 @@ from launch.serve.openai.calls import (
     CompletionCall,
     Encoding,
     Rendering,
-    read_messages,
-    read_prediction,
-    read_text,
 )
 from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, names_of
 from launch.serve.openai.guided import read_guided
+from launch.serve.openai.messages import read_messages, read_prediction, read_text
+from launch.serve.openai.tools import read_tools
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
-_ALLOWING = {"tools": "tool_choice", "functions": "function_call"}
+_ALLOWING = {"functions": "function_call"}
 """Fields that ask for nothing where another one is "none"."""
 
 
@@ -151,7 +150,7 @@ def read_chat(values: object, model_name: str) -> ChatCall:
     logprobs = (0 if most is None else most) if wants else None
     answering = _read_answering(given, logprobs, LARGEST_COUNT, sent_as)
     prediction = read_prediction(given.get("prediction"))
-    return ChatCall(messages, prediction, _read_rendering(given), encoding, answering)
+    return ChatCall(messages, prediction, _read_rendering(given), encoding, answering, read_tools(given))
 
 
 def _read_fields(values: object, endpoint: Endpoint, model_name: str) -> dict[str, Any]:

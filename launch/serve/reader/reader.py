@@ -37,6 +37,7 @@ from launch.serve.kserve.requests import check_request, is_stopping
 from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.chat_template import ChatTemplate
+from launch.serve.openai.planning import AnswerPlanner
 from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.tokenizing import detokenize, tokenize
 from launch.serve.openai.types import read_chat, read_completion
@@ -69,8 +70,17 @@ class Reader:
     def __init__(self, facts: Facts, tokenizer: Tokenizer | None) -> None:
         self._facts = facts
         self._tokenizer = tokenizer
-        template = None if facts.template is None else ChatTemplate(facts.template, facts.template_tokens)
+        template = None
+        if facts.template is not None:
+            template = ChatTemplate(facts.template, facts.template_tokens, facts.tool_template)
         self._prompts = PromptReader(facts, tokenizer)
+        self._planner = AnswerPlanner(
+            facts.tool_format,
+            facts.reasoning_format,
+            facts.tool_template or facts.template,
+            tokenizer,
+            self._prompts,
+        )
         self._makes_prompts = PromptMaker(facts.model_name, tokenizer, template)
         self._model_facts = ModelFacts(
             tokenizer, facts.vocab_size, facts.eos_token_ids, facts.draft_len, facts.excludes_prompt
@@ -97,7 +107,7 @@ class Reader:
     def _read_chat(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
         call = read_chat(parse_json(body), self._facts.model_name)
         prompt, draft = self._makes_prompts.of_chat(call, task.most_tokens)
-        answering = call.answering.with_draft(draft)
+        answering = self._planner.plan(call, prompt).with_draft(draft)
         return self._encode(task, [prompt], [answering.sampling], _others(answering))
 
     def _answer_tokens(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:

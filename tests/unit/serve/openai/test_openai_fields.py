@@ -88,12 +88,11 @@ def test_what_would_change_the_answer_is_taken_where_it_does_not(field: Field) -
             assert caught.value.code == "unsupported_field" and caught.value.field == field.name
 
 
-def test_tools_are_taken_where_none_may_be_called() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert take_fields({"tools": tools, "tool_choice": "none"}, Endpoint.CHATS) == {}
-    assert take_fields({"functions": tools, "function_call": "none"}, Endpoint.CHATS) == {}
-    with pytest.raises(Refusal, match="tools is not supported"):
-        take_fields({"tools": tools, "function_call": "none"}, Endpoint.CHATS)
+def test_functions_are_taken_where_none_may_be_called() -> None:
+    functions = [{"name": "f"}]
+    assert take_fields({"functions": functions, "function_call": "none"}, Endpoint.CHATS) == {}
+    with pytest.raises(Refusal, match="functions is not supported here: give tools"):
+        take_fields({"functions": functions, "tool_choice": "none"}, Endpoint.CHATS)
 
 
 def test_what_is_ignored_is_not_looked_at() -> None:
