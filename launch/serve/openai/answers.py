@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from launch.serve.front.front import Usage
+from launch.serve.http.answers import event
 from launch.serve.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.echoes import EchoedPrompts, ScoredPrompts, tell_logprobs, tell_prompt_logprobs
@@ -45,6 +46,7 @@ class Answer(ABC):
     prefix: str
     whole_name: str
     chunk_name: str
+    last_words: tuple[bytes, ...] = (event(b"[DONE]"),)
     tells_offsets = False
     scores_beside = False
 
@@ -132,11 +134,19 @@ class Answer(ABC):
             choices[0]["finish_reason"], choices[-1]["finish_reason"] = None, choices[0]["finish_reason"]
         return list(map(self._chunk, choices))
 
-    def usage_chunk(self, usage: Usage, draft_len: int) -> dict[str, Any] | None:
-        """The last chunk, where it was asked for."""
+    def ending(self, usage: Usage, draft_len: int) -> list[dict[str, Any]]:
+        """Chunks behind the last piece: what the request took, where it was asked for."""
         if not self._answering.include_usage:
-            return None
-        return self._object(self.chunk_name, []) | tell_usage(usage, draft_len)
+            return []
+        return [self._object(self.chunk_name, []) | tell_usage(usage, draft_len)]
+
+    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of an error behind which nothing follows."""
+        return error
+
+    def event(self, told: dict[str, Any]) -> bytes:
+        """A chunk as an event of a stream."""
+        return event(_ENCODER.encode(told))
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a choice, with what the request asks for beside it."""
@@ -146,8 +156,13 @@ class Answer(ABC):
         elif self._answering.include_usage:
             chunk["usage"] = None
         if self._answering.obfuscates:
-            chunk["obfuscation"] = _obfuscation(choice)
+            chunk["obfuscation"] = self._obfuscation(choice)
         return chunk
+
+    def _obfuscation(self, choice: Mapping[str, Any]) -> str:
+        """Random letters, which make the lengths of a choice's text and log probabilities multiples of a block."""
+        length = len(_ENCODER.encode(choice))
+        return secrets.token_hex(_OBFUSCATED)[: _OBFUSCATED - length % _OBFUSCATED]
 
     def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -273,9 +288,3 @@ class Spelling:
 @lru_cache(_KEPT_SPELLINGS)
 def _spelling_of(tokenizer: Tokenizer | None) -> Spelling:
     return Spelling(tokenizer)
-
-
-def _obfuscation(choice: Mapping[str, Any]) -> str:
-    """Random letters, which make the lengths of a choice's text and log probabilities multiples of a block."""
-    length = len(_ENCODER.encode(choice))
-    return secrets.token_hex(_OBFUSCATED)[: _OBFUSCATED - length % _OBFUSCATED]

@@ -33,6 +33,7 @@ class Answering:
         echo: choices begin with their prompt.
         prompt_logprobs: alternatives of each token of the prompt, in the field of that name; None for no such field.
         parsing: how a chat's texts are read.
+        echoed: what a response says of its request.
     """
 
     sampling: SamplingParams
@@ -48,6 +49,7 @@ class Answering:
     echo: bool = False
     prompt_logprobs: int | None = None
     parsing: Parsing = field(default_factory=Parsing)
+    echoed: Mapping[str, Any] = field(default_factory=dict)
 
     def with_draft(self, token_ids: Sequence[int]) -> Answering:
         """The same with a draft for its choices, where it has none of its own and may be drafted for."""

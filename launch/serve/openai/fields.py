@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from typing import Any
 
 OPENAI, VLLM, SGLANG, LLAMA_CPP, OTHERS, OWN = "OpenAI", "vLLM", "SGLang", "llama.cpp", "others", "trtrun"
@@ -291,6 +292,7 @@ FIELDS: tuple[Field, ...] = (
 BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
 
 
-def names_of(endpoint: Endpoint) -> frozenset[str]:
-    """Names that a body may have."""
-    return frozenset(field.name for field in FIELDS if field.endpoint in (None, endpoint))
+@cache
+def fields_of(endpoint: Endpoint) -> Mapping[str, Field]:
+    """Those that a body may have, by name."""
+    return {field.name: field for field in FIELDS if field.endpoint in (None, endpoint)}

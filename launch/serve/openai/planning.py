@@ -4,6 +4,7 @@ are told apart. It knows a chat's request and the checkpoint's forms.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,8 +54,13 @@ class AnswerPlanner:
         sampling, use = call.answering.sampling, call.tools
         parsing = self._parsing(use, self._is_thinking(call, prompt))
         if sampling.guided is not None and as_lark(sampling.guided) is None:
-            parsing = replace(parsing, reasoning="")  # a grammar of the request's own is all of the text
-        wanted = self._wanted(sampling, use, parsing)
+            # A grammar of the request's own is all of the text.
+            if use is not None and _must_call(use):
+                line = "a grammar and tool_choice both say what the text must be: leave one of them out"
+                raise Refusal(Kind.INVALID, line, "tool_choice")
+            parsing, wanted = replace(parsing, reasoning=""), None
+        else:
+            wanted = self._wanted(sampling, use, parsing)
         if wanted is not None:
             sampling = self._guide(sampling, wanted, parsing)
             if use is not None and wanted.tools:
@@ -79,7 +85,8 @@ class AnswerPlanner:
         is_guided = _must_call(use) or other is not None
         if not is_guided and not (any(tool.is_strict for tool in use.callable) and is_free(parsing.tools)):
             return None
-        return Wanted(use.callable, _must_call(use), use.in_parallel, other, self._has_arguments_in_brackets)
+        schema = json.loads(sampling.guided.text) if sampling.guided and sampling.guided.kind == "json" else None
+        return Wanted(use.callable, _must_call(use), use.in_parallel, other, schema, self._has_arguments_in_brackets)
 
     def _guide(self, sampling: SamplingParams, wanted: Wanted, parsing: Parsing) -> SamplingParams:
         with refusing():

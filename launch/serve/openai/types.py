@@ -22,7 +22,7 @@ from launch.serve.openai.calls import (
     Encoding,
     Rendering,
 )
-from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, names_of
+from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, fields_of
 from launch.serve.openai.guided import read_guided
 from launch.serve.openai.messages import read_messages, read_prediction, read_text
 from launch.serve.openai.tools import read_tools
@@ -35,8 +35,13 @@ _ALLOWING = {"functions": "function_call"}
 """Fields that ask for nothing where another one is "none"."""
 
 
-def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
+def take_fields(values: object, table: Mapping[str, Field], whose: str) -> dict[str, Any]:
     """The fields of a body that have an effect, each with a value that is not null.
+
+    Args:
+        values: the body.
+        table: of the fields that it may have.
+        whose: they are, for messages.
 
     Raises:
         Refusal: the body is no object, or has a field that is unknown, or asks for what there is not.
@@ -47,9 +52,9 @@ def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
     for name, value in values.items():
         if value is None:
             continue
-        field = BY_NAME.get(name)
-        if field is None or field.endpoint not in (None, endpoint):
-            raise _unknown(name, endpoint)
+        field = table.get(name)
+        if field is None:
+            raise _unknown(name, table, whose)
         if field.treatment is Treatment.EFFECT:
             taken[name] = value
         elif field.treatment is Treatment.NEUTRAL and not _asks_for_nothing(field, value, values):
@@ -77,13 +82,13 @@ def _unsupported(field: Field) -> Refusal:
     return Refusal(Kind.INVALID, line, field.name, "unsupported_field")
 
 
-def _unknown(name: str, endpoint: Endpoint) -> Refusal:
+def _unknown(name: str, table: Mapping[str, Field], whose: str) -> Refusal:
     told = name[:100].encode(errors="backslashreplace").decode()  # half a character cannot be sent back
-    match = difflib.get_close_matches(name[:100], sorted(names_of(endpoint)), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name[:100], sorted(table), n=1, cutoff=0.5)
     hint = f" (did you mean '{match[0]}'?)" if match else ": leave it out"
     if name in BY_NAME:
-        others = next(other for other in Endpoint if other is not endpoint)
-        hint = f" of {endpoint.value}: {others.value} have it"
+        others = BY_NAME[name].endpoint
+        hint = f" of {whose}{'' if others is None else f': {others.value} have it'}"
     return Refusal(Kind.INVALID, f"unknown field {show_value(name)}{hint}", told, "unknown_field")
 
 
@@ -155,7 +160,7 @@ def read_chat(values: object, model_name: str) -> ChatCall:
 
 def _read_fields(values: object, endpoint: Endpoint, model_name: str) -> dict[str, Any]:
     """The fields that have an effect, as SamplingParams has them."""
-    given = take_fields(values, endpoint)
+    given = take_fields(values, fields_of(endpoint), endpoint.value)
     if given.get("model", model_name) != model_name:
         line = f"there is no model {show_value(given['model'])}: this server has {show_value(model_name)}"
         raise Refusal(Kind.UNKNOWN_MODEL, line, "model", "model_not_found")

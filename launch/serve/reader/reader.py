@@ -35,10 +35,11 @@ from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.processing import process
 from launch.serve.kserve.requests import check_request, is_stopping
 from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
-from launch.serve.openai.calls import Answering
+from launch.serve.openai.calls import Answering, ChatCall
 from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.planning import AnswerPlanner
 from launch.serve.openai.prompts import PromptMaker
+from launch.serve.openai.responses.requests import in_words_of_responses, read_response
 from launch.serve.openai.tokenizing import detokenize, tokenize
 from launch.serve.openai.types import read_chat, read_completion
 from launch.serve.reading.messages import (
@@ -92,7 +93,9 @@ class Reader:
             if task.kind == "completion":
                 return self._read_completion(task, body)
             if task.kind == "chat":
-                return self._read_chat(task, body)
+                return self._read_chat(task, read_chat(parse_json(body), self._facts.model_name))
+            if task.kind == "response":
+                return self._read_response(task, body)
             if task.kind in ("tokenize", "detokenize"):
                 return self._answer_tokens(task, body)
             return self._read_tensors(task, body)
@@ -104,8 +107,14 @@ class Reader:
         prompts = self._makes_prompts.of_completion(call, task.most_tokens)
         return self._encode(task, prompts, [call.answering.sampling], _others(call.answering))
 
-    def _read_chat(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-        call = read_chat(parse_json(body), self._facts.model_name)
+    def _read_response(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+        call = read_response(parse_json(body), self._facts.model_name)
+        try:
+            return self._read_chat(task, call)
+        except Refusal as refusal:
+            raise in_words_of_responses(refusal) from None
+
+    def _read_chat(self, task: Task, call: ChatCall) -> tuple[Result, list[bytes]]:
         prompt, draft = self._makes_prompts.of_chat(call, task.most_tokens)
         answering = self._planner.plan(call, prompt).with_draft(draft)
         return self._encode(task, [prompt], [answering.sampling], _others(answering))

@@ -21,6 +21,8 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 _NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
 _VALUES = ("enum", "const")
 _ANY: Mapping[str, Any] = {"type": "object"}
+_SPACES = "x-guidance"
+"""How a schema has its blanks; at its root alone."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Wanted:
         must_call: it is calls, and nothing else.
         in_parallel: several calls are allowed.
         other: what it must be otherwise, in Lark; None for any text.
+        other_schema: the same, where it is JSON of a schema.
         has_arguments_in_brackets: a call is a name and its arguments, in Mistral's newer form.
     """
 
@@ -39,6 +42,7 @@ class Wanted:
     must_call: bool = False
     in_parallel: bool = True
     other: str | None = None
+    other_schema: Any = None
     has_arguments_in_brackets: bool = False
 
 
@@ -96,6 +100,8 @@ def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted,
     calls = lark.put("calls", _CALLS[tools or JSON](lark, wanted))
     if wanted.must_call:
         return lark.whole(f"{thoughts} {calls}")
+    if wanted.other is not None and wanted.other_schema is not None and tools == "llama3_json":
+        return lark.whole(f"{thoughts} {_call_or_object(wanted, wanted.other_schema)}")
     if wanted.other is not None:
         return lark.whole(f"{thoughts} ({calls} | {wanted.other})")
     return lark.whole(f"{thoughts} {_FREE[tools](lark, wanted)}")
@@ -133,15 +139,42 @@ def _arguments(lark: _Lark, number: int, tool: Tool, must_call: bool) -> str:
 
 
 def _objects(lark: _Lark, wanted: Wanted, key: str) -> str:
-    """A call of one of the tools, as an object. It is in the pieces that JSON's own grammar has, which may be allowed
-    beside it: of two that begin alike the longer one would be taken."""
+    """A call of one of the tools, as an object."""
     rules = []
     for number, tool in enumerate(wanted.tools):
-        pieces = ["{", '"name"', ":", " ", json.dumps(tool.name, ensure_ascii=False), ",", " ", f'"{key}"', ":", " "]
-        opening = " ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
+        opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
         arguments = _arguments(lark, number, tool, wanted.must_call)
-        rules.append(lark.put(f"call_{number}", f'{opening} {arguments} "}}"'))
+        rules.append(lark.put(f"call_{number}", f'{json.dumps(opening, ensure_ascii=False)} {arguments} "}}"'))
     return lark.put("call", " | ".join(rules))
+
+
+def _call_or_object(wanted: Wanted, other: Any) -> str:
+    """One call, or JSON of another schema, which may begin alike: one schema is of both, as of two rules that begin
+    alike the lexer takes one."""
+    parts, key = [other], TOOL_FORMATS["llama3_json"].argument_key
+    for tool in wanted.tools:
+        schema = without_notes(tool.parameters) if tool.is_strict else _ANY
+        properties = {"name": {"const": tool.name}, key: schema}
+        parts.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    # References are of a schema's own parts, which stand deeper now.
+    placed = [_moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
+    placed += [_moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
+    spaces = {_SPACES: other[_SPACES]} if isinstance(other, Mapping) and _SPACES in other else {}
+    return f"%json {json.dumps({**spaces, 'anyOf': placed}, ensure_ascii=False)}"
+
+
+def _moved(schema: Any, root: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    told = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
+    for key in ("$ref", "$dynamicRef"):
+        if isinstance(told.get(key), str) and told[key].startswith("#"):
+            told[key] = root + told[key].removeprefix("#")
+    return told
 
 
 def _repeated(rule: str, between: str, wanted: Wanted) -> str:

@@ -4,6 +4,7 @@ and that parsers find in them what they were asked for."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,16 +144,25 @@ def test_thoughts_come_first(tokenizer: Tokenizer, is_thinking: bool) -> None:
 
 
 def test_an_object_that_begins_as_a_call_does_may_be_written_beside_it(tokenizer: Tokenizer) -> None:
-    for schema, text in (
-        ({"properties": {"name": {"type": "string"}, "x": {"type": "integer"}}}, '{"name": "f", "x": 1}'),
-        ({"properties": {"name": {"enum": ["g", "other"]}}}, '{"name":"other"}'),
-        ({"type": "object"}, '{"nam": 5}'),
-        ({"const": {"a": 1}}, '{"a":1}'),
+    references = {"$ref": "#/$defs/x", "$defs": {"x": {"enum": ["a", "b"]}}}
+    for schema, text, wrong in (
+        ({"properties": {"name": {"type": "string"}, "x": {"type": "integer"}}}, '{"name": "f", "x": 1}', "1."),
+        ({"type": "object", "properties": {"name": {"enum": ["g", "other"]}}}, '{"name":"other"}', '{"name":"h"}'),
+        ({"type": "object"}, '{"nam": 5}', "5"),
+        ({"const": {"a": 1}}, '{"a":1}', '{"a":2}'),
+        (references, '"b"', '"c"'),
     ):
-        grammar = write(tokenizer, "llama3_json", "", False, wanted(other=as_lark(Guide("json", json.dumps(schema)))))
-        for allowed in (text, LLAMA_F, LLAMA_G):
+        other = as_lark(Guide("json", json.dumps(schema)))
+        asked = replace(wanted(other=other), other_schema=schema)
+        parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": references["$defs"]}
+        tool = replace(asked.tools[0], parameters=parameters)
+        grammar = write(tokenizer, "llama3_json", "", False, replace(asked, tools=[tool, *asked.tools[1:]]))
+        call = '{"name":"f","parameters":{"a":"b"}}'
+        for allowed in (text, call, LLAMA_G):
             assert allows(tokenizer, grammar, allowed), allowed
-    assert allows(tokenizer, grammar, f"{LLAMA_F}; {LLAMA_G}")
+        if "const" in schema or schema is references:
+            assert not allows(tokenizer, grammar, call.replace('"b"', '"c"'))
+        assert not allows(tokenizer, grammar, wrong)
 
 
 def test_notes_are_left_out_of_schemas_and_values_are_not() -> None:

@@ -9,16 +9,22 @@ import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.serve.door.refusals import Refusal
-from launch.serve.openai.fields import BY_NAME, FIELDS, Endpoint, Field, Treatment, names_of
-from launch.serve.openai.types import SAMPLING_FIELDS, take_fields
+from launch.serve.openai.fields import BY_NAME, FIELDS, Endpoint, Field, Treatment, fields_of
+from launch.serve.openai.types import SAMPLING_FIELDS
+from launch.serve.openai.types import take_fields as take
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "serve.md"
 BEGINNING, END = "<!-- fields: tests/unit/serve/openai/test_openai_fields.py -->\n", "<!-- end of fields -->\n"
 NEUTRAL = [field for field in FIELDS if field.treatment is Treatment.NEUTRAL]
+
+
+def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
+    return take(values, fields_of(endpoint), endpoint.value)
 
 
 def of_owners(treatment: Treatment) -> Iterator[tuple[str, list[Field]]]:
@@ -67,7 +73,7 @@ def test_each_name_stands_once_and_each_parameter_has_its_own() -> None:
 def test_every_parameter_of_openais_own_client_is_known(module: str, endpoint: Endpoint) -> None:
     parameters = pytest.importorskip(module)
     names = {*parameters.CompletionCreateParamsBase.__annotations__, "stream"}
-    assert len(names) > 15 and names <= names_of(endpoint)
+    assert len(names) > 15 and names <= fields_of(endpoint).keys()
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
