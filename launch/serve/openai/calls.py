@@ -33,7 +33,7 @@ class Answering:
         echo: choices begin with their prompt.
         prompt_logprobs: alternatives of each token of the prompt, in the field of that name; None for no such field.
         parsing: how a chat's texts are read.
-        echoed: what a response says of its request.
+        echoed: what a response says of its request, each field as JSON.
     """
 
     sampling: SamplingParams
@@ -49,7 +49,7 @@ class Answering:
     echo: bool = False
     prompt_logprobs: int | None = None
     parsing: Parsing = field(default_factory=Parsing)
-    echoed: Mapping[str, Any] = field(default_factory=dict)
+    echoed: Mapping[str, str] = field(default_factory=dict)
 
     def with_draft(self, token_ids: Sequence[int]) -> Answering:
         """The same with a draft for its choices, where it has none of its own and may be drafted for."""
@@ -122,6 +122,7 @@ class ChatCall:
         prediction: a draft for the answer; empty where there is none.
         rendering, encoding, answering: how it becomes a prompt, and what is wanted of the answer.
         tools: that may be called; None where there are none.
+        tells_thoughts, parts_thoughts: what is thought is told, and told apart from text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -130,3 +131,5 @@ class ChatCall:
     encoding: Encoding
     answering: Answering
     tools: ToolUse | None = None
+    tells_thoughts: bool = True
+    parts_thoughts: bool = True

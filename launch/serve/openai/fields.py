@@ -147,7 +147,9 @@ FIELDS: tuple[Field, ...] = (
         continue_final_message="the last message is gone on with",
         chat_template_kwargs="further values for the chat template",
         documents="to the chat template",
+        include_reasoning="false: what is thought is not told",
     ),
+    *_read(SGLANG, Endpoint.CHATS, separate_reasoning="false: what is thought is told as text"),
     *_read(
         OWN,
         draft_len="most draft tokens a round for this request: 0 is plain decoding; at most speculation.draft_len",
@@ -179,7 +181,7 @@ FIELDS: tuple[Field, ...] = (
         "stream_interval",
         "mm_payload",
     ),
-    *_ignored(SGLANG, "rid", "separate_reasoning", "stream_reasoning", "custom_labels"),
+    *_ignored(SGLANG, "rid", "stream_reasoning", "custom_labels"),
     *_ignored(
         LLAMA_CPP,
         "cache_prompt",
@@ -217,7 +219,6 @@ FIELDS: tuple[Field, ...] = (
         use_beam_search=(False,),
         priority=(0,),
         watermarking=(False,),
-        include_reasoning=(True,),
         thinking_token_budget=(),
         chat_template=(),
         media_io_kwargs=({},),

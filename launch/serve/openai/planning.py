@@ -51,6 +51,13 @@ class AnswerPlanner:
         Raises:
             Refusal: a tool's schema cannot be followed.
         """
+        try:
+            return self._plan(call, prompt)
+        except RecursionError:
+            line = "a JSON schema is nested too deeply: make it simpler"
+            raise Refusal(Kind.INVALID, line, None if call.tools is None else "tools") from None
+
+    def _plan(self, call: ChatCall, prompt: Sequence[int]) -> Answering:
         sampling, use = call.answering.sampling, call.tools
         parsing = self._parsing(use, self._is_thinking(call, prompt))
         if sampling.guided is not None and as_lark(sampling.guided) is None:
@@ -67,6 +74,11 @@ class AnswerPlanner:
                 self._check(sampling, use.callable)
         if parsing.is_needed and self._hides_marks(parsing):
             sampling = replace(sampling, skip_special_tokens=False)
+        parsing = replace(
+            parsing,
+            reasoning=parsing.reasoning if call.parts_thoughts else "",
+            tells_thoughts=call.tells_thoughts,
+        )
         return replace(call.answering, sampling=sampling, parsing=parsing)
 
     def _parsing(self, use: ToolUse | None, is_thinking: bool) -> Parsing:
@@ -96,7 +108,7 @@ class AnswerPlanner:
             return replace(sampling, guided={"grammar": grammar})  # type: ignore[arg-type]
         except InvalidRequestError as error:
             line = str(error).removeprefix("guided.grammar ")
-            raise Refusal(Kind.INVALID, f"tools: what guides the calls {line}: give fewer tools", "tools") from None
+            raise Refusal(Kind.INVALID, f"tools: what guides the answer {line}", "tools") from None
 
     def _check(self, sampling: SamplingParams, tools: Sequence[Tool]) -> None:
         """Refuse a guide that cannot be followed, by the name of the tool that it comes from."""

@@ -155,7 +155,16 @@ def read_chat(values: object, model_name: str) -> ChatCall:
     logprobs = (0 if most is None else most) if wants else None
     answering = _read_answering(given, logprobs, LARGEST_COUNT, sent_as)
     prediction = read_prediction(given.get("prediction"))
-    return ChatCall(messages, prediction, _read_rendering(given), encoding, answering, read_tools(given))
+    return ChatCall(
+        messages,
+        prediction,
+        _read_rendering(given),
+        encoding,
+        answering,
+        read_tools(given),
+        tells_thoughts=_flag(given, "include_reasoning", True),
+        parts_thoughts=_flag(given, "separate_reasoning", True),
+    )
 
 
 def _read_fields(values: object, endpoint: Endpoint, model_name: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Parsing:
         is_thinking: thoughts have begun in the prompt.
         names: of the request's tools.
         keeps_one: the first call alone is told.
+        tells_thoughts: they are told, and not left out.
     """
 
     tools: str = ""
@@ -32,6 +33,7 @@ class Parsing:
     is_thinking: bool = False
     names: tuple[str, ...] = ()
     keeps_one: bool = False
+    tells_thoughts: bool = True
 
     @property
     def is_needed(self) -> bool:
@@ -72,6 +74,8 @@ class ChoiceParser:
         return self._calls.feed(text) if self._calls else [Text(text)]
 
     def _is_kept(self, event: Event) -> bool:
+        if isinstance(event, Reasoning):
+            return self._parsing.tells_thoughts
         self.num_calls += isinstance(event, CallBegin)
         is_of_call = isinstance(event, CallBegin | Arguments)
         return not (is_of_call and self._parsing.keeps_one and self.num_calls > 1)

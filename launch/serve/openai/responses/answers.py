@@ -45,6 +45,7 @@ class ResponseAnswer(ChatAnswer):
         parsing = answering.parsing
         self._parser = ChoiceParser(parsing)
         self._output = OutputItems(TOOL_FORMATS[parsing.tools].new_id if parsing.tools else new_id)
+        self._echoed = {name: msgspec.Raw(value.encode()) for name, value in answering.echoed.items()}
         self._waiting: list[Told] = []  # log probabilities whose text is held back
         self._reason: str | None = None
         self._num_thought = 0
@@ -131,7 +132,7 @@ class ResponseAnswer(ChatAnswer):
             "service_tier": "default",
             "store": False,
             "truncation": "disabled",
-            **self._answering.echoed,
+            **self._echoed,
             "usage": None,
         }
         return told if usage is None else told | self._tell_usage(usage, draft_len)

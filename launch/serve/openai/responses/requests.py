@@ -5,6 +5,7 @@ What chats are refused for is told in this API's words. It knows JSON values, an
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -77,10 +78,10 @@ def in_words_of_responses(refusal: Refusal) -> Refusal:
     return Refusal(refusal.kind, line, field, refusal.code)
 
 
-def _echo(given: Mapping[str, Any], call: ChatCall) -> dict[str, Any]:
-    """What a response says of its request."""
+def _echo(given: Mapping[str, Any], call: ChatCall) -> dict[str, str]:
+    """What a response says of its request, each field as JSON."""
     sampling, reasoning = call.answering.sampling, _object(given, "reasoning")
-    return {
+    told = {
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
         "metadata": given.get("metadata", {}),
@@ -93,6 +94,11 @@ def _echo(given: Mapping[str, Any], call: ChatCall) -> dict[str, Any]:
         "top_logprobs": given.get("top_logprobs", 0),
         "top_p": sampling.top_p,
     }
+    try:
+        return {name: json.dumps(value, allow_nan=False) for name, value in told.items()}
+    except (ValueError, RecursionError):
+        line = "metadata, tools and text must be JSON, without NaN, and not nested too deeply"
+        raise Refusal(Kind.INVALID, line) from None
 
 
 def _read_tools(value: object) -> list[Any]:

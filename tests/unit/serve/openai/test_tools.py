@@ -218,6 +218,10 @@ def test_thoughts_stand_beside_the_answer(server: ChatServer) -> None:
     thinking = ask(server, templates.DEEPSEEK, max_tokens=12)
     assert thinking.choices[0].message.content is None and thinking.choices[0].message.reasoning_content
     assert joined(stream(server, templates.DEEPSEEK, max_tokens=12)) == whole(thinking)
+    kept = ask(server, templates.DEEPSEEK, max_tokens=12, extra_body={"separate_reasoning": False})
+    assert kept.choices[0].message.content.strip() == thinking.choices[0].message.reasoning_content
+    dropped = ask(server, templates.DEEPSEEK, max_tokens=12, extra_body={"include_reasoning": False})
+    assert whole(dropped) == ("", "", [], "length")
     off = server.ask(
         templates.DEEPSEEK,
         lambda client: client.chat.completions.create(**{**ASKED, "max_tokens": 12}),
