@@ -238,8 +238,8 @@ def test_special_tokens_are_in_a_text_where_they_are_asked_for(tmp_path: Path) -
     with make_llm(tmp_path) as llm:
         assert llm.tokenizer is not None
         letter = llm.tokenizer.encode("a")[0]
-        likely = {1: 60.0, letter: 60.0, 2: 55.0}
-        sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, logit_bias=likely, ignore_eos=True)
+        likely = {1: 100.0, letter: 100.0, 2: 100.0}
+        sampling = SamplingParams(max_tokens=40, temperature=5.0, seed=3, logit_bias=likely, ignore_eos=True)
         found = llm.generate(["x"], replace(sampling, skip_special_tokens=False))[0].completions[0]
         skipped = llm.generate(["x"], sampling)[0].completions[0]
         assert found.token_ids == skipped.token_ids and {1, 2} <= set(found.token_ids)

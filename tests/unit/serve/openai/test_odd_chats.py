@@ -68,8 +68,8 @@ def nested(depth: int) -> dict[str, Any]:
 
 ODD = [
     None, True, 0, -1, 1.5, float("nan"), 2**70, "", "x", "\ud800", "<tool_call>", "</think>", "{", [], {}, [1],
-    {"a": 1}, {"type": "object"}, nested(60), nested(250), {"$ref": "#/$defs/a"}, {"type": "string", "pattern": "("}, [{}],
-    [{"type": "text", "text": "\ud800"}], {"\ud800": 1},
+    {"a": 1}, {"type": "object"}, nested(60), nested(250), {"$ref": "#/$defs/a"}, {"type": "string", "pattern": "("},
+    [{}], [{"type": "text", "text": "\ud800"}], {"\ud800": 1},
 ]  # fmt: skip
 
 
