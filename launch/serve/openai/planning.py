@@ -21,6 +21,9 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
 from trtrun.tokens.text import Tokenizer
 
+_ONE_CALL = "only supports single tool-calls"
+"""What Llama 3's templates say to conversations with several calls in one answer: there must not be one."""
+
 _LAST_TOKENS = 16
 """Of a prompt, in which thoughts may begin."""
 
@@ -42,6 +45,7 @@ class AnswerPlanner:
         self._tools = tools
         self._reasoning = reasoning
         self._has_arguments_in_brackets = ARGS in (template or "")
+        self._calls_one = _ONE_CALL in (template or "")
         self._tokenizer = tokenizer
         self._prompts = prompts
 
@@ -59,6 +63,8 @@ class AnswerPlanner:
 
     def _plan(self, call: ChatCall, prompt: Sequence[int]) -> Answering:
         sampling, use = call.answering.sampling, call.tools
+        if use is not None and self._calls_one:
+            use = replace(use, in_parallel=False)
         parsing = self._parsing(use, self._is_thinking(call, prompt))
         if sampling.guided is not None and as_lark(sampling.guided) is None:
             # A grammar of the request's own is all of the text.

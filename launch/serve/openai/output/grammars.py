@@ -214,12 +214,13 @@ def _mistral_rest(lark: _Lark, wanted: Wanted) -> str:
     if not wanted.has_arguments_in_brackets:
         call = _objects(lark, wanted, TOOL_FORMATS["mistral"].argument_key)
         items = _repeated(call, '", "', wanted)
-        return lark.put("listed", f'"[" {items} "]"')
+        return lark.put("listed", f'/ ?/ "[" {items} "]"')  # some tokenizers have a blank in the bracket's token
+    call_id = f"({lark.mark(mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
     rules = []
     for number, tool in enumerate(wanted.tools):
         arguments = _arguments(lark, number, tool, wanted.must_call)
         name = json.dumps(tool.name, ensure_ascii=False)
-        rules.append(lark.put(f"call_{number}", f"{name} {lark.mark(mistral.ARGS)} {arguments}"))
+        rules.append(lark.put(f"call_{number}", f"{name} {call_id} {lark.mark(mistral.ARGS)} {arguments}"))
     return lark.put("listed", _repeated(lark.put("call", " | ".join(rules)), lark.mark(mistral.MARK), wanted))
 
 

@@ -15,13 +15,17 @@ from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import ChatCall
 from launch.serve.openai.responses.fields import OTHERS, RESPONSE_FIELDS
 from launch.serve.openai.responses.items import read_items
-from launch.serve.openai.types import read_chat, take_fields
+from launch.serve.openai.taking import take_fields
+from launch.serve.openai.types import read_chat
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "stream_options", *OTHERS)
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
+_REASONING = ("effort", "summary", "generate_summary", "context", "mode")
+"""Of which the effort has an effect: thoughts are told as they are, and not summed up."""
+
 _TOOL = ("type", "name", "description", "parameters", "strict")
 _FORMAT = ("type", "name", "description", "schema", "strict")
 
@@ -54,9 +58,10 @@ def read_response(values: object, model_name: str) -> ChatCall:
         asked |= {"tools": _read_tools(tools), "tool_choice": _read_choice(choice)}
     elif choice != "auto":
         asked["tool_choice"] = _read_choice(choice)
-    form = _object(given, "text").get("format")
+    form = _read_text(given).get("format")
     if form is not None:
         asked["response_format"] = _read_format(form)
+    _check_names("reasoning", "reasoning", _object(given, "reasoning"), _REASONING)
     effort = _object(given, "reasoning").get("effort")
     if effort is not None:
         asked["reasoning_effort"] = effort
@@ -141,6 +146,14 @@ def _read_format(value: Any) -> dict[str, Any]:
         return value
     _check_names("text", "text.format", value, _FORMAT)
     return {"type": "json_schema", "json_schema": {name: item for name, item in value.items() if name != "type"}}
+
+
+def _read_text(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    value = _object(given, "text")
+    _check_names("text", "text", value, ("format", "verbosity"))
+    if value.get("verbosity") not in (None, "medium"):
+        raise _wrong("text", 'text.verbosity is not supported here: leave it out, or give "medium"')
+    return value
 
 
 def _read_include(value: object) -> bool:

@@ -75,7 +75,7 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
      [HERMES_F.replace(ARGUMENTS, WRONG), "<tool_call>", f"<tool_call>{F}", HERMES_F.replace('"f"', '"h"')]),
     ("llama3_json", [LLAMA_F, f"{LLAMA_F}; {LLAMA_G}"], ["", "text", f" {LLAMA_F}", "a {b}"],
      [LLAMA_F.replace(ARGUMENTS, WRONG), "{", f"{LLAMA_F} text", '{"name": "h"}']),
-    ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS][{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
+    ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS] [{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
      [f"[TOOL_CALLS][{F.replace(ARGUMENTS, WRONG)}]", "[TOOL_CALLS]", f"[TOOL_CALLS][{F}] text"]),
     ("json", [f"[{LLAMA_F}]", f"[{LLAMA_F}, {LLAMA_G}]"], [], ["text", "[]", LLAMA_F]),
     ("gpt-oss", [HARMONY_F, ANALYSIS + HARMONY_F, f"{COMMENTARY}{HARMONY_G}"],
@@ -116,6 +116,7 @@ def test_mistrals_newer_form(tokenizer: Tokenizer) -> None:
     grammar = write(tokenizer, "mistral", "", False, asked)
     text = f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}"
     assert allows(tokenizer, grammar, text) and allows(tokenizer, grammar, f"{text}[TOOL_CALLS]g[ARGS]{{}}")
+    assert allows(tokenizer, grammar, text.replace("[ARGS]", "[CALL_ID]abcDEF123[ARGS]"))
     assert not allows(tokenizer, grammar, text.replace(ARGUMENTS, WRONG))
     assert not allows(tokenizer, grammar, f"[TOOL_CALLS][{F}]")
 

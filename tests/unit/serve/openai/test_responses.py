@@ -259,6 +259,8 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"include": ["file_search_call.results"]}, "is not there: leave it out", "include"),
     ({"messages": []}, 'unknown field "messages" of responses', "messages"),
     ({"max_output_token": 5}, "did you mean 'max_output_tokens'", "max_output_token"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity is not supported here", "text"),
+    ({"reasoning": {"efort": "low"}}, "did you mean 'effort'", "reasoning"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort: the model's chat template", "reasoning.effort"),
 ]  # fmt: skip
 

@@ -132,7 +132,7 @@ def test_strict_tools_are_guided_where_the_model_calls_one_by_itself(
     """Its mark is made likely: behind it there is a call, whatever the model would have written."""
     template = getattr(templates, family)
     bias = {str(1 + MARKS.index(mark)): 100.0}
-    found = ask(server, template, tools=STRICT, logit_bias=bias, parallel_tool_calls=False, max_tokens=60)
+    found = ask(server, template, tools=STRICT, logit_bias=bias, parallel_tool_calls=False, max_tokens=90)
     _, _, ((name, arguments),), _ = whole(found)
     check_call(name, arguments)
     # Else it writes what it does, which is no call, and is told as it is.
@@ -355,3 +355,14 @@ def test_a_part_of_the_tools_may_be_allowed(server: ChatServer) -> None:
     choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
     answer = ask(server, templates.HERMES, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
     assert whole(answer)[2] == [("clock", "{}")]
+
+
+def test_a_template_that_takes_one_call_an_answer_gets_no_more(server: ChatServer) -> None:
+    template = templates.LLAMA + "{# This model only supports single tool-calls at once! #}"
+    text = '{"name": "clock", "parameters": {}}'
+    answer = ask(server, template, tools=TOOLS, extra_body=written(f"{text}; {text}"))
+    assert whole(answer)[2] == [("clock", "{}")]
+    both = ask(server, templates.LLAMA, tools=TOOLS, extra_body=written(f"{text}; {text}"))
+    assert whole(both)[2] == [("clock", "{}")] * 2
+    answer = ask(server, template, tools=TOOLS, tool_choice="required")
+    assert len(answer.choices[0].message.tool_calls) == 1 and answer.choices[0].finish_reason == "tool_calls"
