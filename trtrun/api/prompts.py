@@ -12,6 +12,8 @@ from functools import lru_cache
 from threading import Thread
 from typing import Any, Protocol
 
+from llguidance import LLTokenizer
+
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import Request
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
@@ -48,6 +50,7 @@ class PromptReader:
     def __init__(self, model: Vocabulary, tokenizer: Tokenizer | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._tokens: LLTokenizer | None = None
         self._grammars: Grammars | None = None
         # The prompts of one call have the same words, which are made tokens once.
         self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
@@ -144,7 +147,7 @@ class PromptReader:
         Raises:
             InvalidRequestError: this model's texts cannot be guided.
         """
-        tokens, found = self._spelling().read(), {}
+        tokens, found = self._guide_tokens(), {}
         for text in texts:
             token = None if self._tokenizer is None else self._tokenizer.token_to_id(text)
             if token is not None and tokens.is_special_token(token):
@@ -160,10 +163,17 @@ class PromptReader:
     def _spelling(self) -> Spelling:
         return Spelling.of(self._tokenizer, self._model.vocab_size, self._model.eos_token_ids)
 
+    def _guide_tokens(self) -> LLTokenizer:
+        """The vocabulary as the grammar engine has it. That it is the same takes as long to find out as the whole
+        tokenizer is: so it is kept."""
+        if self._tokens is None:
+            self._tokens = self._spelling().read()
+        return self._tokens
+
     def _compile_guide(self, guide: Guide) -> None:
         """Refuse a guide that is wrong, or takes more than it may."""
         if self._grammars is None:
-            self._grammars = grammars_of(self._spelling().read())
+            self._grammars = grammars_of(self._guide_tokens())
         self._grammars.check(guide)
 
     def _check_some_allowed(self, sampling: SamplingParams) -> None:

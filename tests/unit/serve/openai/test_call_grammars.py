@@ -35,10 +35,17 @@ COMMENTARY = f"{HEAD}commentary<|message|>I ask.<|end|><|start|>assistant"
 ANALYSIS = f"{HEAD}analysis<|message|>so<|end|><|start|>assistant"
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["special", "text"])
+@pytest.fixture(scope="module", params=["special", "added", "text"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Marks are special tokens, such as Llama's; tokens that are added, and text, such as Qwen's; or no tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder, special=MARKS if request.param else ())
+    make_tokenizer(folder, special=() if request.param == "text" else MARKS)
+    if request.param == "added":
+        file = folder / "tokenizer.json"
+        values = json.loads(file.read_text(encoding="utf-8"))
+        for token in values["added_tokens"][1:]:
+            token["special"] = False
+        file.write_text(json.dumps(values), encoding="utf-8")
     found = read_tokenizer(folder)
     assert found is not None
     return found
