@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launch.serve.openai.answer_parts import JsonList
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text
 
 Told = dict[str, Any]
@@ -27,6 +28,7 @@ class OutputItems:
         self._new_id = new_id
         self._kind: type | None = None
         self._parts: list[str] = []
+        self._logprobs = JsonList()
 
     def take(self, event: Event, logprobs: Sequence[Told] = ()) -> list[Told]:
         """The events that tell of what was found, and of the log probabilities of a text's tokens."""
@@ -42,7 +44,7 @@ class OutputItems:
             return [*told, self._event("response.function_call_arguments.delta", delta=event.text)]
         if isinstance(event, Reasoning):
             return [*told, self._event("response.reasoning_text.delta", content_index=0, delta=event.text)]
-        self._part.setdefault("logprobs", []).extend(logprobs)
+        self._logprobs.extend(logprobs)
         delta = self._event("response.output_text.delta", content_index=0, delta=event.text, logprobs=[*logprobs])
         return [*told, delta]
 
@@ -59,9 +61,12 @@ class OutputItems:
             name = "response.function_call_arguments.done"
             told = [self._event(name, arguments=text, name=item["name"])]
         else:
-            self._part["text"] = text
+            self._part["text"], others = text, Told()
+            if kind is Text:
+                self._part["logprobs"], self._logprobs = self._logprobs.whole(), JsonList()
+                others["logprobs"] = self._part["logprobs"]
             name = "response.reasoning_text.done" if kind is Reasoning else "response.output_text.done"
-            told = [self._event(name, content_index=0, text=text, **self._logprobs(kind))]
+            told = [self._event(name, content_index=0, text=text, **others)]
             told.append(self._event("response.content_part.done", content_index=0, part=dict(self._part)))
         return [*told, self._item_event("response.output_item.done")]
 
@@ -69,9 +74,6 @@ class OutputItems:
     def _part(self) -> Told:
         part: Told = self.items[-1]["content"][0]
         return part
-
-    def _logprobs(self, kind: type) -> Told:
-        return {"logprobs": self._part["logprobs"]} if kind is Text else {}
 
     def _open(self, kind: type) -> list[Told]:
         part: Told

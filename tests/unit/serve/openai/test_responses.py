@@ -278,6 +278,19 @@ def test_what_is_wrong_is_said_in_a_line(
     assert line in error["message"] and "\n" not in error["message"] and error["param"] == field
 
 
+def test_what_is_lost_on_its_way_is_told_in_the_last_event(server: ChatServer) -> None:
+    """The schema leaves the end alone, which min_tokens forbids."""
+    form = {"type": "json_schema", "name": "x", "schema": {**COMPACT, "const": {"a": 1}}}
+    asked: dict[str, Any] = {"text": {"format": form}, "extra_body": {"min_tokens": 50}, "max_output_tokens": 60}
+    events = events_of(server, **asked)
+    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
+    error = events[-1].response.error
+    assert error is not None and "guide" in error.message and error.code
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    with pytest.raises(openai.BadRequestError):
+        ask(server, **asked)
+
+
 def test_nothing_is_kept(server: ChatServer) -> None:
     async def refused(client: openai.AsyncOpenAI) -> str:
         with pytest.raises(openai.NotFoundError) as caught:
