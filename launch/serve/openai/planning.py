@@ -17,6 +17,7 @@ from launch.serve.openai.output.mistral import ARGS
 from launch.serve.openai.output.parsing import Parsing
 from launch.serve.openai.tools import Choice, Tool, ToolUse
 from trtrun.api.prompts import PromptReader
+from trtrun.core.guide import Guide
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
 from trtrun.tokens.text import Tokenizer
@@ -75,9 +76,9 @@ class AnswerPlanner:
         else:
             wanted = self._wanted(sampling, use, parsing)
         if wanted is not None:
-            sampling = self._guide(sampling, wanted, parsing)
-            if use is not None and wanted.tools:
-                self._check(sampling, use.callable)
+            own, sampling = sampling.guided, self._guide(sampling, wanted, parsing)
+            followed = [tool for tool in wanted.tools if tool.is_strict or wanted.must_call]
+            self._check(sampling, followed, own)
         if parsing.is_needed and self._hides_marks(parsing):
             sampling = replace(sampling, skip_special_tokens=False)
         parsing = replace(
@@ -101,7 +102,8 @@ class AnswerPlanner:
         if use is None or not parsing.tools:
             return Wanted(other=other) if other is not None and parsing.reasoning else None
         is_guided = _must_call(use) or other is not None
-        if not is_guided and not (any(tool.is_strict for tool in use.callable) and is_free(parsing.tools)):
+        is_bound = any(tool.is_strict for tool in use.callable) or len(use.callable) < len(use.tools)
+        if not is_guided and not (is_bound and use.callable and is_free(parsing.tools)):
             return None
         schema = json.loads(sampling.guided.text) if sampling.guided and sampling.guided.kind == "json" else None
         return Wanted(use.callable, _must_call(use), use.in_parallel, other, schema, self._has_arguments_in_brackets)
@@ -116,17 +118,21 @@ class AnswerPlanner:
             line = str(error).removeprefix("guided.grammar ")
             raise Refusal(Kind.INVALID, f"tools: what guides the answer {line}", "tools") from None
 
-    def _check(self, sampling: SamplingParams, tools: Sequence[Tool]) -> None:
-        """Refuse a guide that cannot be followed, by the name of the tool that it comes from."""
+    def _check(self, sampling: SamplingParams, tools: Sequence[Tool], own: Guide | None) -> None:
+        """Refuse what guides an answer and cannot be followed, by the name of what it is made of: a tool, or the guide
+        of the request's own."""
         try:
             self._prompts.check(sampling)
         except InvalidRequestError as error:
-            for tool in tools:
-                self._check_tool(tool)
             if not str(error).startswith("guided"):
                 raise Refusal(Kind.INVALID, str(error)) from None
+            for tool in tools:
+                self._check_tool(tool)
+            if own is not None:
+                with refusing():
+                    self._prompts.check(replace(sampling, guided=own))
             line = str(error).removeprefix("guided: ")
-            raise Refusal(Kind.INVALID, f"tools: what guides the calls cannot be followed: {line}", "tools") from None
+            raise Refusal(Kind.INVALID, f"tools: what guides the answer cannot be followed: {line}", "tools") from None
 
     def _check_tool(self, tool: Tool) -> None:
         schema: Mapping[str, Any] = {"json": without_notes(tool.parameters)}

@@ -115,7 +115,8 @@ def is_free(tools: str) -> bool:
 def as_lark(guide: Guide) -> str | None:
     """What a guide allows as a part of a rule; None of one that is a grammar itself."""
     if guide.kind == "json":
-        return f"%json {guide.text if guide.text != 'true' else '{}'}"
+        schema = json.loads(guide.text)
+        return f"%json {json.dumps({} if schema is True else without_notes(schema), ensure_ascii=False)}"
     if guide.kind == "choice":
         return f"({' | '.join(map(json.dumps, json.loads(guide.text)))})"
     if guide.kind == "regex":

@@ -332,6 +332,17 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "a grammar and tool_choice both say what the text must be",
         "tool_choice",
     ),
+    (
+        {
+            "tools": STRICT,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"properties": {"a": {"type": "x"}}}},
+            },
+        },
+        "the JSON schema cannot be followed at /properties/a: Invalid type: x",
+        "guided",
+    ),
     ({"functions": [{"name": "f"}]}, "functions is not supported here: give tools", "functions"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call": "1"}]}, "did you mean 'tool_call_id'", "messages"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "is unknown", "messages"),
@@ -355,6 +366,10 @@ def test_a_part_of_the_tools_may_be_allowed(server: ChatServer) -> None:
     choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
     answer = ask(server, templates.HERMES, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
     assert whole(answer)[2] == [("clock", "{}")]
+    choice["allowed_tools"]["mode"] = "auto"
+    bias = {str(1 + MARKS.index("<tool_call>")): 100.0}
+    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "logit_bias": bias}
+    assert whole(ask(server, templates.HERMES, **asked))[2][0][0] == "clock"
 
 
 def test_a_template_that_takes_one_call_an_answer_gets_no_more(server: ChatServer) -> None:
