@@ -163,7 +163,7 @@ def test_thoughts_are_items_of_their_own(server: ChatServer) -> None:
 
 
 def test_the_clients_own_helpers_work(server: ChatServer) -> None:
-    asked: dict[str, Any] = {**ASKED, "temperature": 0, "max_output_tokens": 300}
+    asked: dict[str, Any] = {**ASKED, "temperature": 0, "max_output_tokens": 800}
     tools = [openai.pydantic_function_tool(Weather)["function"]]
     tools = [{"type": "function", **tool} for tool in tools]
 
