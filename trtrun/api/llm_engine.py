@@ -227,7 +227,9 @@ class LLMEngine:
         text = None  # of each completion, which share what the prompt and the stop strings take
         if self.tokenizer is not None:
             stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
-            text = CompletionText(IncrementalDetokenizer(self.tokenizer, tokens), stop, keeps_stop)
+            ends = self._prompts.end_token_ids
+            detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
+            text = CompletionText(detokenizer, stop, keeps_stop)
         stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
             for index, part in parts.items():
