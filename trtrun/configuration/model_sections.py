@@ -16,6 +16,8 @@ from trtrun.configuration.launch_config import FilePath, Section
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
 
+VocabularyWay = Literal["auto", "same", "intersection", "text"]
+
 
 class ModelSection(Section):
     """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
@@ -50,6 +52,25 @@ class ModelSection(Section):
     quantization: str = "none"
 
 
+class DraftSection(ModelSection):
+    """What stands in `draft` beside the keys of `target`, where the method drafts with a model.
+
+    Attributes:
+        vocabulary: how tokens of a draft with another tokenizer become the target's. `intersection` drafts among the
+            tokens that both have; `text` has what is drafted made tokens by the target's tokenizer; `same` takes them as
+            they are, and refuses a draft with another tokenizer. `auto` is `same` where the tokenizers are; else
+            `intersection` where the draft has half of the target's tokens or more, and `text` where it has fewer
+            (docs/other-tokenizers.md).
+    """
+
+    vocabulary: VocabularyWay = "auto"
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether its tokens are not the target's."""
+        return self.vocabulary in ("intersection", "text")
+
+
 def _parse_own_devices(value: object) -> object:
     return None if value is None else parse_devices(value)
 
@@ -69,7 +90,7 @@ class HeadsSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_keys_of_models(cls, values: object) -> object:
-        foreign = [key for key in ModelSection.model_fields if key not in cls.model_fields]
+        foreign = [key for key in DraftSection.model_fields if key not in cls.model_fields]
         found = next((key for key in foreign if isinstance(values, dict) and key in values), None)
         if found is not None:
             raise ValueError(

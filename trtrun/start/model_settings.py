@@ -13,6 +13,8 @@ from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import ConfigError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.heads import HeadsPlan, read_heads
+from trtrun.tokens.translation import Vocabularies
+from trtrun.tokens.vocabularies import read_vocabularies
 
 
 def resolve_dtype_name(section: ModelSection, config: ModelConfig) -> str:
@@ -55,6 +57,8 @@ def mask_token(config: RuntimeConfig) -> int | None:
     section = config.speculation
     if config.draft is None or not isinstance(section, DraftModelSection) or section.parallel_drafting == "off":
         return None
+    if config.draft.is_translated:
+        return None  # the mask token is one of the draft's, and its places are not the target's
     found = read_model_config(config.draft.model).mask_token
     if found is None and section.parallel_drafting == "on":
         raise ConfigError(
@@ -62,3 +66,15 @@ def mask_token(config: RuntimeConfig) -> int | None:
             "(pard_token): name a draft that was trained for it, or leave parallel_drafting out"
         )
     return found
+
+
+def read_draft_vocabularies(config: RuntimeConfig) -> Vocabularies:
+    """The vocabularies of target and draft, where the tokenizers are not the same.
+
+    Raises:
+        CheckpointError: a tokenizer is missing or damaged, or cannot be matched.
+    """
+    assert config.draft is not None
+    target, draft = config.target.model, config.draft.model
+    ends = (read_model_config(path).eos_token_ids for path in (target, draft))
+    return read_vocabularies(config.tokenizer or target, draft, *ends)
