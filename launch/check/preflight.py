@@ -22,7 +22,13 @@ from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.models.weights import Share
-from trtrun.start.model_settings import mask_token, read_draft_vocabularies, read_target_heads, resolve_dtype_name, target_context
+from trtrun.start.draft_translation import read_draft_vocabularies
+from trtrun.start.model_settings import (
+    mask_token,
+    read_target_heads,
+    resolve_dtype_name,
+    target_context,
+)
 from trtrun.tokens.corpus import read_corpus
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 

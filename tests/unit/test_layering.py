@@ -86,7 +86,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"worker_factory", "largest_round", "graph_counts", "corpora", "rank_heads"}),
         frozenset({"policies"}),
         frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels"}),
-        frozenset({"model_settings", "window_rings"}),
+        frozenset({"draft_translation", "model_settings", "window_rings"}),
     ),
     "trtrun.roles": (
         frozenset({"orchestrator"}),

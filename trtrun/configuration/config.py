@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
+from trtrun.configuration.draft_vocabulary import settle_vocabulary
 from trtrun.configuration.drafting_methods import (
     METHODS,
     NO_DRAFTS,
@@ -25,7 +26,6 @@ from trtrun.configuration.drafting_methods import (
     needs_heads,
     read_speculation,
 )
-from trtrun.configuration.draft_vocabulary import settle_vocabulary
 from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
 from trtrun.configuration.model_paths import find_file, find_model

@@ -1,4 +1,4 @@
-"""How the tokens of a draft model become the target's, where the configuration leaves that open: files of tokenizers tell.
+"""How tokens of a draft model become the target's, where the configuration leaves that open: files of tokenizers tell.
 
 It knows sections. What is in those files is the business of `trtrun.tokens`, which is loaded for it alone.
 """
@@ -45,4 +45,10 @@ def settle_vocabulary(
                     f"{where}: speculation.{key}: is on, but a draft whose tokenizer is not the target's "
                     f"(draft.vocabulary: {draft.vocabulary}) drafts step by step, behind each verdict: leave it out"
                 )
+    if draft.vocabulary == "text" and speculation.use_logits:
+        raise ConfigError(
+            f"{where}: speculation.use_logits: does not go with draft.vocabulary text (this draft's tokenizer is not "
+            "the target's), which proposes tokens without probabilities: leave it out, as sampled output is the "
+            "target's own without it, or set draft.vocabulary to intersection"
+        )
     return draft

@@ -56,10 +56,9 @@ class DraftSection(ModelSection):
     """What stands in `draft` beside the keys of `target`, where the method drafts with a model.
 
     Attributes:
-        vocabulary: how tokens of a draft with another tokenizer become the target's. `intersection` drafts among the
-            tokens that both have; `text` has what is drafted made tokens by the target's tokenizer; `same` takes them as
-            they are, and refuses a draft with another tokenizer. `auto` is `same` where the tokenizers are; else
-            `intersection` where the draft has half of the target's tokens or more, and `text` where it has fewer
+        vocabulary: how tokens of a draft with another tokenizer become the target's: `intersection` drafts among those
+            that both have, `text` spells the drafted text in the target's, and `same` refuses such a draft. `auto` is
+            `intersection` where the draft has half of the target's tokens or more, `text` where it has fewer
             (docs/other-tokenizers.md).
     """
 

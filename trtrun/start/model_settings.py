@@ -13,8 +13,6 @@ from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import ConfigError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.heads import HeadsPlan, read_heads
-from trtrun.tokens.translation import Vocabularies
-from trtrun.tokens.vocabularies import read_vocabularies
 
 
 def resolve_dtype_name(section: ModelSection, config: ModelConfig) -> str:
@@ -66,15 +64,3 @@ def mask_token(config: RuntimeConfig) -> int | None:
             "(pard_token): name a draft that was trained for it, or leave parallel_drafting out"
         )
     return found
-
-
-def read_draft_vocabularies(config: RuntimeConfig) -> Vocabularies:
-    """The vocabularies of target and draft, where the tokenizers are not the same.
-
-    Raises:
-        CheckpointError: a tokenizer is missing or damaged, or cannot be matched.
-    """
-    assert config.draft is not None
-    target, draft = config.target.model, config.draft.model
-    ends = (read_model_config(path).eos_token_ids for path in (target, draft))
-    return read_vocabularies(config.tokenizer or target, draft, *ends)

@@ -35,8 +35,9 @@ from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.translated_rows import Translation
+from trtrun.start.draft_translation import read_draft_vocabularies
 from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
-from trtrun.start.model_settings import mask_token, read_draft_vocabularies
+from trtrun.start.model_settings import mask_token
 from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 from trtrun.tokens.text import Tokenizer, read_tokenizer

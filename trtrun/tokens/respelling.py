@@ -94,14 +94,12 @@ class Respeller:
             self._longest = max(map(len, self._pieces), default=1)
         tokens, place = [], 0
         while place < len(data):
-            for length in range(min(self._longest, len(data) - place), 0, -1):
-                token = self._pieces.get(data[place : place + length])
-                if token is not None:
-                    tokens.append(token)
-                    place += length
-                    break
-            else:
+            lengths = range(min(self._longest, len(data) - place), 0, -1)
+            length = next((length for length in lengths if data[place : place + length] in self._pieces), 0)
+            if not length:
                 return None
+            tokens.append(self._pieces[data[place : place + length]])
+            place += length
         return tokens
 
 

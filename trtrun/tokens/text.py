@@ -169,7 +169,7 @@ def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
     return read_sentencepiece(path)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _read_backend(content: bytes) -> tokenizers.Tokenizer:
     """From the content of tokenizer.json: a start reads the same several times, of target and draft, and each takes a
     part of a second. Nothing alters it but `Tokenizer`, always alike."""

@@ -80,7 +80,8 @@ def _space_mark(step: Mapping[str, Any]) -> str | None:
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":
-        return step["pattern"].get("String")
+        mark = step["pattern"].get("String")
+        return None if mark is None else str(mark)
     return None
 
 

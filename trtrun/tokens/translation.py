@@ -152,10 +152,10 @@ class TranslatedText:
         opening = self._speller.opening
         if not self.tokens and opening and [*tokens[:1]] != [opening[0]]:
             tokens = [*opening, *tokens]
-        place, old = self.num_final, self.tokens
-        while place < len(old) and place - self.num_final < len(tokens) and old[place] == tokens[place - self.num_final]:
-            place += 1
-        self.first_changed = min(self.first_changed, place)
+        behind = self.tokens[self.num_final :]
+        pairs = enumerate(zip(behind, tokens, strict=False))
+        same = next((place for place, (old, new) in pairs if old != new), min(len(behind), len(tokens)))
+        self.first_changed = min(self.first_changed, self.num_final + same)
         self.tokens[self.num_final :] = tokens
 
     def _end_part(self) -> None:
@@ -187,10 +187,10 @@ class TranslatedText:
         for size in sizes:
             place += size
             ends.append(place)
-        most = len(self._tail) - _KEPT_BYTES
-        count = next((n for n in range(len(ends), 0, -1) if ends[n - 1] <= most and _begins_word(self._tail, ends[n - 1])), 0)
-        if not count and len(self._tail) > _ENDLESS_BYTES:
-            count = next((n for n in range(len(ends), 0, -1) if ends[n - 1] <= most), 0)
+        counts = [n for n in range(len(ends), 0, -1) if 0 < ends[n - 1] <= len(self._tail) - _KEPT_BYTES]
+        count = next((n for n in counts if _begins_word(self._tail, ends[n - 1])), 0)
+        if len(self._tail) > _ENDLESS_BYTES and counts:
+            count = count or counts[0]
         if count:
             self.num_final += count
             self._tail, self._is_start = self._tail[ends[count - 1] :], False

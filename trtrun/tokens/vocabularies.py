@@ -6,6 +6,7 @@ It knows tokenizers. It does not know the configuration or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +54,15 @@ def read_vocabularies(
     Raises:
         CheckpointError: a tokenizer is missing or damaged, or cannot be matched; one line.
     """
+    hashes = hash_tokenizer_files(target), hash_tokenizer_files(draft)
+    return _read_vocabularies(target, draft, tuple(target_ends), tuple(draft_ends), hashes)
+
+
+@lru_cache(maxsize=1)
+def _read_vocabularies(
+    target: Path, draft: Path, target_ends: tuple[int, ...], draft_ends: tuple[int, ...], hashes: tuple[str, str]
+) -> Vocabularies:
+    """Once for the contents of files, which `hashes` stand for: a start needs them several times."""
     tokenizers: list[Tokenizer] = []
     for path, role in ((target, "target"), (draft, "draft")):
         found = read_tokenizer(path)
@@ -62,10 +72,10 @@ def read_vocabularies(
                 f"{role}'s there, or set draft.vocabulary to same where both have one vocabulary"
             )
         tokenizers.append(found)
-    vocabularies = [tokenizer.token_bytes() for tokenizer in tokenizers]
-    spellers = [Respeller(*both) for both in zip(tokenizers, vocabularies, strict=True)]
-    common = find_common_tokens(*vocabularies, target_ends, draft_ends)
-    return Vocabularies(*vocabularies, common, *spellers)
+    of_target, of_draft = (tokenizer.token_bytes() for tokenizer in tokenizers)
+    common = find_common_tokens(of_target, of_draft, target_ends, draft_ends)
+    spellers = Respeller(tokenizers[0], of_target), Respeller(tokenizers[1], of_draft)
+    return Vocabularies(of_target, of_draft, common, *spellers)
 
 
 def _are_same(target: Tokenizer | None, draft: Tokenizer | None) -> bool:

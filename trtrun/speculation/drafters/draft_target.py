@@ -1,7 +1,8 @@
 """The drafting method `draft_target`: a draft model on the draft ranks, in one of four ways.
 
 Step by step, or all tokens in one forward where the model was trained for that; ahead of verdicts, in both ways, where
-it has devices of its own; and step by step in a vocabulary of its own, where its tokenizer is not the target's. This module knows which drafter a rank needs. It does not know how any of them drafts.
+it has devices of its own; and step by step in a vocabulary of its own, where its tokenizer is not the target's.
+This module knows which drafter a rank needs. It does not know how any of them drafts.
 """
 
 from __future__ import annotations

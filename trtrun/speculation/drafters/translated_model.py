@@ -9,7 +9,7 @@ vocabularies and what these have in common. It does not know the target, nor how
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic
 
 import torch
@@ -49,16 +49,22 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         self._stream = Stream.DRAFT if use_logits else Stream.TARGET
         self._given = TextDrafts(self._rows, None, options)
         self._guides: RowGuides | None = None
-        device, nowhere = engine.device, engine.vocab_size
+        self._columns = self._find_columns().to(engine.device)
+
+    def _find_columns(self) -> torch.Tensor:
+        """[columns] int64: what of the draft's logits stands at each of the target's tokens, or the place behind them
+        where the draft has no such token. Where drafts become text the other tokens that mean something to the draft
+        stand behind the target's, so that its choice of common ones takes the same random numbers as the target's."""
+        vocabularies, nowhere = self._vocabularies, self._engine.vocab_size
         columns = torch.full((self._vocab_size,), nowhere, dtype=torch.int64)
-        for token, other in self._vocabularies.common.draft_of.items():
+        for token, other in vocabularies.common.draft_of.items():
             if token < self._vocab_size and other < nowhere:
                 columns[token] = other
-        self._columns = columns.to(device)
-        means_nothing = torch.ones(engine.vocab_size, dtype=torch.bool)
-        meant = {*self._vocabularies.draft.of_token, *self._vocabularies.special_of_draft}
-        means_nothing[[token for token in meant if token < engine.vocab_size]] = False
-        self._means_nothing = means_nothing.to(device)
+        if not self._translation.by_text:
+            return columns
+        meant = {*vocabularies.draft.of_token, *vocabularies.special_of_draft} - {*columns.tolist()}
+        others = sorted(token for token in meant if token < nowhere)
+        return torch.cat((columns, torch.tensor(others, dtype=torch.int64)))
 
     @property
     def rows(self) -> Rows:
@@ -99,18 +105,27 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         probs = None
         if probability_rows:
             probs = torch.zeros((len(probability_rows), draft_len, self._vocab_size), device=device)
+        draft = Draft(tokens, lens, probs)
         if places:
-            rows, longest = [row_list[place] for place in places], [most[place] for place in places]
-            at = kept_integers(places, device)
-            picks = [place for place in range(len(places)) if places[place] in set(probability_rows)]
-            if self._translation.by_text:
-                tokens[at], lens[at] = self._draft_text(draft_len, rows, longest)
-            else:
-                tokens[at], found = self._draft_common(plan, rows, longest, picks)
-                lens[at] = kept_integers(longest, device)
-                if probs is not None and found is not None:
-                    probs[kept_integers([list(probability_rows).index(places[place]) for place in picks], device)] = found
-        return self._finished(self._with_given(plan, Draft(tokens, lens, probs), probability_rows))
+            numbers = {place: number for number, place in enumerate(probability_rows)}
+            self._draft_rows(plan, places, [most[place] for place in places], numbers, draft)
+        return self._finished(self._with_given(plan, draft, probability_rows))
+
+    def _draft_rows(
+        self, plan: RoundPlan, places: list[int], most: list[int], numbers: Mapping[int, int], draft: Draft
+    ) -> None:
+        """Draft for the plan's rows at `places`, as many tokens as `most` says, and put it into `draft`, which has
+        draft_probs of some of them, at the places that `numbers` say."""
+        listed = plan.decode_rows.tolist()
+        rows, at = [listed[place] for place in places], kept_integers(places, self._engine.device)
+        picks = [number for number, place in enumerate(places) if place in numbers]
+        chosen, found = self._draft(plan, rows, most, picks)
+        if self._translation.by_text:
+            draft.tokens[at], draft.draft_lens[at] = self._spell(rows, most, chosen)
+        else:
+            draft.tokens[at], draft.draft_lens[at] = chosen, kept_integers(most, at.device)
+        if draft.draft_probs is not None and found is not None:
+            draft.draft_probs[kept_integers([numbers[places[pick]] for pick in picks], at.device)] = found
 
     def _finished(self, draft: Draft) -> Draft:
         """The draft where it is asked for."""
@@ -124,23 +139,18 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         """The draft, with what requests or texts say in place of a row's. Proposals without probabilities are certain
         to be proposed."""
         given = self._given.propose(plan)
-        tokens, lens, probs = draft.tokens, draft.draft_lens, draft.draft_probs
-        found, is_certain = None, None
-        if self._translation.by_text:
-            is_certain = torch.ones_like(tokens, dtype=torch.bool)
-        if given is not None:
-            counts = given.is_given.to(torch.int64).cumprod(dim=1).sum(dim=1)
-            limits = kept_integers(plan.draft_lens.clip(min=0).tolist(), tokens.device)
-            counts = torch.minimum(counts, limits)
-            is_own = (counts > 0).unsqueeze(1)
-            tokens = torch.where(is_own, given.tokens, tokens)
-            lens = torch.where(counts > 0, counts, lens)
-            found = given.num_suffix_tokens
-            is_certain = is_own.expand(tokens.shape) if is_certain is None else is_certain
-        if probs is not None and is_certain is not None:
+        if given is None:
+            return draft
+        counts = given.is_given.to(torch.int64).cumprod(dim=1).sum(dim=1)
+        counts = torch.minimum(counts, kept_integers(plan.draft_lens.clip(min=0).tolist(), counts.device))
+        is_own = (counts > 0).unsqueeze(1)
+        tokens, probs = torch.where(is_own, given.tokens, draft.tokens), draft.draft_probs
+        if probs is not None:
             index = kept_integers(probability_rows, tokens.device)
-            probs = with_certain_tokens(probs, tokens[index].clamp(0, self._vocab_size - 1), is_certain[index])
-        return Draft(tokens, lens, probs, num_suffix_tokens=found)
+            is_certain = is_own.expand(tokens.shape)[index]
+            probs = with_certain_tokens(probs, tokens[index].clamp(0, self._vocab_size - 1), is_certain)
+        lens = torch.where(counts > 0, counts, draft.draft_lens)
+        return Draft(tokens, lens, probs, num_suffix_tokens=given.num_suffix_tokens)
 
     def _steps(self, rows: list[int], most: list[int], draft_len: int) -> Sequence[PreparedStep]:
         """What feeds `rows` the tokens of their drafts but the last, as many as `most` says."""
@@ -154,16 +164,17 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         tables = self._engine.tables(kept_integers(rows, device), max(lengths) + draft_len)
         return self._engine.prepare_steps(tables, positions)
 
-    def _draft_common(
+    def _draft(
         self, plan: RoundPlan, rows: list[int], most: list[int], picks: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens [R, draft_len] int64 of the target that the draft has, too, for `rows`, and the distributions that
-        those at `picks` were drawn from, [picks, draft_len, the target's vocabulary] float32."""
+        """What the draft chooses for `rows`, as columns [R, draft_len] int64, which are the target's tokens and others
+        behind them, and the distributions that those at `picks` were drawn from, [picks, draft_len, the target's
+        vocabulary] float32."""
         logits, draft_len = self._own.catch_up(rows), plan.draft_len
         steps = self._steps(rows, most, draft_len)
         state, index = self._rows, kept_integers(rows, self._engine.device)
         lengths = state.lengths.index_select(0, index)
-        walk = None if self._guides is None else self._guides.walk(rows)
+        walk = None if self._guides is None or self._translation.by_text else self._guides.walk(rows)
         chosen, fed, probabilities = [], [], []
         for step in range(draft_len):
             where = lengths + step
@@ -184,21 +195,15 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         self._own.note_drafts(rows, [length - 1 for length in most], torch.stack(fed, dim=1))
         return torch.stack(chosen, dim=1), torch.cat(probabilities, dim=1) if picks else None
 
-    def _draft_text(self, draft_len: int, rows: list[int], most: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the draft holds likeliest for `rows`, as tokens [R, draft_len] int64 of the target, and how many there
-        are of each row."""
-        logits, device = self._own.catch_up(rows), self._engine.device
-        steps, chosen = self._steps(rows, most, draft_len), []
-        for step in range(draft_len):
-            chosen.append(logits.masked_fill(self._means_nothing, -torch.inf).argmax(dim=1))
-            if step + 1 < draft_len:
-                logits = self._engine.decode(steps[step], chosen[-1])
-        drafted = torch.stack(chosen, dim=1)
-        self._own.note_drafts(rows, [length - 1 for length in most], drafted)
+    def _spell(self, rows: list[int], most: list[int], chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was `chosen` for `rows` as text: tokens [R, draft_len] int64 of the target, and how many there are of
+        each row, no more than `most`."""
+        device, draft_len = self._engine.device, chosen.shape[1]
         spelled = []
-        for row, length, of_row in zip(rows, most, drafted.tolist(), strict=True):
-            found = self._vocabularies.to_target(self._own.last_tokens(row), of_row[:length])[:length]
-            spelled.append([token for token in found if token < self._vocab_size])
+        for row, length, drafted in zip(rows, most, self._columns[chosen].tolist(), strict=True):
+            found = self._vocabularies.to_target(self._own.last_tokens(row), drafted[:length])[:length]
+            usable = next((place for place, token in enumerate(found) if token >= self._vocab_size), len(found))
+            spelled.append(found[:usable])
         tokens = [[*of_row, *[0] * (draft_len - len(of_row))] for of_row in spelled]
         return torch.tensor(tokens, device=device), torch.tensor([len(of_row) for of_row in spelled], device=device)
 
