@@ -56,10 +56,9 @@ class DraftSection(ModelSection):
     """What stands in `draft` beside the keys of `target`, where the method drafts with a model.
 
     Attributes:
-        vocabulary: how tokens of a draft with another tokenizer become the target's: `intersection` drafts among those
-            that both have, `text` spells the drafted text in the target's, and `same` refuses such a draft. `auto` is
-            `intersection` where the draft has half of the target's tokens or more, `text` where it has fewer
-            (docs/other-tokenizers.md).
+        vocabulary: what becomes of a draft with another tokenizer: `intersection` drafts among tokens that both have,
+            `text` spells what is drafted in the target's, `same` refuses it. `auto` is `intersection` where the draft
+            has half of the target's tokens, else `text` (docs/other-tokenizers.md).
     """
 
     vocabulary: VocabularyWay = "auto"
