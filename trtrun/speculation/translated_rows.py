@@ -30,6 +30,9 @@ _FED_AT_ONCE = 32
 _KEPT_TOKENS = 16
 """Of a row's last ones, of the target, behind which drafts are spelled."""
 
+_UNFED_BEHIND_DRAFTS = 2
+"""Tokens that a row lacks as a rule when it is drafted for."""
+
 _MOST_TOLD = 64
 """Verdicts that are kept before somebody needs them."""
 
@@ -161,7 +164,7 @@ class TranslatedRows:
         """
         updates: list[tuple[int, int, int]] = []
         asked = [row for row in (*rows, *beginning) if row in self._rows]
-        known = [row for row in asked if self._update(row, draft_len, updates)]
+        known = [row for row in asked if self._update(row, draft_len, updates, is_drafted=row in rows)]
         if updates:
             self._announce(updates)
         self._write(known)
@@ -187,7 +190,7 @@ class TranslatedRows:
         for row in rows:
             entry = self._rows[row]
             entry.fed += entry.text.tokens[len(entry.fed) :]
-            if entry.table is not None:
+            if entry.table is not None and not entry.is_made_up:
                 # What is fed once more is written once more, with the same numbers.
                 entry.table.commit(entry.text.tokens, min(entry.text.num_final, len(entry.fed) - 2))
         return logits
@@ -202,13 +205,15 @@ class TranslatedRows:
         if entry is not None and entry.table is not None:
             entry.table.release()
 
-    def _update(self, row: int, draft_len: int, updates: list[tuple[int, int, int]]) -> bool:
+    def _update(self, row: int, draft_len: int, updates: list[tuple[int, int, int]], *, is_drafted: bool) -> bool:
         """Bring a row's text up to date, and have blocks for it and a draft; those that are new are added to `updates`.
-        False where nothing can be drafted for it in this round."""
+        False where nothing can be drafted for it in this round. A made-up row that `is_drafted` counts as read, so that
+        its first round is like those of others."""
         entry = self._rows[row]
         text = entry.text
         if entry.is_new and entry.is_made_up:
             text.begin_with([min(token, self._engine.vocab_size - 1) for token in entry.gained])
+            entry.fed = text.tokens[:-_UNFED_BEHIND_DRAFTS] if is_drafted else []
         else:
             text.extend(entry.gained)
         entry.last, entry.gained = [*entry.last, *entry.gained][-_KEPT_TOKENS:], []

@@ -38,6 +38,7 @@ from trtrun.speculation.translated_rows import Translation
 from trtrun.start.draft_translation import read_draft_vocabularies
 from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
 from trtrun.start.model_settings import mask_token
+from trtrun.start.window_rings import most_chunk
 from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 from trtrun.tokens.text import Tokenizer, read_tokenizer
@@ -191,7 +192,7 @@ class WorkerFactory:
             self.engines["draft"].rows.beside(self.target_vocab_size),
             self.target_vocab_size,
             num_blocks=self.num_blocks,
-            most_tokens=config.scheduler.max_num_tokens,
+            most_tokens=most_chunk(config, read_model_config(config.draft.model)) or config.scheduler.max_num_tokens,
             reuses_blocks=config.kv_cache.enable_block_reuse,
             by_text=config.draft.vocabulary == "text",
             is_apart=config.drafts_apart,

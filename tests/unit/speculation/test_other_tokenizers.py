@@ -17,11 +17,19 @@ from permuted import permuted_copy
 from pipelines import Reference, configuration, make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
 from launch.check.preflight import check_tokenizers
+from parallel.groups import open_groups
 from trtrun import LLM, SamplingParams
+from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
+from trtrun.models.config import read_model_config
 from trtrun.speculation.drafters.translated_model import TranslatedDrafter
 from trtrun.speculation.translated_rows import TranslatedRows
+from trtrun.start import engine_maker
+from trtrun.start.graph_counts import count_graphs
+from trtrun.start.largest_round import chained_round, largest_rounds
+from trtrun.start.memory_requirements import round_shape
+from trtrun.start.startup import RankStartup
 from trtrun.tokens.vocabularies import read_vocabularies
 
 COUNT = 40
@@ -29,6 +37,7 @@ LENGTHS = (1, 2, 17, 33, 64, 90)
 WAYS = ("intersection", "text")
 SCHEDULER = {"max_batch_size": 4, "max_num_tokens": 48}
 VOCABULARY = 257 + 26
+GREEDY = SamplingParams(max_tokens=COUNT)
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "top_p": 0.9},
@@ -72,7 +81,7 @@ def translated_llm(folder: Path, draft: str, way: str, **sections: Any) -> LLM:
 
 def run(llm: LLM, greedy: bool = True) -> tuple[list[list[tuple[int, ...]]], dict[str, Any]]:
     """Texts, and statistics; nothing is left behind."""
-    parameters = SamplingParams(max_tokens=COUNT) if greedy else sampling()
+    parameters = GREEDY if greedy else sampling()
     with llm:
         texts = tokens_of(llm.generate(prompts(), parameters))
         llm.check_idle()
@@ -97,30 +106,37 @@ def test_shuffled_ids_change_nothing(folder: Path, dtype: str, greedy: bool, use
     assert 0.02 * usual[names[0]] < usual[names[1]] < 0.98 * usual[names[0]]
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("draft", ["permuted", "few"])
-def test_texts_are_the_targets_own(folder: Path, draft: str, way: str, plans_ahead: int) -> None:
-    """With few blocks, so that rows are preempted, prompts in chunks, and prompts that begin alike, twice."""
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[list[tuple[int, ...]]]]:
+    """Sampled and greedy texts of the target alone."""
     with make_llm(folder / "target") as llm:
-        expected = run_alone(llm, prompts(), sampling())
-        greedy = run_alone(llm, prompts(), [SamplingParams(max_tokens=COUNT)] * len(LENGTHS))
+        return [run_alone(llm, prompts(), asked) for asked in (sampling(), [GREEDY] * len(LENGTHS))]
+
+
+@pytest.mark.parametrize(
+    ("draft", "way", "plans_ahead"),
+    [("permuted", "intersection", 1), ("permuted", "text", 0), ("few", "intersection", 0), ("few", "text", 1)],
+)
+def test_texts_are_the_targets_own(
+    folder: Path, plain: list[list[list[tuple[int, ...]]]], draft: str, way: str, plans_ahead: int
+) -> None:
+    """With few blocks, so that rows are preempted, prompts in chunks, and prompts that begin alike, twice."""
     sections: dict[str, Any] = {
         "speculation": {"draft_len": 4},
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 144, "block_size": 8},
     }
     with translated_llm(folder, draft, way, **sections) as llm:
-        for _ in range(2):
-            outputs = llm.generate(prompts(), sampling())
-            assert tokens_of(outputs) == expected
-            assert tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))) == greedy
+        outputs = llm.generate(prompts(), sampling())
+        assert tokens_of(outputs) == plain[0]
+        assert [tokens_of(llm.generate(prompts(), GREEDY)) for _ in range(2)] == plain[1:] * 2
         llm.check_idle()
         statistics = llm.statistics()
     assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
     assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
 
 
+LENGTHS_OF = TranslatedRows.lengths
 Seen = list[tuple[list[int], list[int], set[int]]]
 """What the draft was to go on with, what it chose, and what it could choose, of a row and round: the draft's tokens."""
 
@@ -161,8 +177,8 @@ def test_the_draft_says_what_it_would_of_the_text_so_far(folder: Path, seen: See
     shared = prompt_of(50, seed=5, vocab_size=VOCABULARY)
     asked = [[*shared, number] for number in range(40, 44)] + prompts()
     with translated_llm(folder, draft, way, **sections) as llm:
-        llm.generate(asked, SamplingParams(max_tokens=COUNT))
-        llm.generate(asked, SamplingParams(max_tokens=COUNT))
+        for _ in range(2):
+            llm.generate(asked, GREEDY)
     reference = Reference(folder / draft)
     assert len(seen) > 200
     for context, drafted, choices in seen[:: len(seen) // 150]:
@@ -184,6 +200,48 @@ def test_a_context_in_the_drafts_tokens_is_the_text(folder: Path, seen: Seen, wa
         spelled = b"".join(vocabularies.draft.of_token.get(token, b"") for token in context[1:])
         assert written.startswith(spelled) and len(spelled) >= 29
     assert len(seen) > 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_of_a_gpu_give_the_same(
+    folder: Path, plain: list[list[list[tuple[int, ...]]]], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Played by running the captured work again. No round needs one that the start has not made."""
+    captured: list[int] = []
+    monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: (captured.append(1), work)[1])
+    with translated_llm(folder, "few", way, speculation={"draft_len": 3}, scheduler=SCHEDULER) as llm:
+        number = len(captured)
+        assert [tokens_of(llm.generate(prompts(), asked)) for asked in (sampling(), GREEDY)] == plain
+        config = llm.config
+    assert len(captured) == number
+    models = {"draft": read_model_config(folder / "few"), "target": read_model_config(folder / "target")}
+    assert number == sum(count_graphs(config, 256, role, model, None, 0) for role, model in models.items())
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_a_rehearsal_drafts_on_a_store_of_one_block(
+    folder: Path, seen: Seen, with_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU measures the memory of rounds."""
+    if with_graphs:
+        monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
+    config = configuration(folder / "target", folder / "few", scheduler={**SCHEDULER, "max_seq_len": 64})
+    startup = RankStartup(
+        config, make_topology(config), 0, open_groups(None, make_topology(config), torch.device("cpu"))
+    )
+    startup.load(lambda done, total: None)
+    shape = round_shape(config, 64)
+    rehearsal = startup._made.rehearsal(shape)
+    lengths: list[int] = []
+    monkeypatch.setattr(
+        TranslatedRows, "lengths", lambda self, rows: (lengths.extend(found := LENGTHS_OF(self, rows)), found)[1]
+    )
+    for plan in (*largest_rounds(shape), chained_round(shape)):
+        lengths.clear()
+        rehearsal.play(plan)
+        assert max(lengths) == 64 - shape.draft_len - 1
+        assert len(lengths) >= len(plan.decode_rows)
+    rehearsal.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -25,7 +25,7 @@ from trtrun.speculation.given_drafts import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.translated_rows import TranslatedRows, Translation
-from trtrun.tensors import inference, kept_integers, kept_range
+from trtrun.tensors import device_integers, inference, kept_integers, kept_range
 
 
 class TranslatedDrafter(Drafter, Generic[PreparedStep]):
@@ -159,7 +159,7 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         device = self._engine.device
         lengths = self._own.lengths(rows)
         steps = kept_range(0, draft_len - 1, device)
-        positions = kept_integers(lengths, device).unsqueeze(1) + steps
+        positions = device_integers(lengths, device).unsqueeze(1) + steps
         positions = torch.where(steps + 1 < kept_integers(most, device).unsqueeze(1), positions, -1)
         tables = self._engine.tables(kept_integers(rows, device), max(lengths) + draft_len)
         return self._engine.prepare_steps(tables, positions)
