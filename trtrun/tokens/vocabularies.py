@@ -14,6 +14,7 @@ from trtrun.errors import CheckpointError
 from trtrun.tokens.common_tokens import find_common_tokens
 from trtrun.tokens.respelling import Respeller
 from trtrun.tokens.text import Tokenizer, hash_tokenizer_files, read_tokenizer
+from trtrun.tokens.token_bytes import TokenBytes
 from trtrun.tokens.translation import Vocabularies
 
 Way = Literal["same", "intersection", "text"]
@@ -55,27 +56,25 @@ def read_vocabularies(
         CheckpointError: a tokenizer is missing or damaged, or cannot be matched; one line.
     """
     hashes = hash_tokenizer_files(target), hash_tokenizer_files(draft)
-    return _read_vocabularies(target, draft, tuple(target_ends), tuple(draft_ends), hashes)
+    (of_target, target_speller), (of_draft, draft_speller) = _read_both(target, draft, hashes)
+    common = find_common_tokens(of_target, of_draft, target_ends, draft_ends)
+    return Vocabularies(of_target, of_draft, common, target_speller, draft_speller)
 
 
 @lru_cache(maxsize=1)
-def _read_vocabularies(
-    target: Path, draft: Path, target_ends: tuple[int, ...], draft_ends: tuple[int, ...], hashes: tuple[str, str]
-) -> Vocabularies:
+def _read_both(target: Path, draft: Path, hashes: tuple[str, str]) -> list[tuple[TokenBytes, Respeller]]:
     """Once for the contents of files, which `hashes` stand for: a start needs them several times."""
-    tokenizers: list[Tokenizer] = []
+    found: list[tuple[TokenBytes, Respeller]] = []
     for path, role in ((target, "target"), (draft, "draft")):
-        found = read_tokenizer(path)
-        if found is None:
+        tokenizer = read_tokenizer(path)
+        if tokenizer is None:
             raise CheckpointError(
                 f"{path} has no tokenizer (tokenizer.json), so target and draft tokens cannot be matched: copy the "
                 f"{role}'s there, or set draft.vocabulary to same where both have one vocabulary"
             )
-        tokenizers.append(found)
-    of_target, of_draft = (tokenizer.token_bytes() for tokenizer in tokenizers)
-    common = find_common_tokens(of_target, of_draft, target_ends, draft_ends)
-    spellers = Respeller(tokenizers[0], of_target), Respeller(tokenizers[1], of_draft)
-    return Vocabularies(of_target, of_draft, common, *spellers)
+        vocabulary = tokenizer.token_bytes()
+        found.append((vocabulary, Respeller(tokenizer, vocabulary)))
+    return found
 
 
 def _are_same(target: Tokenizer | None, draft: Tokenizer | None) -> bool:
