@@ -222,7 +222,7 @@ class TranslatedRows:
             place += 1
         del entry.fed[min(place, max(0, len(text.tokens) - 1)) :]
         length = len(text.tokens) + draft_len
-        if not text.is_whole or not text.tokens or length > self._engine.most_positions:
+        if not text.tokens or length > self._engine.most_positions:
             return False
         table = entry.table
         if table is None:
@@ -259,7 +259,11 @@ class TranslatedRows:
         for row in rows:
             entry = self._rows[row]
             start = 0 if entry.is_new else entry.text.first_changed
-            places += [(row, start + step, token) for step, token in enumerate(entry.text.tokens[start:])]
+            changed = entry.text.tokens[start:]
+            if len(changed) > _FED_AT_ONCE:
+                state.token_ids[row, start : start + len(changed)] = device_integers(changed, device).to(torch.int32)
+            else:
+                places += [(row, start + step, token) for step, token in enumerate(changed)]
             entry.text.first_changed, entry.is_new = len(entry.text.tokens), False
         if places:
             at, column, token = device_integers(places, device).unbind(1)

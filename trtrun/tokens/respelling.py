@@ -33,29 +33,23 @@ class Respeller:
         self._pieces: dict[bytes, int] | None = None
         self._longest = 1
 
-    def spell(self, data: bytes, *, is_start: bool = False) -> list[int] | None:
-        """Tokens that stand for `data`, all of it; special ones are not among them.
+    def spell(self, data: bytes, *, is_start: bool = False) -> list[int]:
+        """Tokens that stand for `data`; special ones are not among them, and what the vocabulary lacks is left out.
 
         Args:
             data: any bytes; those that are no characters are spelled one by one.
             is_start: whether a text begins with them.
-
-        Returns:
-            None where the vocabulary lacks a byte.
         """
         tokens: list[int] = []
         for part, text in _parts(data):
-            found = self._pieces_of(part) if text is None else self._of_text(text, part, is_start and not tokens)
-            if found is None:
-                return None
-            tokens += found
+            tokens += self._pieces_of(part) if text is None else self._of_text(text, part, is_start and not tokens)
         return tokens
 
     def num_bytes(self, token: int) -> int:
         """That a token stands for."""
         return len(self._vocabulary.of_token.get(token, b""))
 
-    def _of_text(self, text: str, data: bytes, is_start: bool) -> list[int] | None:
+    def _of_text(self, text: str, data: bytes, is_start: bool) -> list[int]:
         if is_start:
             found = self._behind(self._encode(text), b"", data, keeps_space=True)
             return self._pieces_of(data) if found is None else found
@@ -84,8 +78,8 @@ class Respeller:
             left -= len(text)
         return None if left else []
 
-    def _pieces_of(self, data: bytes) -> list[int] | None:
-        """The longest token at each place."""
+    def _pieces_of(self, data: bytes) -> list[int]:
+        """The longest token at each place; a byte with which none begins is left out."""
         if self._pieces is None:
             ranked = sorted(self._vocabulary.of_token.items(), key=lambda item: item[0] in self._vocabulary.fallbacks)
             self._pieces = {}
@@ -96,10 +90,9 @@ class Respeller:
         while place < len(data):
             lengths = range(min(self._longest, len(data) - place), 0, -1)
             length = next((length for length in lengths if data[place : place + length] in self._pieces), 0)
-            if not length:
-                return None
-            tokens.append(self._pieces[data[place : place + length]])
-            place += length
+            if length:
+                tokens.append(self._pieces[data[place : place + length]])
+            place += max(1, length)
         return tokens
 
 

@@ -81,10 +81,10 @@ class Vocabularies:
         if not data:
             return []
         # Together they are what a tokenizer makes of the text; but the text may be spelled otherwise than it would.
-        found = self.target_speller.spell(before + data) if last else None
-        if found is not None and found[: len(last)] == last:
+        found = self.target_speller.spell(before + data) if last else []
+        if last and found[: len(last)] == last:
             return found[len(last) :]
-        return self.target_speller.spell(data) or []
+        return self.target_speller.spell(data)
 
     def _last_word(self, tokens: Sequence[int]) -> list[int]:
         """The last of `tokens`, from one that begins a word on, or those behind a special one."""
@@ -106,7 +106,6 @@ class TranslatedText:
         tokens: of the draft.
         num_final: of them that stay as they are, whatever follows.
         first_changed: place of the first of them that may be another than when somebody last set this to their number.
-        is_whole: whether they stand for all of the text: not where the draft lacks a byte.
     """
 
     def __init__(self, vocabularies: Vocabularies, kept: dict[int, int]) -> None:
@@ -120,10 +119,10 @@ class TranslatedText:
         self.tokens: list[int] = []
         self.num_final = 0
         self.first_changed = 0
-        self.is_whole = True
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """The text goes on with tokens of the target. One that means nothing to the draft is left out."""
+        """The text goes on with tokens of the target. What means nothing to the draft is left out, special tokens and
+        bytes that it lacks."""
         target = self._vocabularies.target
         for token in token_ids:
             other, text = self._kept.get(token), target.of_token.get(token)
@@ -170,9 +169,6 @@ class TranslatedText:
         if not self._tail:
             return
         found = self._speller.spell(self._tail, is_start=self._is_start)
-        self.is_whole = found is not None
-        if found is None:
-            return
         num_before = 0 if self.tokens else len(self._speller.opening)
         self._put(found)
         self.num_final += num_before

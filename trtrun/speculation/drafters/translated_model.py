@@ -88,8 +88,7 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
 
     @inference
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. Nothing is proposed for rows whose texts are not read yet, that the draft has no room for, or
-        whose text it cannot spell."""
+        """See Drafter. Nothing is proposed for rows whose texts are not read yet, or that the draft has no room for."""
         row_list: list[int] = plan.decode_rows.tolist()
         device, draft_len = self._engine.device, plan.draft_len
         most: list[int] = plan.draft_lens.clip(min=0).tolist()
