@@ -14,7 +14,7 @@ from trtrun.tokens.respelling import Respeller, whole_characters
 from trtrun.tokens.token_bytes import TokenBytes
 
 _KEPT_BYTES = 64
-_MOST_BYTES = 256
+_MOST_BYTES = 128
 """At the end of a text that are spelled anew when it goes on: beyond the second a part is left as it is, up to where a
 word begins, at least the first from the end."""
 
