@@ -47,6 +47,7 @@ from trtrun.roles.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.adapters import adapter_hashes, load_adapters
 from trtrun.start.corpora import corpus_bytes, load_corpus
+from trtrun.start.draft_translation import DraftTranslation
 from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.kernels_ahead import KernelsAhead
@@ -193,6 +194,7 @@ class RankStartup:
             self._working_bytes = demand.working_bytes
         blocks = self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
         done = 0
+        translation = DraftTranslation.of(self._config) if self._groups.draft is not None else None
         for role, section, config, communicator in self._parts():
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
@@ -201,6 +203,7 @@ class RankStartup:
             for said in (
                 describe_weights(section.model, config, share, dtype, kind),
                 describe_kept(config, self._config.kv_cache.dtype, share, dtype, kind),
+                translation.describe() if role == "draft" and translation is not None else None,
             ):
                 if said is not None and communicator.rank == 0:
                     _logger.info("%s: %s", role, said)

@@ -17,7 +17,8 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from trtrun.errors import CheckpointError, one_line
-from trtrun.tokens.decoders.chain import Decoding, read_chain
+from trtrun.tokens.decoders.chain import Decoding, decoder_kinds, read_chain
+from trtrun.tokens.token_bytes import TokenBytes, read_token_bytes
 
 _FILE = "tokenizer.json"
 _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
@@ -104,6 +105,28 @@ class Tokenizer:
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return tokens
 
+    def token_bytes(self) -> TokenBytes:
+        """What each token stands for.
+
+        Raises:
+            CheckpointError: that cannot be told of tokenizers of this kind.
+        """
+        kinds = decoder_kinds(self._backend.decoder) if self._backend.decoder is not None else []
+        added = self._backend.get_added_tokens_decoder()
+        found = read_token_bytes(
+            kinds,
+            self.vocabulary(),
+            {token: entry.content for token, entry in added.items() if not entry.special},
+            {token: entry.content for token, entry in added.items() if entry.special},
+        )
+        if found is None:
+            names = ", ".join(str(kind["type"]) for kind in kinds) or "none"
+            raise CheckpointError(
+                f"{self.path}: its tokens cannot be matched with those of another tokenizer, as only byte-level and "
+                f"SentencePiece's can (its decoder is {names})"
+            )
+        return found
+
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell each of `words`, at the start of a text and behind a space; no duplicates."""
         texts = [text for word in words for text in (word, " " + word.lstrip())]
@@ -159,7 +182,7 @@ def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
     return read_sentencepiece(path)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _read_backend(content: bytes) -> tokenizers.Tokenizer:
     """From the content of tokenizer.json: a start reads the same several times, of target and draft, and each takes a
     part of a second. Nothing alters it but `Tokenizer`, always alike."""
@@ -202,5 +225,6 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
     raise CheckpointError(
         f"target and draft have different tokenizers: token {first} is {spell(by_id)} in {target.path} but "
-        f"{spell(draft_by_id)} in {draft.path}; use a draft that was trained with the target's tokenizer"
+        f"{spell(draft_by_id)} in {draft.path}; use a draft that was trained with the target's tokenizer, or leave "
+        "draft.vocabulary out"
     )
