@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from launch.placement.allocation import is_local
 from parallel.errors import ParallelError
 from parallel.topology import Topology
+from trtrun.adapters.lora_files import open_adapter
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.model_sections import ModelSection
@@ -22,7 +23,13 @@ from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.models.weights import Share
-from trtrun.start.model_settings import mask_token, read_target_heads, resolve_dtype_name, target_context
+from trtrun.start.draft_translation import read_draft_vocabularies
+from trtrun.start.model_settings import (
+    mask_token,
+    read_target_heads,
+    resolve_dtype_name,
+    target_context,
+)
 from trtrun.tokens.corpus import read_corpus
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 
@@ -47,13 +54,17 @@ def check_job(config: RuntimeConfig, topology: Topology) -> None:
 
 def check_models(config: RuntimeConfig) -> None:
     """Raise CheckpointError or ConfigError for models that are not supported, or that cannot be split like this. Only
-    their config.json is read, and the first lines of a corpus."""
+    their config.json is read, headers of adapters, and the first lines of a corpus."""
     KV_FORMATS.get(config.kv_cache.dtype)
     target = _check_model("target", config.target)
     target_context(config, target)
+    for name, path in config.adapters.items():
+        open_adapter(name, path, target, config.adapter_slots.max_rank)
     if config.draft is not None:
-        _check_model("draft", config.draft)
+        draft = _check_model("draft", config.draft)
         mask_token(config)
+        for name, path in config.draft_adapters.items():
+            open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
     check_corpus(config, target.vocab_size)
 
 
@@ -146,7 +157,10 @@ def check_visible_weights(
 
 
 def check_tokenizers(config: RuntimeConfig) -> None:
-    """Raise CheckpointError where draft and target do not spell text alike."""
+    """Raise CheckpointError where draft and target do not spell text alike, or their tokens cannot be matched."""
+    if config.translates_drafts:
+        read_draft_vocabularies(config)
+        return
     tokenizer = read_tokenizer(config.tokenizer or config.target.model)
     draft_tokenizer = read_tokenizer(config.draft.model) if config.draft is not None else None
     if tokenizer is not None and draft_tokenizer is not None:

@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
+from trtrun.configuration.draft_vocabulary import settle_vocabulary
 from trtrun.configuration.drafting_methods import (
     METHODS,
     NO_DRAFTS,
@@ -26,16 +27,16 @@ from trtrun.configuration.drafting_methods import (
     read_speculation,
 )
 from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
-from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
+from trtrun.configuration.launch_config import FilePath, LaunchSection, Line, Number, Section
 from trtrun.configuration.model_paths import find_file, find_model
-from trtrun.configuration.model_sections import HeadsSection, ModelSection, OfHeads
+from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection, OfHeads
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.speculation_section import DraftSize, SpeculationSection
 from trtrun.configuration.text_methods import SuffixSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, reading, shorten_path
+from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 
 MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
@@ -47,6 +48,10 @@ class RuntimeConfig(Section):
     Attributes:
         target: the model whose distribution the output follows.
         draft: the model that proposes, or the heads; forgotten where `speculation.method` needs none.
+        adapters: LoRA adapters of the target, as PEFT saves them: `{name: directory}`. Requests name one.
+        draft_adapters: of the draft model, by names in `adapters`: rows with that adapter are drafted for with it. Left
+            out: without. Forgotten as `draft` is.
+        adapter_slots: room for adapters.
         tokenizer: directory of the tokenizer, or a name as in `model`. Left out: the target's.
         speculation: how tokens are proposed and accepted.
         kv_cache: the paged store of keys and values.
@@ -59,12 +64,15 @@ class RuntimeConfig(Section):
 
     target: ModelSection
     draft: Annotated[
-        ModelSection | None, BeforeValidator(lambda value: None if isinstance(value, OfHeads) else value)
+        DraftSection | None, BeforeValidator(lambda value: None if isinstance(value, OfHeads) else value)
     ] = None
     # The same key of the file: whose it is `speculation.method` says.
     heads: Annotated[
         HeadsSection | None, BeforeValidator(lambda value: value.values if isinstance(value, OfHeads) else None)
     ] = Field(default=None, validation_alias=AliasChoices("draft"))
+    adapters: dict[Line, FilePath] = Field(default_factory=dict)
+    draft_adapters: dict[Line, FilePath] = Field(default_factory=dict)
+    adapter_slots: AdapterSlotsSection = AdapterSlotsSection()
     tokenizer: FilePath | None = None
     speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = DraftModelSection()
     kv_cache: KVCacheSection = KVCacheSection()
@@ -84,7 +92,7 @@ class RuntimeConfig(Section):
         speculation = values.get("speculation")
         if needs_draft_model(speculation) and not is_unknown(speculation):
             return values
-        placed = {key: value for key, value in values.items() if key != "draft"}
+        placed = {key: value for key, value in values.items() if key not in ("draft", "draft_adapters")}
         if needs_heads(speculation) and values.get("draft") is not None:
             placed["draft"] = OfHeads(values["draft"])
         return placed
@@ -131,6 +139,18 @@ class RuntimeConfig(Section):
                 f"speculation.ahead: is on, but draft and target share devices ({', '.join(devices)}): give the draft "
                 "devices of its own, or set it to auto"
             )
+        most = self.adapter_slots.max_loaded
+        if most is not None and most < len(self.adapters):
+            raise ValueError(
+                f"adapter_slots.max_loaded: is {most}, but adapters names {len(self.adapters)}: set it to that or more"
+            )
+        for name in self.draft_adapters:
+            if name not in self.adapters:
+                raise ValueError(f"draft_adapters: {shorten(name)} is none of adapters{nearest(name, self.adapters)}")
+        if self.server.adapter_directory is not None and not self.num_adapter_slots:
+            raise ValueError(
+                "adapter_slots.max_loaded: missing: say how many adapters may be loaded (server.adapter_directory)"
+            )
         rows = self.scheduler.max_batch_size
         width = 1 + self.draft_size(self.draft_len).nodes
         if self.scheduler.max_num_tokens < rows * width:
@@ -140,6 +160,12 @@ class RuntimeConfig(Section):
                 f"{f' or speculation.{self.speculation.tree_key}' if self.max_paths > 1 else ''}"
             )
         return self
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Adapters that may be loaded at once; 0 where there are none."""
+        most = self.adapter_slots.max_loaded
+        return len(self.adapters) if most is None else most
 
     @property
     def is_speculative(self) -> bool:
@@ -194,7 +220,12 @@ class RuntimeConfig(Section):
     @property
     def drafts_ahead(self) -> bool:
         """Whether draft ranks draft for verdicts that are not there yet (see SpeculationSection.drafting_ahead)."""
-        return self.drafts_apart and self.speculation.drafting_ahead != "off"
+        return self.drafts_apart and self.speculation.drafting_ahead != "off" and not self.translates_drafts
+
+    @property
+    def translates_drafts(self) -> bool:
+        """Whether a draft model runs whose tokenizer is not the target's."""
+        return self.draft is not None and self.draft.is_translated
 
     @property
     def plans_ahead(self) -> int:
@@ -271,11 +302,17 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
             if section is not None:
                 model = find_model(section.model, base, f"{where}: {key}.model")
                 changes[name] = section.model_copy(update={"model": model})
+        for key, paths in (("adapters", config.adapters), ("draft_adapters", config.draft_adapters)):
+            changes[key] = {name: find_model(path, base, f"{where}: {key}.{name}") for name, path in paths.items()}
         if config.tokenizer is not None:
             changes["tokenizer"] = find_model(config.tokenizer, base, f"{where}: tokenizer")
         if isinstance(config.speculation, SuffixSection) and config.speculation.suffix_corpus is not None:
             corpus = find_file(config.speculation.suffix_corpus, base, f"{where}: speculation.suffix_corpus")
             changes["speculation"] = config.speculation.model_copy(update={"suffix_corpus": corpus})
+        if config.draft is not None:
+            tokenizer = changes.get("tokenizer") or cast(ModelSection, changes["target"]).model
+            draft = cast(DraftSection, changes["draft"])
+            changes["draft"] = settle_vocabulary(draft, config.speculation, cast(Path, tokenizer), where)
         return config.model_copy(update=changes)
 
 

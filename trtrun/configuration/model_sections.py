@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.configuration.device_lists import parse_devices
-from trtrun.configuration.launch_config import FilePath, Section
+from trtrun.configuration.launch_config import FilePath, Number, Section
 
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
+
+VocabularyWay = Literal["auto", "same", "intersection", "text"]
 
 
 class ModelSection(Section):
@@ -50,6 +52,23 @@ class ModelSection(Section):
     quantization: str = "none"
 
 
+class DraftSection(ModelSection):
+    """What stands in `draft` beside the keys of `target`, where the method drafts with a model.
+
+    Attributes:
+        vocabulary: what becomes of a draft with another tokenizer: `intersection` drafts among tokens that both have,
+            `text` spells what is drafted in the target's, `same` refuses it. `auto` is `intersection` where the draft
+            has half of the target's tokens, else `text` (docs/other-tokenizers.md).
+    """
+
+    vocabulary: VocabularyWay = "auto"
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether its tokens are not the target's."""
+        return self.vocabulary in ("intersection", "text")
+
+
 def _parse_own_devices(value: object) -> object:
     return None if value is None else parse_devices(value)
 
@@ -69,7 +88,7 @@ class HeadsSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_keys_of_models(cls, values: object) -> object:
-        foreign = [key for key in ModelSection.model_fields if key not in cls.model_fields]
+        foreign = [key for key in DraftSection.model_fields if key not in cls.model_fields]
         found = next((key for key in foreign if isinstance(values, dict) and key in values), None)
         if found is not None:
             raise ValueError(
@@ -77,6 +96,18 @@ class HeadsSection(Section):
                 "dtype: leave it out"
             )
         return values
+
+
+class AdapterSlotsSection(Section):
+    """Room for adapters, which is taken at the start (docs/adapters.md).
+
+    Attributes:
+        max_loaded: adapters that may be loaded at once. Left out: as many as `adapters` names.
+        max_rank: of an adapter; each slot takes the bytes of this rank on GPUs.
+    """
+
+    max_loaded: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
+    max_rank: Annotated[int, Number, Field(ge=1, le=256)] = 64
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
 from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
 from trtrun.guiding.row_guide import SLOW_SECONDS, RowGuide
+from trtrun.guiding.walk import Walk
 from trtrun.sampling.token_masks import TokenMasks
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,8 @@ class RowGuides:
         self.settle()
         matchers = [self._rows[rows[place]].matcher for place in guided]
         forks = [None if matcher is None else matcher.deep_copy() for matcher in matchers]
-        return Walk(lambda matchers: self._make_masks(len(rows), guided, matchers, 1, None), guided, forks)
+        maker = self._maker or MaskMaker(self._vocab_size, 1)  # where no grammar could be read, and none is followed
+        return Walk(maker, len(rows), guided, forks, self._device)
 
     def _make_masks(
         self,
@@ -239,7 +241,7 @@ class RowGuides:
         matchers: Sequence[LLMatcher | None],
         width: int,
         draft: HostDraft | None,
-        guides: Sequence[RowGuide] = (),
+        guides: Sequence[RowGuide],
     ) -> TokenMasks:
         """Of the rows at places `guided`, with `matchers`, and `width` positions each; `guides` have these made anew
         where a bound is passed."""
@@ -249,7 +251,8 @@ class RowGuides:
         packed = torch.empty(num_places + num_lines * words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         places.fill_(-1)
-        bits.zero_()
+        if width > 1 or None in matchers:  # else each line is written
+            bits.zero_()
         jobs: list[MaskJob] = []
         places[list(guided)] = torch.arange(num_lines, dtype=torch.int32).view(-1, width)
         for number, (place, matcher) in enumerate(zip(guided, matchers, strict=True)):
@@ -258,11 +261,11 @@ class RowGuides:
         if self._maker is not None:
             started = time.perf_counter()
             failed = self._maker.fill(bits, jobs)
-            if guides and time.perf_counter() - started > SLOW_SECONDS:
+            if time.perf_counter() - started > SLOW_SECONDS:
                 _look_for_slow(guides, torch.empty_like(bits[:1]))
             for job in failed:
                 # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
-                if guides and job.is_first:
+                if job.is_first:
                     _fill_first(self._maker, bits, job.line, guides[job.line // width])
         packed = packed.to(self._device, non_blocking=True)
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
@@ -287,35 +290,3 @@ def _fill_first(maker: MaskMaker, bits: torch.Tensor, line: int, guide: RowGuide
         matcher = guide.renew()
         if matcher is not None:
             maker.fill(bits, mask_jobs(matcher, line, None, 0))
-
-
-class Walk:
-    """Matchers of rows that go on along a draft while it is made, a token a row and step."""
-
-    def __init__(
-        self,
-        make_masks: Callable[[Sequence[LLMatcher | None]], TokenMasks],
-        guided: Sequence[int],
-        forks: list[LLMatcher | None],
-    ) -> None:
-        """Begin with `forks` of the rows at places `guided`."""
-        self._make_masks = make_masks
-        self._guided = guided
-        self._forks = forks
-        self._told: HostCopies | None = None
-
-    def tell(self, tokens: torch.Tensor) -> None:
-        """The rows' drafts go on with `tokens` [rows] int64. Nothing waits for them here: call it before what the
-        device does next."""
-        self._told = HostCopies(tokens)
-
-    def masks(self) -> TokenMasks:
-        """What may come next, one position a row, once what was told is on the host."""
-        told, self._told = self._told, None
-        if told is not None:
-            (tokens,) = told.lists()
-            for number, place in enumerate(self._guided):
-                fork = self._forks[number]
-                if fork is not None and not fork.try_consume_tokens([tokens[place]]):
-                    self._forks[number] = None  # nothing that follows can be accepted
-        return self._make_masks(self._forks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from parallel.control import ControlPlane, Report
@@ -22,11 +23,12 @@ from trtrun.roles.round import Worker
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import RankSpans
 from trtrun.timing.tracing import Answer, PhaseTracer, RankTracer
+from trtrun.wire.adapter_loads import decode_load, encode_load
 from trtrun.wire.guide_orders import decode_orders
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import RoundReport, decode_report
 
-_ROUND_REPORT, _TRACE_ANSWER, _GUIDE_BUILT = 0, 1, 2
+_ROUND_REPORT, _ANSWER, _GUIDE_BUILT = 0, 1, 2
 """Kinds of reports on the control plane."""
 
 
@@ -86,6 +88,14 @@ class EngineRanks(Protocol):
 
     def reset(self) -> None:
         """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """Have every target rank fill a slot that no row has; what is wrong, rank by rank, and nothing where all have.
 
         Raises:
             RankFailedError: a rank failed.
@@ -216,6 +226,11 @@ class MpiRanks:
         """See EngineRanks."""
         return self._tracer.take()
 
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """See EngineRanks."""
+        answers = sorted(self._ask(encode_load(slot, path)))
+        return [answer.payload.decode() for answer in answers if answer.payload]
+
     def close(self) -> None:
         """See EngineRanks."""
         self._failures.close(self._control)
@@ -245,7 +260,7 @@ class MpiRanks:
 
 
 def serve(control: ControlPlane, worker: Worker) -> None:
-    """A worker rank's life after start-up: run plans in order, and be traced, until the orchestrator lets it end."""
+    """A worker rank's life after start-up: run plans in order, load adapters, be traced, until it is let end."""
     tracer, desk = PhaseTracer(worker), GuideDesk(worker.guides)
     launched: deque[LaunchedRound] = deque()
 
@@ -272,8 +287,9 @@ def serve(control: ControlPlane, worker: Worker) -> None:
         if orders is not None:
             desk.take(orders)
             continue
-        answer = tracer.answer(payload)
+        load = decode_load(payload)
+        answer = worker.load_adapter(*load).encode() if load is not None else tracer.answer(payload)
         if answer is not None:
-            control.report(answer, kind=_TRACE_ANSWER)
+            control.report(answer, kind=_ANSWER)
         else:
             launched.append(worker.launch_round(decode_plan(payload)))

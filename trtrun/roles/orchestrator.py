@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from parallel.watchdog.activity import Doing
@@ -149,6 +150,14 @@ class Orchestrator:
         self._published.clear()
         self.scheduler.reset()
         self._ranks.reset()
+
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """Have every target rank fill a slot that no row has; see EngineRanks.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        return self._ranks.load_adapter(slot, path)
 
     def start_trace(self, most_rounds: int) -> None:
         """Log what this rank and every engine rank does in the next `most_rounds` rounds. No plan may be out.

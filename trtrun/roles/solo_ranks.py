@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -103,6 +104,11 @@ class SoloRanks:
         self._plans.clear()
         self._launched.clear()
         self._worker.reset()
+
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """See EngineRanks."""
+        with self._on_device():
+            return list(filter(None, [self._worker.load_adapter(slot, path)]))
 
     def start_trace(self, most_rounds: int) -> None:
         """See EngineRanks."""

@@ -60,6 +60,12 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def slots_in_use(self) -> set[int]:
+        """Of adapters that requests have, which run or wait."""
+        adapters = (completion.request.adapter for completion in self._requests.values())
+        return {adapter.slot for adapter in adapters if adapter is not None}
+
+    @property
     def num_running(self) -> int:
         """Requests that have a row."""
         return len(self._batch.requests)
@@ -131,7 +137,7 @@ class Scheduler:
         most_drafted = request.sampling.draft_len
         completion = Completion(
             request=request,
-            table=self._batch.new_table(),
+            table=self._batch.new_table(request.adapter),
             token_ids=list(request.prompt_token_ids),
             text=text,
             stops=stops,

@@ -108,6 +108,8 @@ class EngineMaker:
             verifies, is_apart = role == "target", role == "draft" and config.drafts_apart
             # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
             lens, ranked = ({2, config.draft_len}, NUM_RANKED) if is_apart else (sure_draft_lens(config), 1)
+            if role == "draft" and config.translates_drafts:  # which chooses in the target's tokens
+                ranked = 0
             warm_up(
                 engine,
                 lens,
@@ -161,6 +163,7 @@ class EngineMaker:
             choose_format(config.kv_cache.dtype, model.config.kv_scheme),
             ring_space(config, model.config),
             num_blocks,
+            has_adapters=model.adapted is not None,
         )
         if self.device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.adapters.lora_loading import adapter_bytes, adapter_working_bytes
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.head_paths import HeadSpace
+from trtrun.engine.rows import RowState
 from trtrun.engine.working_memory import RoundShape, head_rank_bytes, working_bytes
 from trtrun.kvcache.formats import KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
-from trtrun.models.config import ModelConfig
+from trtrun.linear.adapted import AdapterSpace
+from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.heads import HeadsPlan
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
@@ -33,6 +36,8 @@ MOST_GUESSES_WITH_PROBABILITIES = 32
 """Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
 weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
 
+_TRANSLATED_LOGITS = 8
+"""Copies of a round's logits in another vocabulary: as they are, changed, and the temporaries of choosing."""
 
 _ROUNDS_UNDER_WAY = 2
 """Of the largest, whose hidden states may be on their way to a head on a rank of its own."""
@@ -61,6 +66,23 @@ class HiddenKind:
 def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
     """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
     return DTYPES[resolve_dtype_name(section, config)]
+
+
+def adapter_space(config: RuntimeConfig, role: str) -> AdapterSpace | None:
+    """Room for adapters of an engine; None without any."""
+    if not (config.num_adapter_slots if role == "target" else config.draft_adapters):
+        return None
+    return AdapterSpace(config.num_adapter_slots, config.adapter_slots.max_rank)
+
+
+def adapter_slots_bytes(
+    config: RuntimeConfig, role: str, section: ModelSection, model: ModelConfig, tp_rank: int
+) -> int:
+    """Bytes of that room on one rank of the engine."""
+    space = adapter_space(config, role)
+    if space is None:
+        return 0
+    return adapter_bytes(model, tp_rank, len(section.devices), space, resolve_dtype(section, model))
 
 
 def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
@@ -169,6 +191,10 @@ def engine_working_bytes(
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     shape = config, model, len(section.devices), dtype
     beside = blocks * _kv_bytes(*shape, model.num_layers) + kv_bytes_in_rings(*shape)
+    space = adapter_space(config, role)
+    if space is not None:
+        lines = config.scheduler.max_num_tokens
+        beside += adapter_working_bytes(model, tp_rank, len(section.devices), space, dtype, lines)
     if (told := HiddenKind.of(config, model, heads)) is not None:
         beside, heads_here = beside + told.bytes_under_way(config), None
     if heads_here is not None and heads_here.stored is not None:
@@ -178,6 +204,8 @@ def engine_working_bytes(
     if role == config.drafting_role:
         beside += speculation.search_bytes
         beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
+    if role == "draft":
+        beside += translation_bytes(config, context, model)
     return beside + working_bytes(
         round_shape(config, context),
         model,
@@ -192,6 +220,18 @@ def engine_working_bytes(
         kv_in_place=reads_in_place(config, model, device.type, dtype),
         heads=heads_here,
     )
+
+
+def translation_bytes(config: RuntimeConfig, context: int, draft: ModelConfig) -> int:
+    """Upper bound of what rounds of a draft with another tokenizer need on each of its ranks beside those of other
+    drafts: logits in the target's vocabulary and behind it, and rows of its tokens. 0 where the tokenizers are the
+    same."""
+    if not config.translates_drafts:
+        return 0
+    rows, width = config.scheduler.max_batch_size, read_model_config(config.target.model).vocab_size + draft.vocab_size
+    logits = _TRANSLATED_LOGITS + (4 * config.draft_len if config.speculation.use_logits else 0)
+    of_rows = RowState.num_bytes(rows, context, config.kv_cache.block_size, config.draft_len)
+    return rows * width * torch.float32.itemsize * logits + of_rows + width * torch.int64.itemsize
 
 
 def head_working_bytes(
