@@ -19,7 +19,7 @@ from launch.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.launch_config import LaunchSection, Section
-from trtrun.configuration.model_sections import DraftSection, HeadsSection, ModelSection
+from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.speculation_section import SpeculationSection
@@ -32,6 +32,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
     (("target", "draft"), ModelSection),
     (("draft",), DraftSection),
     (("draft",), HeadsSection),
+    (("adapter_slots",), AdapterSlotsSection),
     (("speculation",), SpeculationSection),
     (("kv_cache",), KVCacheSection),
     (("scheduler",), SchedulerSection),

@@ -26,6 +26,7 @@ from launch.placement.memory import JobMemory
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
+from trtrun.adapters.lora_files import open_adapter
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine
 from trtrun.configuration.hub_cache import snapshot_of
@@ -126,6 +127,13 @@ def take_inventory(
                 check_ends(config.target, model, heads.ends_of(model))
             if config.translates_drafts and rank in topology.draft_ranks:
                 read_draft_vocabularies(config)
+            if rank in topology.target_ranks:
+                for name, path in config.adapters.items():
+                    open_adapter(name, path, model, config.adapter_slots.max_rank)
+            if config.draft is not None and config.draft_adapters and rank in topology.draft_ranks:
+                draft = read_model_config(config.draft.model)
+                for name, path in config.draft_adapters.items():
+                    open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
         except TrtrunError as error:
             problems.append(str(error))
     snapshots = {

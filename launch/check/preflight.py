@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from launch.placement.allocation import is_local
 from parallel.errors import ParallelError
 from parallel.topology import Topology
+from trtrun.adapters.lora_files import open_adapter
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.model_sections import ModelSection
@@ -53,13 +54,17 @@ def check_job(config: RuntimeConfig, topology: Topology) -> None:
 
 def check_models(config: RuntimeConfig) -> None:
     """Raise CheckpointError or ConfigError for models that are not supported, or that cannot be split like this. Only
-    their config.json is read, and the first lines of a corpus."""
+    their config.json is read, headers of adapters, and the first lines of a corpus."""
     KV_FORMATS.get(config.kv_cache.dtype)
     target = _check_model("target", config.target)
     target_context(config, target)
+    for name, path in config.adapters.items():
+        open_adapter(name, path, target, config.adapter_slots.max_rank)
     if config.draft is not None:
-        _check_model("draft", config.draft)
+        draft = _check_model("draft", config.draft)
         mask_token(config)
+        for name, path in config.draft_adapters.items():
+            open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
     check_corpus(config, target.vocab_size)
 
 

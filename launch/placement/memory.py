@@ -21,6 +21,7 @@ from trtrun.models.heads import HeadsPlan
 from trtrun.models.loading import heads_bytes, shard_bytes
 from trtrun.start.corpora import corpus_bytes
 from trtrun.start.memory_requirements import (
+    adapter_slots_bytes,
     engine_working_bytes,
     kv_bytes_in_rings,
     most_useful_blocks,
@@ -117,7 +118,15 @@ class JobMemory:
             drafted += heads_bytes(self.heads_on_target, slot.target_index, self.target.tp_size, self.target.dtype)
         if slot.target_index is not None:
             drafted += corpus_bytes(self.config)
-        return drafted, self.target.shard_bytes(slot.target_index, device)
+        verified = self.target.shard_bytes(slot.target_index, device)
+        drafted += self._adapter_bytes("draft", self.draft, slot.draft_index)
+        return drafted, verified + self._adapter_bytes("target", self.target, slot.target_index)
+
+    def _adapter_bytes(self, role: str, shards: ModelShards | None, index: int | None) -> int:
+        """Bytes of an engine's slots for adapters on one rank of it."""
+        if shards is None or index is None:
+            return 0
+        return adapter_slots_bytes(self.config, role, shards.section, shards.model, index)
 
     def block_bytes(self, rank: int) -> int:
         """Bytes of one KV block on one rank, in both engines' stores and in the heads'."""

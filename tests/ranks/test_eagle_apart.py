@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,19 @@ def use_simply(llm: LLM) -> list[Any]:
     return tokens_of(llm.generate(prompts(), SIMPLE))
 
 
+@cache
+def plain_texts(folder: Path, name: str, dtype: str) -> Any:
+    """What rows say without a head, at rank 0. Collective, the first time."""
+    without = {"method": "draft_target", "draft_len": 1, "ahead": "off"}
+    sections: dict[str, Any] = {"devices": HERE[name], "dtype": dtype, **TIGHT}
+    return run_job(configuration(folder / "target", folder / "noisy", speculation=without, **sections), use)
+
+
 def make_case(folder: Path, name: str, method: str, layout: str, dtype: str, **shape: Any) -> tuple[Any, Any, Path]:
     """What rows say without a head, at rank 0; and a head that knows it by and large, and where it is."""
     target, path = folder / "target", folder / f"apart {method} {layout} {dtype} {len(shape)}"
     make, teach, write, _ = KINDS[method]
-    without = {"method": "draft_target", "draft_len": 1, "ahead": "off"}
-    sections = {"devices": HERE[name], "dtype": dtype, **TIGHT}
-    plain = run_job(configuration(target, folder / "noisy", speculation=without, **sections), use)
+    plain = plain_texts(folder, name, dtype)
     head = make(target, **shape)
     if plain is not None:
         taught = zip([*prompts(), *prompts()[2:4]], plain["texts"], strict=True)

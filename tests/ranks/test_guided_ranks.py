@@ -6,6 +6,7 @@ Each test runs a whole job as test_jobs.py does.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from mpi4py import MPI
 from pipelines import noisy_copy, tokens_of
 
 from trtrun import LLM, SamplingParams
+from trtrun.core.guide import Guide
+from trtrun.guiding.grammars import Grammars
 
 pytestmark = pytest.mark.mpi
 
@@ -63,3 +66,44 @@ def test_guided_texts_are_those_of_one_process(folder: Path, name: str) -> None:
     assert found["texts"] == alone(job_configuration(folder, ONE_SLOT), use)["texts"]
     # What must follow is drafted: only where the texts part may a draft be wrong.
     assert all(origins.count("r") <= 1 and origins.count("a") > 6 for origins in found["choices"]), found["choices"]
+
+
+LARGE = {"regex": "[0-9]{3}-[a-z]{4}"}
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name in HERE])
+def test_rows_go_on_while_ranks_build_a_guide(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On engine ranks it is not built before the orchestrator has seen the others' ends."""
+    may_end = folder / f"{name} may end"
+    build, has, large = Grammars.matcher, Grammars.has, SamplingParams(guided=LARGE).guided
+
+    def matcher(grammars: Grammars, guide: Guide, *, anew: bool = False) -> Any:
+        while MPI.COMM_WORLD.rank > 0 and guide == large and not may_end.exists():
+            time.sleep(0.001)
+        return build(grammars, guide, anew=anew)
+
+    monkeypatch.setattr(Grammars, "has", lambda grammars, guide: guide != large and has(grammars, guide))
+    monkeypatch.setattr(Grammars, "matcher", matcher)
+
+    def use(llm: LLM) -> list[tuple[int, ...]]:
+        engine, texts = llm.engine, dict[Any, tuple[int, ...]]()
+        wanted = [(LARGE, 0.0), (LARGE, 1.0), (GUIDES[2], 0.0), (None, 0.0), (None, 1.0)]
+        requests = [
+            engine.add_request(prompts()[1], SamplingParams(max_tokens=COUNT, guided=guide, temperature=warmth, seed=7))
+            for guide, warmth in wanted
+        ]
+        engine.abort_request(engine.add_request(prompts()[2], SamplingParams(guided=LARGE)))
+        going_on = set(requests)
+        while going_on:
+            for delta in engine.step():
+                texts[delta.request_id] = (*texts.get(delta.request_id, ()), *delta.token_ids)
+                if delta.finish_reason is not None:
+                    going_on.remove(delta.request_id)
+            if going_on <= set(requests[:2]):
+                assert may_end.exists() or not texts.keys() & set(requests[:2])
+                may_end.touch()
+        return [texts[request] for request in requests]
+
+    found = run_job(job_configuration(folder, HERE[name], speculation={"draft_len": 3, **METHODS[name]}), use)
+    if found is not None:
+        assert found == alone(job_configuration(folder, ONE_SLOT), use)

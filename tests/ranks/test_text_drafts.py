@@ -5,6 +5,8 @@ Each test runs a whole job as test_jobs.py does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,23 @@ def use(llm: LLM) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def plain_texts(folder: Path) -> Callable[[], Any]:
+    """Return ask() -> what the target alone writes in one process; the one who asks waits for it once."""
+
+    @cache
+    def ask() -> Any:
+        return alone(job_configuration(folder, ((), ("cpu:0",))), use)["texts"]
+
+    return ask
+
+
 @pytest.mark.parametrize(
     ("name", "ahead", "cached"), [*((name, "on", 9) for name in NAMES), *((name, "off", 0) for name in APART[:1])]
 )
-def test_texts_are_the_targets_own(folder: Path, name: str, ahead: str, cached: int) -> None:
+def test_texts_are_the_targets_own(
+    folder: Path, plain_texts: Callable[[], Any], name: str, ahead: str, cached: int
+) -> None:
     speculation: dict[str, Any] = {
         "draft_len": 3,
         "enable_suffix_decoding": True,
@@ -46,7 +61,7 @@ def test_texts_are_the_targets_own(folder: Path, name: str, ahead: str, cached: 
     found = run_job(job_configuration(folder, HERE[name], **sections), use)
     if found is None:
         return
-    assert found["texts"] == alone(job_configuration(folder, ((), ("cpu:0",))), use)["texts"]
+    assert found["texts"] == plain_texts()
     statistics = found["statistics"]
     kept, looked_up = statistics["num_accepted_suffix_draft_tokens"], statistics["num_suffix_draft_tokens"]
     assert 0 < kept <= looked_up < statistics["num_draft_tokens"]

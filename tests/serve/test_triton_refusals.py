@@ -111,7 +111,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (GENERATE, generate(embedding_bias_words=["a"], embedding_bias_weights=[500.0]), 400, "between -100 and 100"),
     (BLS, generate(num_draft_tokens=-1), 400, "num_draft_tokens: must be 0 (plain decoding) or more"),
     (BLS, generate(beam_width=2), 400, "beam_width: there is no beam search here: leave the input out"),
-    (BLS, generate(lora_task_id=3), 400, "lora_task_id: this is not supported here: leave the input out"),
+    (BLS, generate(lora_task_id=3), 400, "lora_task_id: no adapters are named in the configuration: leave the input"),
     (BLS, generate(return_context_logits=True), 400, "return_context_logits: this is not supported"),
     (BLS, generate(return_generation_logits=True), 400, "return_generation_logits: this is not supported"),
     (BLS, generate(prompt_vocab_size=7), 400, "prompt_vocab_size: this is not supported"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from batch import Rows, Run, count_lines, read_rows
+from batch import ROOT, Rows, Run, count_lines, read_rows
 from cluster import Cluster, wait_for
 
 from launch.slurm.client import ENDED
@@ -20,6 +20,14 @@ Local = Callable[[int, int], Rows]
 pytestmark = pytest.mark.timeout(600)
 ONE_BY_ONE = {"max_batch_size": 1}
 """Rows that run one after another finish one after another, so that some are left at any moment."""
+SLOW = f"[ -e hurry ] || export PYTHONPATH={ROOT}/tests/cli/faults:$PYTHONPATH TRTRUN_TEST_FAULT='2 slow'"
+"""What a job does first: its target sleeps in each round, however fast the machine is, until `hurry` says that it need
+not. A row of 80 tokens takes 0.7 s at least, and hardly any of a core."""
+
+
+def hurry(folder: Path) -> None:
+    """Starts of a job from now on are not slow."""
+    (folder / "hurry").touch()
 
 
 class Jobs:
@@ -82,22 +90,20 @@ def test_a_cancelled_job_drains_and_the_next_one_goes_on(
     trtrun: Run, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
 ) -> None:
     # It would be requeued after Slurm's warning, but not when a user wants it to end.
-    for count in (8, 64, 512):
-        run = jobs(config(1, {"requeue": True, "signal_seconds": 60}, scheduler=ONE_BY_ONE), count, 100)
-        job = run.submit()
-        run.wait_for_rows(job, 1)
-        done = trtrun("cancel", job)
-        ended = run.wait_for_state(job, "PENDING")
-        if ended["JobState"] != "COMPLETED":
-            break
-        (folder / "out.jsonl").unlink()  # this machine is too fast: once more, with more to do
+    slurm = {"requeue": True, "signal_seconds": 60, "setup": [SLOW]}
+    run = jobs(config(1, slurm, scheduler=ONE_BY_ONE), 8, 100)
+    job = run.submit()
+    run.wait_for_rows(job, 1)
+    done = trtrun("cancel", job)
+    ended = run.wait_for_state(job, "PENDING")
     said = f"trtrun: job {job} is asked to end, and rows in flight may finish; see: trtrun status {job}\n"
     assert (done.returncode, done.stderr) == (0, said)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
     shown = trtrun("status", job).stdout
     assert f"job {job} FAILED after" in shown
     assert "exit status 3: drained" in shown
-    run.finish(local_rows(count, 100))
+    hurry(folder)
+    run.finish(local_rows(8, 100))
 
 
 def test_a_job_that_waits_is_taken_out_of_the_queue(
@@ -114,23 +120,21 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(
 def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
     cluster: Cluster, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
 ) -> None:
-    slurm = {"requeue": True, "signal_seconds": 120}
-    for count in (240, 960, 3840):
-        file = config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5})
-        run = jobs(file, count, 80)
-        job = run.submit()
-        run.wait_for_rows(job, 2)
-        # Slurm counts limits in minutes and looks at them every half minute. From now on the end is near enough for the
-        # warning, and more than a minute away.
-        minutes = int(cluster.show(job)["RunTime"].split(":")[1])
-        cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
-        shown = run.wait_for_state(job, "PENDING")
-        if shown["JobState"] != "COMPLETED":
-            break
-        (folder / "out.jsonl").unlink()  # this machine is too fast: once more, with more to do
+    slurm = {"requeue": True, "signal_seconds": 120, "setup": [SLOW]}
+    count = 64
+    file = config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5})
+    run = jobs(file, count, 80)
+    job = run.submit()
+    run.wait_for_rows(job, 2)
+    # Slurm counts limits in minutes and looks at them every half minute, in which less than the 64 rows get done. From
+    # now on the end is near enough for the warning, and more than a minute away.
+    minutes = int(cluster.show(job)["RunTime"].split(":")[1])
+    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
+    shown = run.wait_for_state(job, "PENDING")
     assert shown["JobState"] == "PENDING", run.log(job)
     kept = count_lines(folder / "out.jsonl.partial")
     assert 2 <= kept < count
+    hurry(folder)
     # The next start may run the rest as it likes: rows do not depend on who shares their batch.
     file.write_text(file.read_text(encoding="utf-8").replace('"max_batch_size": 1', '"max_batch_size": 32'))
     cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=10")
@@ -158,9 +162,9 @@ def test_a_job_that_gets_no_further_is_not_requeued(
 
 
 def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
-    cluster: Cluster, trtrun: Run, config: Config, jobs: Callable[..., Jobs], local_rows: Local
+    cluster: Cluster, trtrun: Run, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
 ) -> None:
-    run = jobs(config(1, scheduler=ONE_BY_ONE), 8, 100)
+    run = jobs(config(1, {"setup": [SLOW]}, scheduler=ONE_BY_ONE), 8, 100)
     job = run.submit()
     run.wait_for_rows(job, 1)
     process, _ = cluster.ranks(job)[2]
@@ -169,6 +173,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "137:0"), run.log(job)
     assert "target rank 2 (n1 cpu:0)" in run.log(job)
     assert f"job {job} FAILED" in trtrun("status", job).stdout
+    hurry(folder)
     run.finish(local_rows(8, 100))
 
 

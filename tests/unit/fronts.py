@@ -94,8 +94,19 @@ class HereReading(Readers):
         )  # fmt: skip
         self._reader = Reader(facts, tokenizer)
 
-    async def read(self, kind: str, body: bytes, most_tokens: int, model: str = "", json_length: int = 0) -> Found:
-        task = Task(kind=kind, seconds=1.0, most_tokens=most_tokens, model=model, json_length=json_length)
+    async def read(
+        self,
+        kind: str,
+        body: bytes,
+        most_tokens: int,
+        model: str = "",
+        json_length: int = 0,
+        adapters: Sequence[str] = (),
+    ) -> Found:
+        task = Task(
+            kind=kind, seconds=1.0, most_tokens=most_tokens, model=model, json_length=json_length,
+            adapters=tuple(adapters),
+        )  # fmt: skip
         self.tasks.append(task)
         result, blocks = self._reader.read(task, body)
         reply = unpack(pack(Reply(result=result))[HEAD_BYTES:], Reply)  # as it travels

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -254,6 +255,29 @@ class LLM:
         """Switch between drafting and the target alone, between calls. Without a draft it stays off."""
         with self._shared.turn() as engine:
             engine.set_speculation(enabled)
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load a LoRA adapter on every target rank, beside those that are there; other threads may generate meanwhile.
+
+        Args:
+            name: that requests call it by (`SamplingParams.lora_name`).
+            path: as PEFT has saved it; the same on every host.
+
+        Raises:
+            InvalidRequestError: there is one of that name, or no slot is free (`adapter_slots.max_loaded`).
+            CheckpointError: it is damaged, not supported or not for this model; nothing has changed.
+        """
+        with self._shared.turn() as engine:
+            engine.load_adapter(name, Path(path).absolute())
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that have it go on; its slot is free once they have ended.
+
+        Raises:
+            InvalidRequestError: there is none of that name.
+        """
+        with self._shared.turn() as engine:
+            engine.adapters.drop(name)
 
     def check_idle(self) -> None:
         """Raise RuntimeError when no request runs but a KV block is still held: a defect."""

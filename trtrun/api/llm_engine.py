@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
+from trtrun.api.adapters import AdapterTable, check_adapter
 from trtrun.api.deltas import make_delta, make_lost_delta, new_text
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.prompt_tiles import tile_width
-from trtrun.errors import InvalidRequestError, RankFailedError
+from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.roles.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
@@ -59,6 +61,7 @@ class LLMEngine:
         report: what each rank holds.
         orchestrator: runs the rounds.
         scheduler: the orchestrator's: rows, blocks and the waiting queue.
+        adapters: that requests may name.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LLMEngine:
         self.orchestrator = make_orchestrator(config, limits, job.engine_ranks)
         self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)
+        self.adapters = AdapterTable(config.adapters, config.num_adapter_slots)
         self._vocab_size = model.vocab_size
         self._request_ids, self._completion_ids = count(), count()
         self._requests: dict[RequestId, _Request] = {}
@@ -184,6 +188,7 @@ class LLMEngine:
         self._prompts.check(sampling)
         self.scheduler.limits.check_draft_len(sampling.draft_len)
         self.scheduler.limits.check_lookahead(sampling.lookahead_config)
+        check_adapter(sampling.lora_name, self.adapters.names)
         behind = None
         if generated is not None:
             behind = {index: self._prompts.encode(found) if found else () for index, found in generated.items()}
@@ -201,15 +206,16 @@ class LLMEngine:
         caller has checked them by `PromptReader` and `SchedulerLimits`.
 
         Raises:
-            InvalidRequestError: its id is in use, or one of its completions had ended.
+            InvalidRequestError: its id is in use, one of its completions had ended, or its adapter is gone.
             QueueFullError: as many wait as may.
         """
         if request_id in self._requests:
             raise InvalidRequestError(f"the request id {request_id!r} is in use")
         assert not isinstance(prompt, str)
         tokens = tuple(prompt)
+        adapter = self.adapters.find(sampling.lora_name)
         requests = self._prompts.requests(
-            tokens, sampling, lambda: next(self._completion_ids), self.scheduler.limits.max_length
+            tokens, sampling, lambda: next(self._completion_ids), self.scheduler.limits.max_length, adapter
         )
         parts = dict(enumerate(requests))
         behind = dict.fromkeys(parts, ()) if generated is None else generated
@@ -223,7 +229,9 @@ class LLMEngine:
         text = None  # of each completion, which share what the prompt and the stop strings take
         if self.tokenizer is not None:
             stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
-            text = CompletionText(IncrementalDetokenizer(self.tokenizer, tokens), stop, keeps_stop)
+            ends = self._prompts.end_token_ids
+            detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
+            text = CompletionText(detokenizer, stop, keeps_stop)
         stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
             for index, part in parts.items():
@@ -297,6 +305,20 @@ class LLMEngine:
         """Switch between drafting and the target alone, while no request runs. Without a draft it stays off."""
         self.drain()
         self.scheduler.set_speculation(enabled)
+
+    def load_adapter(self, name: str, path: Path) -> None:
+        """Load an adapter on every target rank, between two rounds. Nothing changes where that fails.
+
+        Raises:
+            InvalidRequestError: there is one of that name, or no slot is free.
+            CheckpointError: a rank cannot load it; the message is the rank's.
+            RankFailedError: a rank failed.
+        """
+        slot = self.adapters.find_slot(name, self.scheduler.slots_in_use)
+        problems = self._guard(lambda: self.orchestrator.load_adapter(slot, path))
+        if problems:
+            raise CheckpointError(problems[0])
+        self.adapters.enter(name, slot)
 
     def check_idle(self) -> None:
         """Raise RuntimeError when no request runs but a KV block is still held: a defect."""

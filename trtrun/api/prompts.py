@@ -6,14 +6,16 @@ the tokenizer and the model's vocabulary. It does not run anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from threading import Thread
 from typing import Any, Protocol
 
+from llguidance import LLTokenizer
+
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import Request
+from trtrun.core.nouns import LoadedAdapter, Request
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
 from trtrun.guiding.grammars import Grammars, grammars_of
@@ -48,6 +50,7 @@ class PromptReader:
     def __init__(self, model: Vocabulary, tokenizer: Tokenizer | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._tokens: LLTokenizer | None = None
         self._grammars: Grammars | None = None
         # The prompts of one call have the same words, which are made tokens once.
         self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
@@ -93,7 +96,12 @@ class PromptReader:
         return tokens
 
     def requests(
-        self, tokens: tuple[int, ...], sampling: SamplingParams, next_id: Callable[[], int], max_length: int
+        self,
+        tokens: tuple[int, ...],
+        sampling: SamplingParams,
+        next_id: Callable[[], int],
+        max_length: int,
+        adapter: LoadedAdapter | None = None,
     ) -> Iterator[Request]:
         """The `n` requests of a prompt; each has a seed of its own, derived from the prompt's.
 
@@ -102,18 +110,24 @@ class PromptReader:
             sampling: of the prompt, that `check` lets through.
             next_id: called for the request_id of each.
             max_length: tokens that a text may have, prompt and output.
+            adapter: that `sampling` names.
         """
         stops = self._stop_ids(sampling)
         lists = self._lists(sampling, stops, min(max_length, len(tokens) + sampling.max_tokens))
         first = sampling.with_seed()
         for index in range(sampling.n):
-            yield Request(next_id(), tokens, first.of_completion(index), stops, lists)
+            yield Request(next_id(), tokens, first.of_completion(index), stops, lists, adapter)
 
     def _lists(self, sampling: SamplingParams, stops: frozenset[int], longest: int) -> TokenLists:
         """What ranks learn of the tokens that parameters name, for texts of at most `longest` tokens."""
         words = self._encode_bad_words(sampling.bad_words).within(longest, self._model.vocab_size)
         held = stops if sampling.min_tokens > 0 else ()
         return TokenLists.of(held, sampling.logit_bias, words) if held or sampling.logit_bias or words else NO_LISTS
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Of the model: those that end a text."""
+        return self._model.eos_token_ids
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise InvalidRequestError for a parameter that this model cannot follow."""
@@ -133,6 +147,19 @@ class PromptReader:
         if sampling.guided is not None:
             self._compile_guide(sampling.guided)
 
+    def ids_in_guides(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of some texts that grammars cannot spell, as they are special tokens to them, each with its id.
+
+        Raises:
+            InvalidRequestError: this model's texts cannot be guided.
+        """
+        tokens, found = self._guide_tokens(), {}
+        for text in texts:
+            token = None if self._tokenizer is None else self._tokenizer.token_to_id(text)
+            if token is not None and tokens.is_special_token(token):
+                found[text] = token
+        return found
+
     def prepare_guides(self) -> None:
         """Have the vocabulary read in a thread, before the first guide is checked: it would hold up what this process
         does then."""
@@ -142,10 +169,17 @@ class PromptReader:
     def _spelling(self) -> Spelling:
         return Spelling.of(self._tokenizer, self._model.vocab_size, self._model.eos_token_ids)
 
+    def _guide_tokens(self) -> LLTokenizer:
+        """The vocabulary as the grammar engine has it. That it is the same takes as long to find out as the whole
+        tokenizer is: so it is kept."""
+        if self._tokens is None:
+            self._tokens = self._spelling().read()
+        return self._tokens
+
     def _compile_guide(self, guide: Guide) -> None:
         """Refuse a guide that is wrong, or takes more than it may."""
         if self._grammars is None:
-            self._grammars = grammars_of(self._spelling().read())
+            self._grammars = grammars_of(self._guide_tokens())
         self._grammars.check(guide)
 
     def _check_some_allowed(self, sampling: SamplingParams) -> None:

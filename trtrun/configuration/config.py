@@ -27,16 +27,16 @@ from trtrun.configuration.drafting_methods import (
     read_speculation,
 )
 from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
-from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
+from trtrun.configuration.launch_config import FilePath, LaunchSection, Line, Number, Section
 from trtrun.configuration.model_paths import find_file, find_model
-from trtrun.configuration.model_sections import DraftSection, HeadsSection, ModelSection, OfHeads
+from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection, OfHeads
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.speculation_section import DraftSize, SpeculationSection
 from trtrun.configuration.text_methods import SuffixSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, reading, shorten_path
+from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 
 MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
@@ -48,6 +48,10 @@ class RuntimeConfig(Section):
     Attributes:
         target: the model whose distribution the output follows.
         draft: the model that proposes, or the heads; forgotten where `speculation.method` needs none.
+        adapters: LoRA adapters of the target, as PEFT saves them: `{name: directory}`. Requests name one.
+        draft_adapters: of the draft model, by names in `adapters`: rows with that adapter are drafted for with it. Left
+            out: without. Forgotten as `draft` is.
+        adapter_slots: room for adapters.
         tokenizer: directory of the tokenizer, or a name as in `model`. Left out: the target's.
         speculation: how tokens are proposed and accepted.
         kv_cache: the paged store of keys and values.
@@ -66,6 +70,9 @@ class RuntimeConfig(Section):
     heads: Annotated[
         HeadsSection | None, BeforeValidator(lambda value: value.values if isinstance(value, OfHeads) else None)
     ] = Field(default=None, validation_alias=AliasChoices("draft"))
+    adapters: dict[Line, FilePath] = Field(default_factory=dict)
+    draft_adapters: dict[Line, FilePath] = Field(default_factory=dict)
+    adapter_slots: AdapterSlotsSection = AdapterSlotsSection()
     tokenizer: FilePath | None = None
     speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = DraftModelSection()
     kv_cache: KVCacheSection = KVCacheSection()
@@ -85,7 +92,7 @@ class RuntimeConfig(Section):
         speculation = values.get("speculation")
         if needs_draft_model(speculation) and not is_unknown(speculation):
             return values
-        placed = {key: value for key, value in values.items() if key != "draft"}
+        placed = {key: value for key, value in values.items() if key not in ("draft", "draft_adapters")}
         if needs_heads(speculation) and values.get("draft") is not None:
             placed["draft"] = OfHeads(values["draft"])
         return placed
@@ -132,6 +139,18 @@ class RuntimeConfig(Section):
                 f"speculation.ahead: is on, but draft and target share devices ({', '.join(devices)}): give the draft "
                 "devices of its own, or set it to auto"
             )
+        most = self.adapter_slots.max_loaded
+        if most is not None and most < len(self.adapters):
+            raise ValueError(
+                f"adapter_slots.max_loaded: is {most}, but adapters names {len(self.adapters)}: set it to that or more"
+            )
+        for name in self.draft_adapters:
+            if name not in self.adapters:
+                raise ValueError(f"draft_adapters: {shorten(name)} is none of adapters{nearest(name, self.adapters)}")
+        if self.server.adapter_directory is not None and not self.num_adapter_slots:
+            raise ValueError(
+                "adapter_slots.max_loaded: missing: say how many adapters may be loaded (server.adapter_directory)"
+            )
         rows = self.scheduler.max_batch_size
         width = 1 + self.draft_size(self.draft_len).nodes
         if self.scheduler.max_num_tokens < rows * width:
@@ -141,6 +160,12 @@ class RuntimeConfig(Section):
                 f"{f' or speculation.{self.speculation.tree_key}' if self.max_paths > 1 else ''}"
             )
         return self
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Adapters that may be loaded at once; 0 where there are none."""
+        most = self.adapter_slots.max_loaded
+        return len(self.adapters) if most is None else most
 
     @property
     def is_speculative(self) -> bool:
@@ -277,6 +302,8 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
             if section is not None:
                 model = find_model(section.model, base, f"{where}: {key}.model")
                 changes[name] = section.model_copy(update={"model": model})
+        for key, paths in (("adapters", config.adapters), ("draft_adapters", config.draft_adapters)):
+            changes[key] = {name: find_model(path, base, f"{where}: {key}.{name}") for name, path in paths.items()}
         if config.tokenizer is not None:
             changes["tokenizer"] = find_model(config.tokenizer, base, f"{where}: tokenizer")
         if isinstance(config.speculation, SuffixSection) and config.speculation.suffix_corpus is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.configuration.device_lists import parse_devices
-from trtrun.configuration.launch_config import FilePath, Section
+from trtrun.configuration.launch_config import FilePath, Number, Section
 
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
@@ -96,6 +96,18 @@ class HeadsSection(Section):
                 "dtype: leave it out"
             )
         return values
+
+
+class AdapterSlotsSection(Section):
+    """Room for adapters, which is taken at the start (docs/adapters.md).
+
+    Attributes:
+        max_loaded: adapters that may be loaded at once. Left out: as many as `adapters` names.
+        max_rank: of an adapter; each slot takes the bytes of this rank on GPUs.
+    """
+
+    max_loaded: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
+    max_rank: Annotated[int, Number, Field(ge=1, le=256)] = 64
 
 
 @dataclass(frozen=True)

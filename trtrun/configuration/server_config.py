@@ -41,6 +41,8 @@ class ServerSection(Section):
         metrics_port: of the metrics for Prometheus; 0 takes a free one.
         model_name: what clients call the model. Left out: the name of the target's directory, or `org/name`.
         api_key_file: one key a line, of printable ASCII characters; requests of the APIs need one of them.
+        adapter_directory: directory below which adapters may be loaded from while serving (`/v1/load_lora_adapter`),
+            with a key; the same on every host. Left out: none are.
         tls_cert, tls_key: PEM files for all ports, the key without a passphrase; both or none.
         max_queue: completions that may wait for a row, beside `scheduler.max_batch_size` that have one; requests beyond
             are answered with 429.
@@ -58,6 +60,10 @@ class ServerSection(Section):
             nothing moves. Left out: never.
         allowed_origins: of web pages whose scripts may ask in a browser, such as `https://chat.example`. `*` for all,
             which lets every page that is open on this host ask a server without keys.
+        tool_parser: how the model writes calls of tools: hermes, llama3_json, mistral, gpt-oss, json
+            (a list of calls), or none. Left out: as its chat template shows.
+        reasoning_parser: how it writes what it thinks: qwen3, deepseek_r1, mistral, gpt-oss, or none. Left out: as its
+            chat template shows.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
         restart_window_s: seconds over which restarts are counted.
     """
@@ -68,6 +74,7 @@ class ServerSection(Section):
     metrics_port: Port = 8002
     model_name: Line | None = None
     api_key_file: FilePath | None = None
+    adapter_directory: FilePath | None = None
     tls_cert: FilePath | None = None
     tls_key: FilePath | None = None
     max_queue: Annotated[int, Number, Field(ge=0, le=1_000_000)] = 256
@@ -79,6 +86,8 @@ class ServerSection(Section):
     exclude_input_in_output: bool | None = None
     ping_seconds: Seconds | None = None
     allowed_origins: tuple[Origin, ...] = ()
+    tool_parser: Line | None = None
+    reasoning_parser: Line | None = None
     max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
     restart_window_s: Seconds = 600.0
 
@@ -87,6 +96,12 @@ class ServerSection(Section):
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_cert"
             raise ValueError(f"{missing}: missing: TLS needs server.tls_cert and server.tls_key, both")
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> ServerSection:
+        if self.adapter_directory is not None and self.api_key_file is None:
+            raise ValueError("api_key_file: missing: whoever may load adapters (server.adapter_directory) needs a key")
         return self
 
     @model_validator(mode="after")

@@ -34,6 +34,21 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter that every target rank has in a slot.
+
+    Attributes:
+        name: that requests call it by.
+        slot: from 1 on; the ranks know no other name.
+        key: 32 bytes that tell this adapter, as it was loaded now, from all others: what it computed is not another's.
+    """
+
+    name: str
+    slot: int
+    key: bytes
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt to complete once (`n` completions are n requests, made by the caller of the scheduler).
 
@@ -43,6 +58,7 @@ class Request:
         sampling: with `seed` already drawn (not None).
         stop_ids: all tokens that end this request: end-of-sequence unless ignored, and stop_token_ids.
         lists: what engine ranks learn of the tokens that it names; the requests of one prompt share it.
+        adapter: that the target computes it with; None for the base model.
     """
 
     request_id: int
@@ -50,6 +66,7 @@ class Request:
     sampling: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     lists: TokenLists = NO_LISTS
+    adapter: LoadedAdapter | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,7 @@ class RowAdmission:
         lists: the tokens that it names; several rows may share it.
         draft_tokens: [count] int32: the draft that came with the request for what follows its prompt, as long as the
             output in `tokens` is its start; empty where there is none.
+        adapter_slot: of the adapter that the target computes the row with; 0 for the base model.
     """
 
     row: int
@@ -81,6 +99,7 @@ class RowAdmission:
     sampling: SamplingParams
     lists: TokenLists = NO_LISTS
     draft_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    adapter_slot: int = 0
 
 
 class ScoredPart(NamedTuple):

@@ -100,6 +100,20 @@ def read_optional_integer(name: str, value: object) -> int | None:
     return None if value is None else read_integer(name, value)
 
 
+def read_optional_name(name: str, value: object) -> str | None:
+    """A text that names something, or None.
+
+    Raises:
+        InvalidRequestError: it is no text, or an empty one.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{name} must be a name, not {show_value(value)}")
+    check_characters(name, value)
+    return value
+
+
 def read_number(name: str, value: object) -> float:
     """A finite number.
 

@@ -85,6 +85,12 @@ class DraftPaths:
         shape = (space.max_rows, space.most_paths - 1, space.blocks_per_path)
         blocks = torch.arange(space.first_block, space.first_block + space.num_blocks, device=rows.device)
         self._blocks = blocks.view(shape)
+        self._space = space
+
+    def blocks_of(self, row: int) -> range:
+        """The blocks of a row's paths."""
+        of_row = self._space.num_blocks // self._space.max_rows
+        return range(self._space.first_block + row * of_row, self._space.first_block + (row + 1) * of_row)
 
     def _copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         copy_blocks(self._store, source, target)

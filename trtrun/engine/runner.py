@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.functional import pad
 
+from trtrun.adapters.lora_loading import load_adapter
 from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
@@ -22,6 +24,7 @@ from trtrun.engine.forwards import Forwards
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.hidden_taps import HiddenTaps
+from trtrun.engine.row_slots import announce_slots
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
 from trtrun.kvcache.segments import StepBatch
@@ -154,11 +157,22 @@ class Engine:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
         self._store.announce(plan.block_updates)
+        if self._store.slots is not None and plan.admissions:
+            announce_slots(self._store.slots, plan, self._forwards.paths)
         if self._model.has_overflowed:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
             if self._forwards.paths is not None and len(plan.decode_rows):
                 self._forwards.paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
+
+    def load_adapter(self, slot: int, path: Path | None) -> None:
+        """Fill a slot that no row has, or empty it; nothing changes where that fails.
+
+        Raises:
+            CheckpointError: see LoraFiles.
+        """
+        if self._model.adapted is not None:
+            load_adapter(self._model, slot, path)
 
     @inference
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:

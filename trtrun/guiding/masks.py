@@ -5,7 +5,7 @@ It knows matchers and bits on the host. It does not know rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,18 +55,50 @@ class MaskMaker:
             bits[job.line : job.line + 1 + len(job.drafts)] = 0
         return failed
 
+    def consume(self, takes: Sequence[tuple[LLMatcher, int]]) -> list[bool]:
+        """Have matchers take a token each; whether they did. One that did not is of no more use."""
+        if self._has_threads_for(len(takes)):
+            return self._threads().consume_token_par([*takes])
+        return [matcher.consume_token(token) for matcher, token in takes]
+
+    def fill_next(self, bits: torch.Tensor, matchers: Mapping[int, LLMatcher]) -> set[int]:
+        """Write what may follow `matchers` to the lines of bits [lines, words] int32 that they are of, on the host,
+        contiguous; other lines allow nothing.
+
+        Returns:
+            Lines of matchers that did not pass a bound; one that did is of no more use, and its line allows nothing.
+        """
+        where = bits.data_ptr(), 4 * self.words
+        if self._has_threads_for(len(matchers)):
+            self._threads().unsafe_compute_mask_ptr([(one, line) for line, one in matchers.items()], *where, len(bits))
+        else:
+            for line, matcher in matchers.items():
+                matcher.unsafe_compute_mask_ptr(where[0] + line * where[1], where[1])
+        allowed = {line for line, matcher in matchers.items() if not matcher.is_error()}
+        for line in range(len(bits)) if len(allowed) < len(bits) else ():
+            if line not in allowed:
+                bits[line] = 0
+        return allowed
+
+    def _has_threads_for(self, num_masks: int) -> bool:
+        return self._num_threads > 1 and num_masks > _FEW_MASKS
+
+    def _threads(self) -> LLExecutor:
+        if self._executor is None:
+            self._executor = LLExecutor(self._num_threads)
+        return self._executor
+
     def _fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob]) -> None:
         num_masks = sum(1 + len(job.drafts) for job in jobs)
-        if self._num_threads > 1 and num_masks > _FEW_MASKS:
-            if self._executor is None:
-                self._executor = LLExecutor(self._num_threads)
+        if self._has_threads_for(num_masks):
+            executor = self._threads()
             where = bits.data_ptr(), 4 * self.words, len(bits)
             alone = [(job.matcher, job.line) for job in jobs if not job.drafts]
             along = [(job.matcher, job.line, job.drafts) for job in jobs if job.drafts]
             if alone:
-                self._executor.unsafe_compute_mask_ptr(alone, *where)
+                executor.unsafe_compute_mask_ptr(alone, *where)
             if along:
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(along, *where)
+                executor.unsafe_compute_mask_ptr_with_draft_token(along, *where)
             return
         for job in jobs:
             for place in range(1 + len(job.drafts)):

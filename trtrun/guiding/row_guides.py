@@ -10,9 +10,10 @@ It knows plans, grammars and bits. It does not know models, how tokens are chose
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
 from llguidance import LLMatcher
@@ -24,9 +25,14 @@ from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
 from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
 from trtrun.guiding.row_guide import SLOW_SECONDS, RowGuide
+from trtrun.guiding.walk import Walk
 from trtrun.sampling.token_masks import TokenMasks
 
+logger = logging.getLogger(__name__)
+
 _ANYTHING = Guide("json", "true")
+_FEWEST_BUILDERS, _MOST_BUILDERS = 2, 4
+"""Threads that build guides: as many as make masks, but a large guide never keeps all others waiting."""
 
 
 class RowGuides:
@@ -61,12 +67,42 @@ class RowGuides:
         self._grammars: Grammars | None = None
         self._maker: MaskMaker | None = None
         self._compiler: ThreadPoolExecutor | None = None
+        self._begun: dict[Guide, Future[LLMatcher | None]] = {}
         self._rows: dict[int, RowGuide] = {}
         self._pending: tuple[list[tuple[int, RowGuide]], HostCopies] | None = None
 
     def prepare(self) -> None:
         """Have the vocabulary read before a row is guided, in a thread beside this one."""
         self._submit(_ANYTHING, [])
+
+    def build(self, guide: Guide) -> None:
+        """Have a guide built beside the rounds, for rows to come, until it is forgotten. Does not wait."""
+        if not self._follows:
+            return
+        if self._grammars is not None and self._grammars.has(guide):
+            self._begun[guide] = done = Future[LLMatcher | None]()
+            done.set_result(self._begin(guide, []))
+        else:
+            self._begun[guide] = self._submit(guide, [])
+
+    def forget(self, guide: Guide) -> None:
+        """No row to come needs a guide; those that have it keep it."""
+        begun = self._begun.pop(guide, None)
+        if begun is not None:
+            begun.cancel()
+
+    def is_built(self, guide: Guide) -> bool:
+        """Whether no row would wait for a guide that is being built; one that cannot be is."""
+        return not self._follows or self._begun[guide].done()
+
+    def wait_for_any(self, guides: Iterable[Guide], seconds: float) -> None:
+        """Wait until one of some guides is built, `seconds` at most."""
+        wait([self._begun[guide] for guide in guides if self._follows], seconds, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Begin no build that has not begun: the process's end would wait for all of them."""
+        if self._compiler is not None:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come and go."""
@@ -81,15 +117,21 @@ class RowGuides:
         guide = admission.sampling.guided
         assert guide is not None
         output = admission.tokens[admission.num_prompt_tokens :].tolist()
-        if self._grammars is not None and self._grammars.has(guide):
-            begun: LLMatcher | Future[LLMatcher | None] | None = self._begin(guide, output)
-        else:  # other rows do not wait for it: it is compiled while the prompt is read
+        built = self._begun.get(guide)
+        begun: LLMatcher | Future[LLMatcher | None] | None
+        if built is not None and built.done():
+            matcher = built.result()
+            begun = None if matcher is None else self._go_on(guide, matcher.deep_copy(), output)
+        elif self._grammars is not None and self._grammars.has(guide):
+            begun = self._begin(guide, output)
+        else:  # nobody has had it built before, as of the rounds before the first request
             begun = self._submit(guide, output)
         return RowGuide(begun, output, lambda: self._begin(guide, [], anew=True))
 
     def _submit(self, guide: Guide, output: list[int]) -> Future[LLMatcher | None]:
         if self._compiler is None:
-            self._compiler = ThreadPoolExecutor(1, thread_name_prefix="guides")
+            builders = max(_FEWEST_BUILDERS, min(_MOST_BUILDERS, self._num_threads))
+            self._compiler = ThreadPoolExecutor(builders, thread_name_prefix="guides")
         return self._compiler.submit(self._begin, guide, output)
 
     def _begin(self, guide: Guide, output: list[int], *, anew: bool = False) -> LLMatcher | None:
@@ -102,7 +144,14 @@ class RowGuides:
             matcher = self._grammars.matcher(guide, anew=anew)
         except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
             return None
-        return matcher if anew or all(map(matcher.consume_token, output)) else self._behind(guide, output)
+        except BaseException:  # among them the grammar engine's own panics; no other row is to lose by it
+            logger.exception("a guide could not be built")
+            return None
+        return matcher if anew else self._go_on(guide, matcher, output)
+
+    def _go_on(self, guide: Guide, matcher: LLMatcher, output: list[int]) -> LLMatcher | None:
+        """A matcher behind a row's output so far; None where it cannot follow."""
+        return matcher if all(map(matcher.consume_token, output)) else self._behind(guide, output)
 
     def _behind(self, guide: Guide, output: list[int]) -> LLMatcher | None:
         return RowGuide(None, output, lambda: self._begin(guide, [], anew=True)).renew()
@@ -182,7 +231,8 @@ class RowGuides:
         self.settle()
         matchers = [self._rows[rows[place]].matcher for place in guided]
         forks = [None if matcher is None else matcher.deep_copy() for matcher in matchers]
-        return Walk(lambda matchers: self._make_masks(len(rows), guided, matchers, 1, None), guided, forks)
+        maker = self._maker or MaskMaker(self._vocab_size, 1)  # where no grammar could be read, and none is followed
+        return Walk(maker, len(rows), guided, forks, self._device)
 
     def _make_masks(
         self,
@@ -191,7 +241,7 @@ class RowGuides:
         matchers: Sequence[LLMatcher | None],
         width: int,
         draft: HostDraft | None,
-        guides: Sequence[RowGuide] = (),
+        guides: Sequence[RowGuide],
     ) -> TokenMasks:
         """Of the rows at places `guided`, with `matchers`, and `width` positions each; `guides` have these made anew
         where a bound is passed."""
@@ -201,7 +251,8 @@ class RowGuides:
         packed = torch.empty(num_places + num_lines * words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         places.fill_(-1)
-        bits.zero_()
+        if width > 1 or None in matchers:  # else each line is written
+            bits.zero_()
         jobs: list[MaskJob] = []
         places[list(guided)] = torch.arange(num_lines, dtype=torch.int32).view(-1, width)
         for number, (place, matcher) in enumerate(zip(guided, matchers, strict=True)):
@@ -210,11 +261,11 @@ class RowGuides:
         if self._maker is not None:
             started = time.perf_counter()
             failed = self._maker.fill(bits, jobs)
-            if guides and time.perf_counter() - started > SLOW_SECONDS:
+            if time.perf_counter() - started > SLOW_SECONDS:
                 _look_for_slow(guides, torch.empty_like(bits[:1]))
             for job in failed:
                 # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
-                if guides and job.is_first:
+                if job.is_first:
                     _fill_first(self._maker, bits, job.line, guides[job.line // width])
         packed = packed.to(self._device, non_blocking=True)
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
@@ -239,35 +290,3 @@ def _fill_first(maker: MaskMaker, bits: torch.Tensor, line: int, guide: RowGuide
         matcher = guide.renew()
         if matcher is not None:
             maker.fill(bits, mask_jobs(matcher, line, None, 0))
-
-
-class Walk:
-    """Matchers of rows that go on along a draft while it is made, a token a row and step."""
-
-    def __init__(
-        self,
-        make_masks: Callable[[Sequence[LLMatcher | None]], TokenMasks],
-        guided: Sequence[int],
-        forks: list[LLMatcher | None],
-    ) -> None:
-        """Begin with `forks` of the rows at places `guided`."""
-        self._make_masks = make_masks
-        self._guided = guided
-        self._forks = forks
-        self._told: HostCopies | None = None
-
-    def tell(self, tokens: torch.Tensor) -> None:
-        """The rows' drafts go on with `tokens` [rows] int64. Nothing waits for them here: call it before what the
-        device does next."""
-        self._told = HostCopies(tokens)
-
-    def masks(self) -> TokenMasks:
-        """What may come next, one position a row, once what was told is on the host."""
-        told, self._told = self._told, None
-        if told is not None:
-            (tokens,) = told.lists()
-            for number, place in enumerate(self._guided):
-                fork = self._forks[number]
-                if fork is not None and not fork.try_consume_tokens([tokens[place]]):
-                    self._forks[number] = None  # nothing that follows can be accepted
-        return self._make_masks(self._forks)

@@ -150,9 +150,17 @@ class BlockPool:
 
 DIGEST_BYTES = 32
 
+NO_ADAPTER = b"\0" * DIGEST_BYTES
+"""The root of chains that the base model computes."""
+
 
 def extend_digests(
-    digests: list[bytes], tokens: Sequence[int], block_size: int, num_blocks: int, num_behind: int = 0
+    digests: list[bytes],
+    tokens: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    num_behind: int = 0,
+    root: bytes = NO_ADAPTER,
 ) -> None:
     """Append to `digests` until it holds those of the first `num_blocks` full blocks of `tokens`.
 
@@ -166,8 +174,9 @@ def extend_digests(
         block_size: tokens of a block.
         num_blocks: how many digests there are to be.
         num_behind: tokens behind a block that it depends on, and that its chain names, too.
+        root: stands for the parent of the first: chains of two adapters have no block in common.
     """
-    parent = digests[-1] if digests else b"\0" * DIGEST_BYTES
+    parent = digests[-1] if digests else root
     for index in range(len(digests), num_blocks):
         start = index * block_size + num_behind if index else 0
         block_tokens = array("i", tokens[start : (index + 1) * block_size + num_behind])

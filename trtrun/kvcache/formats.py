@@ -149,12 +149,12 @@ class ByteKV(KVFormat):
     kernels = frozenset({"cuda"})
 
     def check(self, dtype: torch.dtype, device_type: str) -> None:
-        """See KVFormat: on GPUs texts were those of plain decoding in bfloat16 alone."""
+        """See KVFormat: on GPUs texts were those of plain decoding in half precision alone."""
         name = str(dtype).removeprefix("torch.")
-        if device_type == "cuda" and name != "bfloat16":
+        if device_type == "cuda" and name not in ("bfloat16", "float16"):
             raise ConfigError(
-                f"on GPUs keys and values are kept in {self.kind} for models in bfloat16, not in {name}: write "
-                "kv_cache.dtype: plain, or dtype: bfloat16"
+                f"on GPUs keys and values are kept in {self.kind} for models in bfloat16 or float16, not in {name}: "
+                "write kv_cache.dtype: plain, or dtype: bfloat16"
             )
 
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:

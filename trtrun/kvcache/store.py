@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from trtrun.kvcache.block_slots import BlockSlots
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.rings import Rings, RingSpace
@@ -28,6 +29,9 @@ class KVStore:
     tiles. How tokens lie inside a tile is the attention backend's business. The tensor is made of zeros, never of
     uninitialised memory: masked positions are multiplied by a probability of 0, which must not meet a NaN. On the CPU
     the pages are committed when they are first written.
+
+    Attributes:
+        slots: with which adapter each block is made; None where there are no adapters.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class KVStore:
         kv_format: KVFormat = PLAIN,
         ring_space: RingSpace | None = None,
         num_row_blocks: int | None = None,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         """Allocate `num_blocks` blocks, the null block included.
 
@@ -56,6 +62,7 @@ class KVStore:
             kv_format: how they are kept.
             ring_space: of layers with a window; None where these are as the others.
             num_row_blocks: see Rings.
+            has_adapters: whether blocks may be made with adapters.
         """
         self.num_blocks = num_blocks
         self.kv_heads = kv_heads
@@ -77,6 +84,7 @@ class KVStore:
             self._rings = Rings(ring_space, num_blocks, num_row_blocks or num_blocks, device)
             self._in_rings = zeros(windowed.count(True), self._rings.num_places)
             layers[1] = iter(self._in_rings.unbind())
+        self.slots = BlockSlots(num_blocks, device) if has_adapters else None
         self._layers = [next(layers[is_windowed]) for is_windowed in windowed]
 
     @staticmethod
@@ -111,6 +119,11 @@ class KVStore:
             return (batch,) * len(self._windowed)
         in_rings = batch.with_tables(self._rings.places)
         return [in_rings if is_windowed else batch for is_windowed in self._windowed]
+
+    def slots_of(self, batch: AttentionBatch) -> torch.Tensor:
+        """[tokens] int64: the adapter's slot of each token of a batch, where blocks may be made with adapters."""
+        assert self.slots is not None
+        return self.slots.of_batch(batch)
 
     def parts(self, *blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """The tensors that hold keys and values, each with the places in it of `blocks` [n] int64."""

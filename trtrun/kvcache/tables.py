@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtrun.kvcache.blocks import BlockPool, PrefixCache, extend_digests
+from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache, extend_digests
 
 
 class BlockTable:
@@ -19,15 +19,18 @@ class BlockTable:
         num_committed_blocks: leading blocks that were offered for reuse (or reused); this row never writes there again.
     """
 
-    __slots__ = ("_block_size", "_cache", "_digests", "_num_behind", "_pool", "blocks", "num_committed_blocks")
+    __slots__ = ("_block_size", "_cache", "_digests", "_num_behind", "_pool", "_root", "blocks", "num_committed_blocks")
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, block_size: int, num_behind: int = 0) -> None:
+    def __init__(
+        self, pool: BlockPool, cache: PrefixCache, block_size: int, num_behind: int = 0, root: bytes = NO_ADAPTER
+    ) -> None:
         """Make an empty table. What is kept of a block depends on `num_behind` tokens behind it, 0 or 1: blocks are
-        reused where these are the same, too."""
+        reused where these are the same, too. `root` tells what computes it: blocks are shared within one alone."""
         self._pool = pool
         self._cache = cache
         self._block_size = block_size
         self._num_behind = num_behind
+        self._root = root
         self._digests: list[bytes] = []
         self.blocks: list[int] = []
         self.num_committed_blocks = 0
@@ -46,7 +49,7 @@ class BlockTable:
         if not self._cache.enabled:
             return []
         count = (len(tokens) - 1) // self._block_size
-        extend_digests(self._digests, tokens, self._block_size, count, self._num_behind)
+        extend_digests(self._digests, tokens, self._block_size, count, self._num_behind, self._root)
         return self._cache.match(self._digests[:count], in_draft_store)
 
     def adopt(self, blocks: Sequence[int]) -> None:
@@ -81,7 +84,7 @@ class BlockTable:
         """
         full = num_positions // self._block_size
         if full > self.num_committed_blocks and self._cache.enabled:
-            extend_digests(self._digests, tokens, self._block_size, full, self._num_behind)
+            extend_digests(self._digests, tokens, self._block_size, full, self._num_behind, self._root)
             for index in range(self.num_committed_blocks, full):
                 self._cache.register(self.blocks[index], self._digests[index], in_draft_store)
             self.num_committed_blocks = full

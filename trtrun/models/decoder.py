@@ -20,6 +20,7 @@ from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.linear.adapted import AdaptedLayers
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import Layer
 from trtrun.models.taps import Taps
@@ -35,6 +36,7 @@ class CausalLM:
         dtype, device: of weights and activations.
         kv_heads: KV heads that this rank holds, for its KVStore.
         prompt_width: queries of the rows that prompts are best cut into; None where each is best one row.
+        adapted: its layers that may have adapters; None where none may.
         has_overflowed: on the CPU, whether any token so far had keys or values that may not be finite.
         on_layer: called after each layer of a forward: on CUDA once the layer is launched, and not at all where a graph
             is replayed. It must be quick and touch no tensor. None at first.
@@ -50,6 +52,7 @@ class CausalLM:
         rotary: RotaryEmbedding,
         attention: AttentionBackend,
         share: Share,
+        adapted: AdaptedLayers | None = None,
     ) -> None:
         self.config = config
         self.dtype = embedding.weight.dtype
@@ -62,6 +65,7 @@ class CausalLM:
         self._head = head
         self._rotary = rotary
         self._attention = attention
+        self.adapted = adapted
         self.on_layer: Callable[[], None] | None = None
         self.has_overflowed = False
 
@@ -117,6 +121,8 @@ class CausalLM:
         behind_layers = len(self._layers)
         reads_end = taps is not None and taps.read_from(behind_layers)
         batches = store.batches(attention)
+        if self.adapted is not None:
+            self.adapted.begin(store.slots_of(attention))
         for index, layer in enumerate(self._layers):
             attended = layer.attend(hidden, delta, angles, batches[index], store.layer(index))
             if taps is not None:
@@ -125,6 +131,8 @@ class CausalLM:
                 self._look_for_overflow(attended)
                 if wanted is not None and not reads_end:
                     hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+                    if self.adapted is not None:
+                        self.adapted.keep(wanted)
             delta = layer.feed_forward(hidden, attended) if len(hidden) else hidden
             if self.on_layer is not None:
                 self.on_layer()

@@ -24,6 +24,7 @@ from trtrun.kvcache.formats import choose_format
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.linear.adapted import AdaptedLayers
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
 from trtrun.models.config import ModelConfig, read_model_config
@@ -92,6 +93,7 @@ def load_model(
     logits_reader: int | None = None,
     load_format: LoadFormat = "auto",
     kv_format: str = "auto",
+    adapted: AdaptedLayers | None = None,
 ) -> tuple[CausalLM, LoadReport]:
     """Load this rank's share of the model in `path`.
 
@@ -107,6 +109,7 @@ def load_model(
         logits_reader: the only rank of the group that needs logits; None where all do.
         load_format: `dummy` makes weights up, from config.json alone.
         kv_format: how the store that the model will meet keeps keys and values, by name; see `choose_format`.
+        adapted: collects the layers that may have adapters; None where none may.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -116,7 +119,7 @@ def load_model(
     share = Share(communicator.rank, communicator.size)
     size = shard_bytes(config, *share, dtype, device, quantization)
     loader = _open_loader(path, config, share, device, dtype, default, load_format, progress)
-    reader = WeightReader(loader, communicator, batch_invariant, choose_format(kv_format, config.kv_scheme))
+    reader = WeightReader(loader, communicator, batch_invariant, choose_format(kv_format, config.kv_scheme), adapted)
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
     head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
@@ -137,6 +140,7 @@ def load_model(
         RotaryEmbedding(config.rope, config.head_dim, dtype, device),
         reader.attention(config.head_dim),
         share,
+        adapted,
     )
     return model, LoadReport(reader.bytes_read, size)
 

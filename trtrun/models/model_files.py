@@ -28,10 +28,10 @@ def hash_model_files(directory: Path, has_weights: bool = True, single_files: Se
         single_files: names of a file that holds all weights, the first of which that is there counts.
     """
     if not has_weights:
-        return _hash(directory, _CONFIGURATION, ())
+        return hash_files(directory, _CONFIGURATION, ())
     for name in single_files:
         if (directory / name).is_file():
-            return _hash(directory, _CONFIGURATION, (name,))
+            return hash_files(directory, _CONFIGURATION, (name,))
     try:
         index = read_json(directory, INDEX_FILE, required=False)
     except CheckpointError:
@@ -39,10 +39,10 @@ def hash_model_files(directory: Path, has_weights: bool = True, single_files: Se
     names = index.get("weight_map")
     shards = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
     shards = shards or sorted(file.name for file in directory.glob("rank*.safetensors"))  # TensorRT-LLM's, engines'
-    return _hash(directory, (*_CONFIGURATION, INDEX_FILE), shards)
+    return hash_files(directory, (*_CONFIGURATION, INDEX_FILE), shards)
 
 
-def _hash(directory: Path, read: Iterable[str], only_seen: Iterable[str]) -> str:
+def hash_files(directory: Path, read: Iterable[str], only_seen: Iterable[str]) -> str:
     """Of files that may be missing.
 
     Args:

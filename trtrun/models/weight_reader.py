@@ -13,6 +13,7 @@ from trtrun.attention.backend import AttentionBackend, attention_backend
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.linear.adapted import AdaptedLayers
 from trtrun.linear.layer import Linear
 from trtrun.models.weight_loader import WeightLoader
 from trtrun.models.weights import Axis, Weight
@@ -29,16 +30,23 @@ class WeightReader:
         communicator: of the tensor-parallel group.
         batch_invariant: see `Quantization.apply`.
         kv_format: how the store that attention will meet keeps keys and values.
+        adapted: collects the linear layers that may have adapters, which are those of the model's layers; None without.
     """
 
     def __init__(
-        self, loader: WeightLoader, communicator: Communicator, batch_invariant: bool, kv_format: KVFormat
+        self,
+        loader: WeightLoader,
+        communicator: Communicator,
+        batch_invariant: bool,
+        kv_format: KVFormat,
+        adapted: AdaptedLayers | None = None,
     ) -> None:
         self.device, self.share, self.dtype = loader.device, loader.share, loader.dtype
         self._loader = loader
         self._communicator = communicator
         self._batch_invariant = batch_invariant
         self._kv_format = kv_format
+        self._adapted = adapted
         self._backends: dict[int, AttentionBackend] = {}
 
     @property
@@ -83,13 +91,11 @@ class WeightReader:
 
     def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""
-        return Linear(
-            weight.cut(self.share).shape,
-            self._loader.held(weight),
-            self._loader.load(weight, present),
-            None if bias is None else self.tensor(bias),
-            batch_invariant=self._batch_invariant,
-        )
+        cut, held, tensors = weight.cut(self.share), self._loader.held(weight), self._loader.load(weight, present)
+        of_bias, invariant = None if bias is None else self.tensor(bias), self._batch_invariant
+        if self._adapted is None or weight.use != "linear":
+            return Linear(cut.shape, held, tensors, of_bias, batch_invariant=invariant)
+        return self._adapted.make(cut, held, tensors, of_bias, self.dtype, batch_invariant=invariant)
 
     def row_parallel(self, weight: Weight, bias: Weight | None = None) -> RowParallelLinear:
         """A linear layer whose input features are shared out."""

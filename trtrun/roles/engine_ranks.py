@@ -1,31 +1,34 @@
 """The orchestrator's hands: plans go out to the engine ranks, reports come back.
 
-Two ways with one interface: `SoloRanks` runs the one worker of a single-process job in place, `MpiRanks` talks to
-worker ranks over the control plane. Neither knows what a plan means.
+Two ways with one interface: `MpiRanks` talks to worker ranks over the control plane, whose end of it is `serve`;
+`SoloRanks` (`solo_ranks.py`) runs the one worker of a single-process job in place. None knows what a plan means.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from parallel.control import ControlPlane, Report
-from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
+from parallel.watchdog.activity import Activity, Doing, Phase
+from trtrun.core.guide import Guide
 from trtrun.core.nouns import RoundPlan
-from trtrun.errors import RankFailedError
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.launched_round import LaunchedRound
+from trtrun.roles.ordered_guides import GuideDesk, OrderedGuides
 from trtrun.roles.round import Worker
-from trtrun.timing.spans import ENGINES, RankSpans
+from trtrun.scheduling.guide_books import GuideOrders
+from trtrun.timing.spans import RankSpans
 from trtrun.timing.tracing import Answer, PhaseTracer, RankTracer
+from trtrun.wire.adapter_loads import decode_load, encode_load
+from trtrun.wire.guide_orders import decode_orders
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import RoundReport, decode_report
 
-_ROUND_REPORT, _TRACE_ANSWER = 0, 1
+_ROUND_REPORT, _ANSWER, _GUIDE_BUILT = 0, 1, 2
 """Kinds of reports on the control plane."""
 
 
@@ -57,6 +60,24 @@ class EngineRanks(Protocol):
         """
         ...
 
+    def order_guides(self, orders: GuideOrders) -> None:
+        """Have guides built, before plans that are published from now on, or forgotten behind those before. Does not
+        wait.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
+    def take_built_guides(self, seconds: float = 0.0) -> list[Guide]:
+        """Guides that all ranks have built since the last call. Where there are none it waits, `seconds` at most and no
+        longer than until something comes from a rank; without them it does not look.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
     def stepping(self) -> AbstractContextManager[None]:
         """The time in which the orchestrator must not stand still; outside of it the user's program has the word.
 
@@ -67,6 +88,14 @@ class EngineRanks(Protocol):
 
     def reset(self) -> None:
         """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """Have every target rank fill a slot that no row has; what is wrong, rank by rank, and nothing where all have.
 
         Raises:
             RankFailedError: a rank failed.
@@ -94,81 +123,6 @@ class EngineRanks(Protocol):
         ...
 
 
-class SoloRanks:
-    """One process with every role: a plan runs when its report is asked for, or on a GPU that of the plan before.
-
-    Args:
-        worker: of this process.
-        launches_ahead: whether all plans that are there are launched before a report is waited for. It pays where a
-            launch returns before its work is done.
-    """
-
-    def __init__(self, worker: Worker, *, launches_ahead: bool = False) -> None:
-        self._worker = worker
-        self._launches_ahead = launches_ahead
-        self._tracer = PhaseTracer(worker)
-        self._plans: deque[RoundPlan] = deque()
-        self._launched: deque[LaunchedRound] = deque()
-        self._published = NO_ROUND
-
-    @property
-    def draft_is_lost(self) -> bool:
-        """See EngineRanks; a process alone loses nothing."""
-        return False
-
-    def look(self) -> Doing:
-        """See EngineRanks."""
-        return self._worker.activity.look()
-
-    def publish(self, plan: RoundPlan) -> None:
-        """See EngineRanks."""
-        self._plans.append(plan)
-        self._published = plan.round_index
-
-    def collect(self) -> RoundReport:
-        """See EngineRanks."""
-        with self._on_device():
-            while self._plans and (self._launches_ahead or not self._launched):
-                self._launched.append(self._worker.launch_round(self._plans.popleft()))
-            report = self._launched.popleft().finish()
-        if report is None:
-            raise RankFailedError("the single process of this job does not lead the target engine")
-        return report.unpack()
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Kernels run on the current GPU of the thread that launches them, and any thread may call."""
-        device = self._worker.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """See EngineRanks; who looks from outside sees it."""
-        self._worker.activity.enter(self._published, Phase.SCHEDULING)
-        try:
-            yield
-        finally:
-            self._worker.activity.rest()
-
-    def reset(self) -> None:
-        """See EngineRanks."""
-        self._plans.clear()
-        self._launched.clear()
-        self._worker.reset()
-
-    def start_trace(self, most_rounds: int) -> None:
-        """See EngineRanks."""
-        self._tracer.start(most_rounds)
-
-    def take_trace(self) -> list[RankSpans]:
-        """See EngineRanks; there is one clock."""
-        log = self._tracer.take()
-        return [RankSpans(0, ENGINES, log.spans, log.num_dropped_rounds)]
-
-    def close(self) -> None:
-        """See EngineRanks."""
-        self._plans.clear()
-
-
 class MpiRanks:
     """Worker ranks behind the control plane.
 
@@ -185,6 +139,7 @@ class MpiRanks:
         self._tracer = RankTracer(self._ask)
         # A draft leader's report of the last round before a trace may come after the first request.
         self._set_aside: deque[Report] = deque()
+        self._guides = OrderedGuides()
         self._published = -1
         self._num_due = 0
         self._is_stepping = False
@@ -209,12 +164,42 @@ class MpiRanks:
         """See EngineRanks."""
         self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
-            received = self._set_aside.popleft() if self._set_aside else self._failures.collect(self._control)
+            received = self._set_aside.popleft() if self._set_aside else self._next_report()
             report = decode_report(received.payload)
             self._num_due -= report.is_verdict
             return report
         finally:
             self._leave()
+
+    def order_guides(self, orders: GuideOrders) -> None:
+        """See EngineRanks."""
+        self._failures.check()
+        self._control.publish(self._guides.encode(orders))
+
+    def take_built_guides(self, seconds: float = 0.0) -> list[Guide]:
+        """See EngineRanks."""
+        built = self._take_built()
+        if seconds and not built:
+            report = self._failures.collect_within(seconds, self._control)
+            if report is not None and not self._is_of_guide(report):
+                self._set_aside.append(report)
+            built = self._take_built()
+        return built
+
+    def _take_built(self) -> list[Guide]:
+        return self._guides.take_built(self._control.num_workers, self._failures.lost_ranks)
+
+    def _next_report(self) -> Report:
+        """The next one that is not about guides."""
+        while self._is_of_guide(report := self._failures.collect(self._control)):
+            pass
+        return report
+
+    def _is_of_guide(self, report: Report) -> bool:
+        """Whether a report says that a guide is built, which is noted then."""
+        if report.kind == _GUIDE_BUILT:
+            self._guides.note(report.rank, report.payload)
+        return report.kind == _GUIDE_BUILT
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -241,6 +226,11 @@ class MpiRanks:
         """See EngineRanks."""
         return self._tracer.take()
 
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """See EngineRanks."""
+        answers = sorted(self._ask(encode_load(slot, path)))
+        return [answer.payload.decode() for answer in answers if answer.payload]
+
     def close(self) -> None:
         """See EngineRanks."""
         self._failures.close(self._control)
@@ -253,7 +243,7 @@ class MpiRanks:
             self._control.publish(request)
             due = self._control.num_workers
             while due:
-                report = self._failures.collect(self._control)
+                report = self._next_report()
                 if report.kind == _ROUND_REPORT:
                     self._set_aside.append(report)
                     continue
@@ -270,10 +260,16 @@ class MpiRanks:
 
 
 def serve(control: ControlPlane, worker: Worker) -> None:
-    """A worker rank's life after start-up: run plans in order, and be traced, until the orchestrator lets it end."""
-    tracer = PhaseTracer(worker)
+    """A worker rank's life after start-up: run plans in order, load adapters, be traced, until it is let end."""
+    tracer, desk = PhaseTracer(worker), GuideDesk(worker.guides)
     launched: deque[LaunchedRound] = deque()
+
+    def has_news() -> bool:
+        return (bool(launched) and launched[0].is_done()) or desk.has_answer()
+
     while True:
+        for built in desk.take_answers():
+            control.report(built, kind=_GUIDE_BUILT)
         if launched and launched[0].is_done():
             report = launched.popleft().finish()
             if report is not None:
@@ -282,13 +278,18 @@ def serve(control: ControlPlane, worker: Worker) -> None:
         if not launched:
             worker.activity.rest()
         # A plan that comes while the device works is launched behind what it does.
-        payload = control.receive(until=launched[0].is_done if launched else None)
+        payload = control.receive(until=has_news if launched or desk.is_waiting else None)
         if payload is None:
             if control.is_shut_down:
                 return
             continue
-        answer = tracer.answer(payload)
+        orders = decode_orders(payload)
+        if orders is not None:
+            desk.take(orders)
+            continue
+        load = decode_load(payload)
+        answer = worker.load_adapter(*load).encode() if load is not None else tracer.answer(payload)
         if answer is not None:
-            control.report(answer, kind=_TRACE_ANSWER)
+            control.report(answer, kind=_ANSWER)
         else:
             launched.append(worker.launch_round(decode_plan(payload)))

@@ -63,10 +63,20 @@ class RankFailures:
             RankFailedError: a rank failed.
         """
         while True:
-            report = control.collect(timeout=None, until=self._has_news)
+            report = self.collect_within(None, control)
             if report is not None:
                 return report
+
+    def collect_within(self, seconds: float | None, control: ControlPlane) -> Report | None:
+        """The same; None where none came in time, or a rank was lost.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        report = control.collect(timeout=seconds, until=self._has_news)
+        if report is None:
             self.check()
+        return report
 
     def close(self, control: ControlPlane) -> None:
         """Let the workers end and watch no longer. After a failure nobody is waited for."""

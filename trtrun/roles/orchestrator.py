@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from parallel.watchdog.activity import Doing
@@ -26,6 +27,9 @@ from trtrun.timing.telemetry import RunStatistics
 from trtrun.wire.reports import RoundReport
 
 logger = logging.getLogger(__name__)
+
+_GUIDE_SECONDS = 0.01
+"""How long a step waits for guides where nothing else can be done: what is asked meanwhile comes behind it."""
 
 
 class RowGain(NamedTuple):
@@ -87,7 +91,8 @@ class Orchestrator:
         return self.scheduler.has_work or bool(self._published)
 
     def step(self) -> list[RowGain]:
-        """Keep the ranks supplied with plans, and take one verdict in.
+        """Keep the ranks supplied with plans, and take one verdict in. Where all that is left waits for guides, nothing
+        comes, after a moment.
 
         Raises:
             RankFailedError: a rank failed; the message names it.
@@ -98,6 +103,8 @@ class Orchestrator:
             planned = self._clock()
             self.totals.orchestrating += planned - started
             if not self._published:
+                if self.scheduler.has_guide_news:
+                    self._let_in(_GUIDE_SECONDS)
                 return []
             report = self._collect()
             received = self._clock()
@@ -144,6 +151,14 @@ class Orchestrator:
         self.scheduler.reset()
         self._ranks.reset()
 
+    def load_adapter(self, slot: int, path: Path) -> list[str]:
+        """Have every target rank fill a slot that no row has; see EngineRanks.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        return self._ranks.load_adapter(slot, path)
+
     def start_trace(self, most_rounds: int) -> None:
         """Log what this rank and every engine rank does in the next `most_rounds` rounds. No plan may be out.
 
@@ -172,7 +187,25 @@ class Orchestrator:
         if self._log is not None:
             self._log.add(name, round_index, start, end)
 
+    def _order_guides(self) -> None:
+        """Have guides built that completions wait for, and those let in whose are. What is built at once, as what is
+        kept from before, makes room for others."""
+        while self.scheduler.has_guide_news:
+            orders = self.scheduler.take_guide_orders()
+            if orders:
+                self._ranks.order_guides(orders)
+            if not self._let_in():
+                return
+
+    def _let_in(self, seconds: float = 0.0) -> bool:
+        """Take in what guides are built, and wait for some where there are none; whether there were."""
+        built = self._ranks.take_built_guides(seconds)
+        for guide in built:
+            self.scheduler.note_built(guide)
+        return bool(built)
+
     def _publish_plans(self, started: float) -> None:
+        self._order_guides()
         while len(self._published) <= self._plans_ahead:
             num_decoding, num_plain = self.scheduler.decoding_load() if self._pacer is not None else (0, 0)
             most_drafting, plan = self._schedule(num_decoding, num_plain)

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.errors import CheckpointError
 from trtrun.first_uses import FirstUseWatch
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.row_guides import RowGuides
@@ -36,7 +38,7 @@ from trtrun.roles.exchange import Exchange
 from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound, VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.protocols import TargetEngine
+from trtrun.speculation.protocols import RoundEngine, TargetEngine
 from trtrun.speculation.trees import accepted_paths, verify_paths
 from trtrun.speculation.verify import verify
 from trtrun.tensors import kept_integers
@@ -55,6 +57,7 @@ class Worker:
         exchange: this process's end of the way between draft and target ranks.
         drafter: set where the process drafts.
         target: set where it holds a target rank.
+        draft: set where it holds a rank of a draft model.
         leads_draft: whether it is the first of the ranks that draft.
         leads_target: whether its target rank is the target leader, which decides.
         use_logits: acceptance mode of sampled rows.
@@ -78,6 +81,7 @@ class Worker:
     first_uses: FirstUseWatch = field(default_factory=FirstUseWatch)
     forced_acceptance: float | None = None
     guides: RowGuides | None = None
+    draft: RoundEngine | None = None
 
     @torch.inference_mode()
     def launch_round(self, plan: RoundPlan) -> LaunchedRound:
@@ -275,6 +279,18 @@ class Worker:
             first_uses=self.first_uses.take(),
         )
 
+    def load_adapter(self, slot: int, path: Path) -> str:
+        """Fill a slot that no row has, where the process holds a target rank, and empty the draft's; returns what is
+        wrong, else nothing."""
+        try:
+            if self.target is not None:
+                self.target.load_adapter(slot, path)
+            if self.draft is not None:
+                self.draft.load_adapter(slot, None)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
     def reset(self) -> None:
         """Forget a round that did not come to its end. For a job of one process: other ranks would not know of it."""
         self.exchange.forget()
@@ -282,6 +298,8 @@ class Worker:
     def close(self) -> None:
         """Give back what must not outlive the communicators. No round follows."""
         self.exchange.close()
+        if self.guides is not None:
+            self.guides.close()
         if self.target is not None:
             self.target.close()
         if self.drafter is not None:

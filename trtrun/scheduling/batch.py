@@ -14,9 +14,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trtrun.core.nouns import FinishReason, Request
+from trtrun.core.nouns import FinishReason, LoadedAdapter, Request
 from trtrun.core.request_statistics import RequestStatistics
-from trtrun.kvcache.blocks import BlockPool, PrefixCache
+from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.prompt_scores import PromptScores
@@ -53,6 +53,7 @@ class Completion:
         last_accepted: draft tokens that the last round accepted.
         most_drafted: most tokens to draft for it in a round.
         group: of completions that were asked for together, which share their turns (`queue.py`).
+        arrival: its number among those that came.
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
@@ -80,6 +81,7 @@ class Completion:
     most_drafted: int = 0
     given_draft: tuple[int, ...] = ()
     group: Hashable = None
+    arrival: int = 0
     num_overtaken: int = 0
     scores: PromptScores | None = None
 
@@ -194,9 +196,10 @@ class RunningBatch:
         self.cache = PrefixCache(self.pool, limits.enable_block_reuse)
         self.requests: list[Completion] = []
 
-    def new_table(self) -> BlockTable:
-        """An empty block table on this batch's pool."""
-        return BlockTable(self.pool, self.cache, self._limits.block_size, self._limits.num_behind)
+    def new_table(self, adapter: LoadedAdapter | None = None) -> BlockTable:
+        """An empty block table on this batch's pool, for a request with an adapter or none."""
+        root = NO_ADAPTER if adapter is None else adapter.key
+        return BlockTable(self.pool, self.cache, self._limits.block_size, self._limits.num_behind, root)
 
     def has_free_row(self) -> bool:
         """Whether another request could get a row."""

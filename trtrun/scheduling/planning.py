@@ -78,6 +78,7 @@ class PlanBuilder:
                 sampling=request.sampling,
                 lists=request.lists,
                 draft_tokens=np.array(running.given_draft if running.drafted else (), dtype=np.int32),
+                adapter_slot=0 if request.adapter is None else request.adapter.slot,
             )
         )
         self.add_blocks(running, 0)

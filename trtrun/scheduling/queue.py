@@ -6,6 +6,9 @@ changed; within a group it is first come first served. So a group of many comple
 itself never passed by for good: once it has no row, only groups that were there before it go first. (Max-min fairness
 of rows.) Preempted completions have had their turn: they come before all others, the earliest admitted first.
 
+A completion may be held until its guide is built. It is passed by then, in its group and with it, and takes the place
+that it would have had once it is released.
+
 It knows the order only; when a completion may leave the queue is `admission.py`'s decision.
 """
 
@@ -14,7 +17,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, zip_longest
 
+from trtrun.core.guide import Guide
 from trtrun.scheduling.batch import Completion
 
 
@@ -25,10 +30,14 @@ class _Group:
     Attributes:
         num_rows: of them that have a row.
         waiting: those that never had one, in order of arrival.
+        held: those whose guide is not built, in order of arrival.
+        turn: of groups with as many rows the one with the lowest is next.
     """
 
     num_rows: int = 0
     waiting: deque[Completion] = field(default_factory=deque)
+    held: list[Completion] = field(default_factory=list)
+    turn: int = 0
 
 
 class WaitingQueue:
@@ -39,10 +48,18 @@ class WaitingQueue:
         self._groups: dict[Hashable, _Group] = {}
         # Groups in which a completion waits, by their number of rows, those that have been there longest first.
         self._turns: dict[int, OrderedDict[_Group, None]] = {}
+        self._holding: dict[_Group, None] = {}
         self._num_waiting = 0
+        self._num_held = 0
+        self._arrivals, self._next_turns = count(), count()
 
     def __len__(self) -> int:
         return len(self._preempted) + self._num_waiting
+
+    @property
+    def num_ready(self) -> int:
+        """Completions that are not held."""
+        return len(self) - self._num_held
 
     @property
     def num_preempted(self) -> int:
@@ -52,7 +69,7 @@ class WaitingQueue:
     def num_waiting_of(self, name: Hashable) -> int:
         """Completions of a group that never had a row."""
         group = self._groups.get(name)
-        return len(group.waiting) if group is not None else 0
+        return len(group.waiting) + len(group.held) if group is not None else 0
 
     def in_turn(self) -> Iterator[Completion]:
         """The completions that may leave the queue now, the next one first: a preempted one, or each group's first.
@@ -64,12 +81,41 @@ class WaitingQueue:
             for group in self._turns[num_rows]:
                 yield group.waiting[0]
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: Completion, *, is_held: bool = False) -> None:
         """A new completion arrives."""
         group = self._groups.setdefault(completion.group, _Group())
-        group.waiting.append(completion)
+        if not group.waiting and not group.held:
+            group.turn = next(self._next_turns)
+        completion.arrival = next(self._arrivals)
         self._num_waiting += 1
+        if is_held:
+            group.held.append(completion)
+            self._holding[group] = None
+            self._num_held += 1
+            return
+        group.waiting.append(completion)
         if len(group.waiting) == 1:
+            self._enter(group)
+
+    def held_guides(self) -> Iterator[Guide]:
+        """Guides that completions are held for, in turns as rows are given; some more than once."""
+        groups = sorted(self._holding, key=lambda group: (group.num_rows, group.turn))
+        for of_groups in zip_longest(*(group.held for group in groups)):
+            for completion in of_groups:
+                if completion is not None and completion.request.sampling.guided is not None:
+                    yield completion.request.sampling.guided
+
+    def release(self, guide: Guide) -> None:
+        """Let in those that are held for a guide."""
+        for group in list(self._holding):
+            released = [held for held in group.held if held.request.sampling.guided == guide]
+            if not released:
+                continue
+            if group.waiting:
+                self._leave(group)
+            for completion in released:
+                self._unhold(group, completion)
+            group.waiting = deque(sorted([*group.waiting, *released], key=lambda completion: completion.arrival))
             self._enter(group)
 
     def take(self, completion: Completion) -> None:
@@ -85,6 +131,7 @@ class WaitingQueue:
         group.waiting.popleft()
         self._num_waiting -= 1
         group.num_rows += 1
+        group.turn = next(self._next_turns)
         self._enter(group)
 
     def put_back(self, completion: Completion) -> None:
@@ -103,22 +150,41 @@ class WaitingQueue:
             return
         group = self._groups[completion.group]
         self._num_waiting -= 1
+        if completion in group.held:
+            self._unhold(group, completion)
+            self._forget_if_empty(completion.group)
+            return
         group.waiting.remove(completion)
         if not group.waiting:
             self._leave(group)
             self._forget_if_empty(completion.group)
+
+    def _unhold(self, group: _Group, completion: Completion) -> None:
+        group.held.remove(completion)
+        self._num_held -= 1
+        if not group.held:
+            del self._holding[group]
 
     def _change_rows(self, completion: Completion, change: int) -> None:
         group = self._groups.setdefault(completion.group, _Group())
         if group.waiting:
             self._leave(group)
         group.num_rows += change
+        group.turn = next(self._next_turns)
         self._enter(group)
         self._forget_if_empty(completion.group)
 
     def _enter(self, group: _Group) -> None:
-        if group.waiting:
-            self._turns.setdefault(group.num_rows, OrderedDict())[group] = None
+        if not group.waiting:
+            return
+        groups = self._turns.setdefault(group.num_rows, OrderedDict())
+        last = next(reversed(groups), None)
+        groups[group] = None
+        if last is None or last.turn < group.turn:
+            return
+        # One that was held goes before those that came meanwhile.
+        for later in [other for other in groups if other.turn > group.turn]:
+            groups.move_to_end(later)
 
     def _leave(self, group: _Group) -> None:
         groups = self._turns[group.num_rows]
@@ -128,5 +194,5 @@ class WaitingQueue:
 
     def _forget_if_empty(self, name: Hashable) -> None:
         group = self._groups[name]
-        if not group.num_rows and not group.waiting:
+        if not group.num_rows and not group.waiting and not group.held:
             del self._groups[name]

@@ -20,11 +20,13 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from trtrun.core.guide import Guide
 from trtrun.core.nouns import FinishReason, Request, RoundPlan
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.admission import Admission, Decoding
 from trtrun.scheduling.batch import NO_ROW, Completion, RowResult, RunningBatch
+from trtrun.scheduling.guide_books import GuideBooks, GuideOrders
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.prompt_scores import PromptScores
@@ -38,6 +40,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
+        self._guides = GuideBooks()
         self._start_empty()
         self._requests: dict[int, Completion] = {}
         self._outstanding: deque[PlannedRound] = deque()
@@ -55,6 +58,12 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
         return bool(self._requests)
+
+    @property
+    def slots_in_use(self) -> set[int]:
+        """Of adapters that requests have, which run or wait."""
+        adapters = (completion.request.adapter for completion in self._requests.values())
+        return {adapter.slot for adapter in adapters if adapter is not None}
 
     @property
     def num_running(self) -> int:
@@ -128,7 +137,7 @@ class Scheduler:
         most_drafted = request.sampling.draft_len
         completion = Completion(
             request=request,
-            table=self._batch.new_table(),
+            table=self._batch.new_table(request.adapter),
             token_ids=list(request.prompt_token_ids),
             text=text,
             stops=stops,
@@ -150,8 +159,24 @@ class Scheduler:
         if alternatives is not None and not generated:  # they are told with the first token
             completion.scores = PromptScores(len(request.prompt_token_ids), alternatives)
         self._requests[request.request_id] = completion
-        self._waiting.add(completion)
+        guide = request.sampling.guided
+        self._waiting.add(completion, is_held=guide is not None and not self._guides.add(guide))
         return completion
+
+    @property
+    def has_guide_news(self) -> bool:
+        """Whether `take_guide_orders` may give some, or guides that were ordered are not built yet."""
+        return self._guides.has_news
+
+    def take_guide_orders(self) -> GuideOrders:
+        """Guides that ranks are to begin or to forget before the next plan, once. No completion gets a row before its
+        guide is built."""
+        return self._guides.take_orders(self._waiting.held_guides)
+
+    def note_built(self, guide: Guide) -> None:
+        """A guide that was ordered is built on all ranks, or cannot be: those that wait for it may have rows."""
+        if self._guides.note_built(guide):
+            self._waiting.release(guide)
 
     def check_room(self, count: int) -> None:
         """Refuse `count` more that cannot all wait.
@@ -184,6 +209,7 @@ class Scheduler:
         """
         self._requests.clear()
         self._outstanding.clear()
+        self._guides.remove_all()
         self._start_empty()
         self._batch.drop_all()
 
@@ -201,7 +227,7 @@ class Scheduler:
         else:
             self._release(running)
         running.finish(FinishReason.CANCELLED, time.perf_counter())
-        del self._requests[request_id]
+        self._forget(running)
         return True
 
     def has_begun(self, request_id: int) -> bool:
@@ -233,7 +259,8 @@ class Scheduler:
         takes_given: bool = True,
         drafts_pay: bool = True,
     ) -> RoundPlan | None:
-        """Plan the next round, or None when nothing can run before an outstanding result is committed, or at all.
+        """Plan the next round, or None when nothing can run before an outstanding result is committed or a guide is
+        built, or at all.
 
         Every plan that is returned must be executed and then committed, in order. Rows that ended are dropped by the
         next plan in which some row runs: at idle the ranks keep their slots a while, which costs them nothing.
@@ -257,13 +284,13 @@ class Scheduler:
         plan = PlanBuilder(self.limits.max_num_tokens, self.limits.prompt_tile, self.limits.most_chunk)
         has_free_row = self._batch.has_free_row()
         decoding = self._decoding.rows()
-        has_prompts = len(decoding) < self.num_running or (has_free_row and len(self._waiting) > 0)
+        has_prompts = len(decoding) < self.num_running or (has_free_row and self._waiting.num_ready > 0)
         most_drafted = self.limits.draft_len if draft_len is None else draft_len
         self._decoding.plan_rows(plan, decoding, most_drafted, most_drafting, takes_given, has_prompts)
         if has_prompts:
             self._admission.plan_prompts(plan, self._speculating, drafts_pay=drafts_pay)
         if plan.is_empty:
-            if not self._outstanding:
+            if not self._outstanding and (self.num_running or self._waiting.num_ready):
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
             return None
         limits = self.limits
@@ -275,6 +302,9 @@ class Scheduler:
         )
         self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks(), plan.scored()))
         built = plan.build(self._next_round, self._batch.take_dropped())
+        for admission in built.admissions:
+            if admission.sampling.guided is not None:
+                self._guides.note_row(admission.sampling.guided)
         self._next_round += 1
         return built
 
@@ -331,13 +361,18 @@ class Scheduler:
                 row = commit_row(planned, index, verified, num_tokens[index], tokens[index], self.limits, now)
                 if row.completion.finish_reason is not None:
                     self._release(row.completion)
-                    del self._requests[row.completion.request.request_id]
+                    self._forget(row.completion)
                 results.append(row)
         return results
 
     def _release(self, running: Completion) -> None:
         self._batch.release(running)
         self._waiting.end_row(running)
+
+    def _forget(self, ended: Completion) -> None:
+        del self._requests[ended.request.request_id]
+        if ended.request.sampling.guided is not None:
+            self._guides.remove(ended.request.sampling.guided)
 
     def _describe_work(self) -> str:
         return f"{self.num_running} running, {self.num_waiting} waiting, {self.num_outstanding} results due"

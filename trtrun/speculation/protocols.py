@@ -10,6 +10,7 @@ scheduler.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -100,6 +101,10 @@ class RoundEngine(Protocol):
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in admissions, drops and blocks."""
+        ...
+
+    def load_adapter(self, slot: int, path: Path | None) -> None:
+        """Fill a slot that no row has, or empty it; raises CheckpointError, and nothing changes, where that fails."""
         ...
 
     def close(self) -> None:

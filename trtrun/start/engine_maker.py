@@ -163,6 +163,7 @@ class EngineMaker:
             choose_format(config.kv_cache.dtype, model.config.kv_scheme),
             ring_space(config, model.config),
             num_blocks,
+            has_adapters=model.adapted is not None,
         )
         if self.device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside

@@ -34,5 +34,8 @@ def kinds_of_kernels(
     if heads is not None and config.heads_apart:  # a rank of theirs has no engine that would tell it
         of_heads += [config.target.dtype, *configuration_bytes(config.target.model)]
     named = [section.model_dump_json() for section in sections]
+    if config.num_adapter_slots:
+        most = f"{config.num_adapter_slots} slots of rank {config.adapter_slots.max_rank}"
+        named.append(f"{most}, the draft's too" if config.draft_adapters else most)
     translated = [config.draft.vocabulary] if config.draft is not None and config.draft.is_translated else []
     return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *translated, *told]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.adapters.lora_loading import adapter_bytes, adapter_working_bytes
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
@@ -20,6 +21,7 @@ from trtrun.engine.working_memory import RoundShape, head_rank_bytes, working_by
 from trtrun.kvcache.formats import KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
+from trtrun.linear.adapted import AdapterSpace
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.heads import HeadsPlan
 from trtrun.models.layer_plan import ModelShape
@@ -64,6 +66,23 @@ class HiddenKind:
 def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
     """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
     return DTYPES[resolve_dtype_name(section, config)]
+
+
+def adapter_space(config: RuntimeConfig, role: str) -> AdapterSpace | None:
+    """Room for adapters of an engine; None without any."""
+    if not (config.num_adapter_slots if role == "target" else config.draft_adapters):
+        return None
+    return AdapterSpace(config.num_adapter_slots, config.adapter_slots.max_rank)
+
+
+def adapter_slots_bytes(
+    config: RuntimeConfig, role: str, section: ModelSection, model: ModelConfig, tp_rank: int
+) -> int:
+    """Bytes of that room on one rank of the engine."""
+    space = adapter_space(config, role)
+    if space is None:
+        return 0
+    return adapter_bytes(model, tp_rank, len(section.devices), space, resolve_dtype(section, model))
 
 
 def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
@@ -172,6 +191,10 @@ def engine_working_bytes(
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     shape = config, model, len(section.devices), dtype
     beside = blocks * _kv_bytes(*shape, model.num_layers) + kv_bytes_in_rings(*shape)
+    space = adapter_space(config, role)
+    if space is not None:
+        lines = config.scheduler.max_num_tokens
+        beside += adapter_working_bytes(model, tp_rank, len(section.devices), space, dtype, lines)
     if (told := HiddenKind.of(config, model, heads)) is not None:
         beside, heads_here = beside + told.bytes_under_way(config), None
     if heads_here is not None and heads_here.stored is not None:

@@ -36,6 +36,7 @@ from trtrun.kvcache.sizing import (
     free_bytes_of_slot,
     tokens_of_blocks,
 )
+from trtrun.linear.adapted import AdaptedLayers
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import heads_bytes, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
@@ -44,6 +45,7 @@ from trtrun.models.weight_check import choose_default
 from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
+from trtrun.start.adapters import adapter_hashes, load_adapters
 from trtrun.start.corpora import corpus_bytes, load_corpus
 from trtrun.start.draft_translation import DraftTranslation
 from trtrun.start.engine_caches import EngineCache
@@ -53,6 +55,8 @@ from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     HiddenKind,
+    adapter_slots_bytes,
+    adapter_space,
     engine_working_bytes,
     kv_bytes_in_rings,
     most_useful_blocks,
@@ -210,6 +214,7 @@ class RankStartup:
                 self._activity.start(Phase.WEIGHTS, ready, demand.shard_bytes)
                 progress(ready, demand.shard_bytes)
 
+            space = adapter_space(self._config, role)
             try:
                 model, loaded = load_model(
                     section.model,
@@ -223,19 +228,22 @@ class RankStartup:
                     logits_reader=0 if role == "target" else None,
                     load_format=section.load_format,
                     kv_format=self._config.kv_cache.dtype,
+                    adapted=AdaptedLayers(space) if space is not None else None,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
             done += size
             model.on_layer = self._activity.advance
             self._engines[role] = LoadedEngine(model, loaded, communicator)
+            if space is not None:
+                load_adapters(self._config, role, model)
             if role == "target":
                 self._heads.load_beside(model, communicator)
                 self._corpus = load_corpus(self._config, config.vocab_size, communicator, self._device)
         if self._heads.plan_apart is not None:
             assert self._groups.draft is not None
             self._heads.load_apart(self._groups.draft, self._device)
-        if self._heads.loaded is not None:
+        if self._heads.loaded is not None or self._adapter_bytes():
             progress(demand.shard_bytes, demand.shard_bytes)
         return blocks
 
@@ -333,6 +341,7 @@ class RankStartup:
             heads = self._heads.plan if role == "target" else None
             heads_here = self._heads.plan_here if role == "target" else None
             weights += self._shard_bytes(section, model, communicator)
+            weights += adapter_slots_bytes(self._config, role, section, model, communicator.rank)
             if heads_here is not None:
                 weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
             if role == "target":
@@ -346,6 +355,13 @@ class RankStartup:
     def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
+
+    def _adapter_bytes(self) -> int:
+        """Of slots for adapters on this rank."""
+        return sum(
+            adapter_slots_bytes(self._config, role, section, model, communicator.rank)
+            for role, section, model, communicator in self._parts()
+        )
 
     def _ring_bytes(self) -> int:
         """Of layers with a window, which `working_bytes` counts, too."""
@@ -368,7 +384,8 @@ class RankStartup:
             device=self._slot.device,
             bytes_read=sum(report.bytes_read for report in loaded),
             shard_bytes=sum(report.shard_bytes for report in loaded)
-            + (self._corpus.num_bytes if self._corpus is not None else 0),
+            + (self._corpus.num_bytes if self._corpus is not None else 0)
+            + self._adapter_bytes(),
             working_bytes=self._working_bytes,
             kv_bytes=num_blocks * self._demand().bytes_per_block + self._ring_bytes(),
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
@@ -376,6 +393,7 @@ class RankStartup:
             files_hash="+".join(
                 [hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()]
                 + self._heads.hashes()
+                + adapter_hashes(self._config)
             ),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,

@@ -121,6 +121,7 @@ class WorkerFactory:
             phases=phase_clock(self.device) if (leads_draft or leads_target) and not exchange else HostPhases(),
             forced_acceptance=self.config.speculation.forced_acceptance,
             guides=guides,
+            draft=self.engines.get("draft"),
         )
 
     def _make_guides(self, *, is_ready: bool) -> RowGuides:

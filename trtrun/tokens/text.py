@@ -37,7 +37,7 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self.path = path
-        self._decodings: dict[bool, Decoding] = {}
+        self._decodings: dict[frozenset[str], Decoding] = {}
 
     def as_json(self) -> str:
         """What tokenizer.json has, or would have."""
@@ -59,15 +59,23 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def decoding(self, skip_special_tokens: bool = True) -> Decoding:
-        """The same token by token: what each adds to a text. Shared by all texts of this tokenizer."""
-        found = self._decodings.get(skip_special_tokens)
+    def decoding(self, skip_special_tokens: bool = True, end_token_ids: Sequence[int] = ()) -> Decoding:
+        """The same token by token: what each adds to a text. Shared by all texts of this tokenizer. Special tokens that
+        are not skipped are there as they are written, but for `end_token_ids`."""
+        left_out = self.special_tokens
+        if not skip_special_tokens:
+            left_out &= {self._backend.id_to_token(token) for token in end_token_ids}
+        found = self._decodings.get(left_out)
         if found is None:
-            added = self._backend.get_added_tokens_decoder().values()
-            left_out = {token.content for token in added if token.special} if skip_special_tokens else set()
             found = Decoding(read_chain(self._backend.decoder), self._backend.id_to_token, left_out)
-            self._decodings[skip_special_tokens] = found
+            self._decodings[left_out] = found
         return found
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """Tokens that are no text, as they are written."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     @cached_property
     def most_bytes_of_a_token(self) -> int | None:
@@ -86,6 +94,11 @@ class Tokenizer:
         """Tokens that the tokenizer knows, added ones included; the model's vocabulary may be padded beyond."""
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, as the vocabulary has it; None where there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
 
     def vocabulary(self) -> dict[str, int]:
         """Token to id, added tokens included."""

@@ -47,7 +47,7 @@ _ADMISSION = np.dtype(
         for name in (
             "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists", "guide",
-            "window", "ngram", "verified",
+            "window", "ngram", "verified", "adapter_slot",
         )
     ]
     + [
@@ -122,7 +122,7 @@ def _chunk_numbers(chunk: PrefillChunk) -> tuple[int, ...]:
 
 def _encode_admission(record: np.void, admission: RowAdmission, integers: list[np.ndarray]) -> None:
     sampling = admission.sampling
-    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed"):
+    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed", "adapter_slot"):
         record[name] = getattr(admission, name)
     for name in _INTEGERS + _NUMBERS:
         record[name] = getattr(sampling, name)
@@ -231,4 +231,5 @@ def _decode_admission(
         sampling=SamplingParams.from_checked(values),
         lists=lists[int(record["lists"])],
         draft_tokens=draft_tokens,
+        adapter_slot=int(record["adapter_slot"]),
     )

@@ -16,16 +16,20 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
 
+from launch.serve.door.limits import engine_starting
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.door.stretches import Rests
+from launch.serve.engine.adapters import AdapterBook, AdapterChange
 from launch.serve.engine.messages import (
     Abort,
+    AdapterChanged,
     AskStatus,
     Beat,
     Begin,
     Close,
     Deltas,
     Ended,
+    LoadAdapter,
     Message,
     MessageError,
     MessageStream,
@@ -54,6 +58,7 @@ class EngineClient:
         ready: what the engine has said of itself; None while there is none.
         limits: of that engine.
         accepts: asked whether an engine may have the requests, before it gets any.
+        adapters: that engines have to have.
         on_ready, on_lost: called when an engine is there, and when it is gone.
         on_beat: called with its signs of life.
         on_blame: called with the numbers of engines that a request has ended, which is given up.
@@ -62,6 +67,7 @@ class EngineClient:
     def __init__(self) -> None:
         self.ready: Ready | None = None
         self.limits: SchedulerLimits | None = None
+        self.adapters = AdapterBook()
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
@@ -76,6 +82,7 @@ class EngineClient:
         self._suspected_ends: set[int] = set()
         self._lost: int | None = None
         self._statuses: deque[asyncio.Future[Status | None]] = deque()
+        self._changes: deque[tuple[AdapterChange, asyncio.Future[None] | None]] = deque()
         self._server: asyncio.Server | None = None
 
     @property
@@ -132,6 +139,44 @@ class EngineClient:
             return await asyncio.wait_for(answer, STATUS_SECONDS)
         except TimeoutError:
             return None
+
+    async def change_adapters(self, change: AdapterChange) -> None:
+        """Have the engine load or drop an adapter, and wait for it.
+
+        Raises:
+            Refusal: there is no engine, or none any more, or it says what is wrong.
+        """
+        if self._writer is None:
+            raise engine_starting()
+        name, in_use = change.lora_name, self._adapters_in_use()
+        for drop in self.adapters.clear(in_use):
+            self._change_adapters(drop, None)
+        if isinstance(change, LoadAdapter) and name in in_use and name not in self.adapters.offered:
+            line = f"requests still have the adapter {name!r} that was dropped: try later, or give another name"
+            raise Refusal(Kind.INVALID, line, "lora_name")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._change_adapters(change, done)
+        await done
+
+    def _change_adapters(self, change: AdapterChange, done: asyncio.Future[None] | None) -> None:
+        self._send(change)
+        self._changes.append((change, done))
+
+    def _adapters_in_use(self) -> set[str]:
+        return {name for opened in self._requests.values() if (name := opened.request.sampling.lora_name) is not None}
+
+    def _take_change(self, answer: AdapterChanged) -> None:
+        """What came of the first change that was not answered."""
+        change, done = self._changes.popleft()
+        if done is None:  # nobody has asked for it: an engine is told what the one before had
+            if answer.error is not None:
+                logger.error("the adapter %s is gone: %s", change.lora_name, answer.error)
+                self.adapters.forget(change.lora_name)
+            return
+        if answer.error is None:
+            self.adapters.enter(change)
+        if not done.done():
+            done.set_exception(Refusal(Kind.INVALID, answer.error)) if answer.error else done.set_result(None)
 
     def drop(self) -> None:
         """The engine's process has ended: what is left of it, such as ranks without their mpirun, is no longer listened
@@ -220,6 +265,12 @@ class EngineClient:
 
     def _attach(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
         self.ready, self.limits, self._writer = ready, ready.scheduler_limits(), writer
+        before = self.adapters.names
+        for change in self.adapters.changes(self._adapters_in_use()):
+            self._send(change)
+            self._changes.append((change, None))
+        for name in set(before).difference(self.adapters.names):
+            logger.error("the adapter %s is gone: its files have changed since it was loaded", name)
         going_on = self._suspects.begin(self._requests)
         for opened in going_on:
             self._submit(opened)
@@ -230,6 +281,10 @@ class EngineClient:
         self._beginning, self._num_together = [], 0
         while self._statuses:
             self._answer_status(None)
+        while self._changes:
+            _, done = self._changes.popleft()
+            if done is not None and not done.done():
+                done.set_exception(Refusal(Kind.FAILED, "the engine was lost meanwhile: send the request again"))
         for blame in self._suspects.lose(self._requests):
             self._give_up(blame)
         self._lost = self._suspects.engine
@@ -267,6 +322,8 @@ class EngineClient:
                 if opened is not None:
                     opened.inbox.end(_refusal(opened, Kind.INVALID, message.error))
                     self._go_on_behind(message.request_id)
+            case AdapterChanged():
+                self._take_change(message)
             case Status():
                 self._answer_status(message)
             case Beat():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
+from trtrun.adapters.lora_config import hash_adapter_files
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.models.heads import HEADS_FILES
 from trtrun.models.model_files import hash_model_files
@@ -29,4 +30,6 @@ def hash_files(config: RuntimeConfig) -> dict[str, str]:
     }
     if config.heads is not None:
         hashes["the heads"] = hash_model_files(config.heads.model, single_files=HEADS_FILES)
+    hashes |= {f"the adapter {name}": hash_adapter_files(path) for name, path in config.adapters.items()}
+    hashes |= {f"the draft's adapter {name}": hash_adapter_files(path) for name, path in config.draft_adapters.items()}
     return hashes | {"the tokenizer": hash_tokenizer_files(config.tokenizer or config.target.model)}

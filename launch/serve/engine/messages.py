@@ -2,7 +2,8 @@
 
     4 bytes, big-endian: length │ {"kind": "begin", "requests": […]}
 
-The front sends Begin, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended, Status and Beat. They are
+The front sends Begin, Abort, AskStatus, LoadAdapter, DropAdapter and Close; the engine sends Ready, Deltas, Ended,
+AdapterChanged, Status and Beat. They are
 plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. It does
 not know who sends what when.
 """
@@ -117,6 +118,25 @@ class Ready(_Message, frozen=True, tag="ready"):
         return SchedulerLimits(**self.limits)  # type: ignore[arg-type]
 
 
+class LoadAdapter(_Message, frozen=True, tag="load_adapter"):
+    """Load an adapter from a directory, before whatever is sent behind it. AdapterChanged answers."""
+
+    lora_name: str
+    path: str
+
+
+class DropAdapter(_Message, frozen=True, tag="drop_adapter"):
+    """Forget an adapter; requests that have it go on. AdapterChanged answers."""
+
+    lora_name: str
+
+
+class AdapterChanged(_Message, frozen=True, tag="adapter_changed"):
+    """What came of a LoadAdapter or DropAdapter, in their order; with an `error` nothing has changed."""
+
+    error: str | None = None
+
+
 class Deltas(_Message, frozen=True, tag="deltas"):
     """What a round added, to all its completions: one message, however many rows there are."""
 
@@ -184,7 +204,9 @@ class Beat(_Message, frozen=True, tag="beat"):
     still_seconds: float | None
 
 
-Message = Begin | Abort | AskStatus | Close | Ready | Deltas | Ended | Status | Beat
+_OfFront = Begin | Abort | AskStatus | LoadAdapter | DropAdapter | Close
+_OfEngine = Ready | Deltas | Ended | AdapterChanged | Status | Beat
+Message = _OfFront | _OfEngine
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
@@ -22,11 +23,14 @@ from launch.serve.engine.identity import hash_config, hash_files
 from launch.serve.engine.keeper import is_watched
 from launch.serve.engine.messages import (
     Abort,
+    AdapterChanged,
     AskStatus,
     Beat,
     Begin,
     Close,
+    DropAdapter,
     Generate,
+    LoadAdapter,
     MessageError,
     MessageStream,
     Ready,
@@ -43,7 +47,7 @@ from trtrun.api.llm_engine import LLMEngine
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
-from trtrun.errors import InvalidRequestError, RankFailedError
+from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError
 from trtrun.roles.draft_loss import losable_ranks
 
 
@@ -173,10 +177,31 @@ class _Served:
                     telling = asyncio.create_task(self._tell_status())
                     self._telling.add(telling)
                     telling.add_done_callback(self._telling.discard)
+                case LoadAdapter() | DropAdapter():
+                    await self._change_adapters(message)  # requests behind it may ask for it
                 case Close():
                     return
                 case _:
                     raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
+
+    async def _change_adapters(self, change: LoadAdapter | DropAdapter) -> None:
+        """Load or drop an adapter between two rounds, and tell what came of it."""
+
+        def work(engine: LLMEngine) -> None:
+            if isinstance(change, LoadAdapter):
+                engine.load_adapter(change.lora_name, Path(change.path))
+            else:
+                engine.adapters.drop(change.lora_name)
+
+        error = None
+        try:
+            await self._llm.call(work)
+        except RankFailedError as failure:
+            self._fail(failure)
+            return
+        except (CheckpointError, InvalidRequestError) as problem:
+            error = str(problem)
+        self._outbox.send(AdapterChanged(error=error))
 
     async def _beat(self) -> None:
         limit = self._llm.config.launch.heartbeat_seconds

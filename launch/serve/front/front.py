@@ -23,6 +23,7 @@ from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.arrivals import ArrivalBatches, PromptTokens
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reading.readers import Found, Readers, ReadRequest
+from trtrun.api.adapters import check_adapter
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.core.outputs import OWN_FAULTS, CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -197,6 +198,16 @@ class Front:
         self._tokens = PromptTokens(prompts)
         self._arrivals = ArrivalBatches(door)
 
+    @property
+    def adapters(self) -> list[str]:
+        """Names of those that requests may ask for."""
+        return self.client.adapters.names
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self._prompts.end_token_ids
+
     async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Found:
         """Have a request read beside the event loop.
 
@@ -214,7 +225,7 @@ class Front:
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
                 with self._arrivals.announced() if is_short else nullcontext():
-                    found = await self._readers.read(kind, body, most_tokens, model, json_length)
+                    found = await self._readers.read(kind, body, most_tokens, model, json_length, self.adapters)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
         if isinstance(found, ReadRequest) and not found.prompts:
@@ -290,6 +301,7 @@ class Front:
                 limits.check_prompt(len(request.prompt_token_ids))
                 limits.check_draft_len(request.sampling.draft_len)
                 limits.check_lookahead(request.sampling.lookahead_config)
+                check_adapter(request.sampling.lora_name, self.adapters)
 
     def most_prompt_tokens(self) -> int:
         """Tokens of the longest prompt that can run; raises a Refusal where there is no engine."""

@@ -6,7 +6,7 @@ here is refused when it asks for something. It knows inputs and SamplingParams, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_table_extra_id": (0,),
     "prompt_table_extra_ids": (0,),
     "prompt_vocab_size": (0,),
-    "lora_task_id": (0,),
     "lora_weights": (),
     "lora_config": (),
     "return_context_logits": (False,),
@@ -48,6 +47,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 _REASONS: Mapping[str, str] = {
     "beam_width": "there is no beam search here",
+    "lora_weights": "adapters are named in the configuration",
+    "lora_config": "adapters are named in the configuration",
     "draft_logits": "drafts are compared with the target's own tokens",
     "draft_acceptance_threshold": "drafts are accepted without loss alone",
 }
@@ -102,6 +103,7 @@ class ModelFacts:
         draft_len: tokens drafted in a round, at most; 0 where none are.
         excludes_prompt: whether whole outputs begin behind the prompt where a request does not say; None where that is
             so of texts alone.
+        lora_tasks: names of adapters, by their `lora_task_id`, from 1 on.
     """
 
     tokenizer: Tokenizer | None
@@ -109,6 +111,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     draft_len: int
     excludes_prompt: bool | None = None
+    lora_tasks: Sequence[str] = ()
 
     @property
     def end_id(self) -> int:
@@ -186,6 +189,7 @@ def _read_sampling(row: Row, request: InferRequest, facts: ModelFacts) -> tuple[
     values |= _read_choice(row, request)
     values |= _read_draft(row, request, facts)
     values |= _read_guide(row)
+    values["lora_name"] = _read_adapter(row, facts)
     if row.has("end_id"):
         end_id = row.number("end_id", -1)
         if end_id < -1:
@@ -235,6 +239,20 @@ def _read_draft(row: Row, request: InferRequest, facts: ModelFacts) -> dict[str,
             raise refuse_input(missing, f"is missing beside {' and '.join(given)}: give all three or none")
         values["lookahead_config"] = tuple(row.number(name, 0) for name in LOOKAHEAD_INPUTS)
     return values
+
+
+def _read_adapter(row: Row, facts: ModelFacts) -> str | None:
+    """The adapter that a row names, by its place in the configuration."""
+    task: int = row.number("lora_task_id", 0)
+    if not task:
+        return None
+    if not facts.lora_tasks:
+        raise refuse_input("lora_task_id", "no adapters are named in the configuration: leave the input out")
+    if task > len(facts.lora_tasks):
+        raise refuse_input(
+            "lora_task_id", f"must be 1 to {len(facts.lora_tasks)}, the place of a name in `adapters`, not {task}"
+        )
+    return facts.lora_tasks[task - 1]
 
 
 def _read_guide(row: Row) -> dict[str, Any]:

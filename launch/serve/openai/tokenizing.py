@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.openai.prompts import PromptMaker
-from launch.serve.openai.types import read_chat, read_completion
+from launch.serve.openai.types import ModelNames, read_chat, read_completion, unknown_model
 from trtrun.api.prompts import PromptReader
 from trtrun.core.values import read_flag, read_token_ids, show_value
 from trtrun.errors import InvalidRequestError, nearest
@@ -20,13 +20,17 @@ _NAMES = ("model", "tokens")
 
 
 def tokenize(
-    values: object, model_name: str, tokenizer: Tokenizer | None, prompts: PromptMaker, most_tokens: int
+    values: object,
+    names: ModelNames,
+    tokenizer: Tokenizer | None,
+    prompts: PromptMaker,
+    most_tokens: int,
 ) -> dict[str, Any]:
     """The tokens of a text, or of a chat by its template, as completions and chats would have them.
 
     Args:
         values: the body: `prompt` or `messages`, `return_token_strs`, and fields of completions or chats.
-        model_name: what clients call the model.
+        names: that clients may call the model.
         tokenizer: None where there is none.
         prompts: makes the tokens.
         most_tokens: that a prompt has room for.
@@ -41,26 +45,26 @@ def tokenize(
         names_tokens = read_flag("return_token_strs", values.get("return_token_strs") or False)
     tokens: Sequence[int]
     if given.get("messages") is not None:
-        tokens, _ = prompts.of_chat(read_chat(given, model_name), most_tokens)
+        tokens, _ = prompts.of_chat(read_chat(given, *names), most_tokens)
     else:
         if not isinstance(given.get("prompt"), str):
             raise Refusal(Kind.INVALID, "prompt must be a text; give that, or messages", "prompt")
-        call = read_completion(given, model_name)
+        call = read_completion(given, *names)
         with refusing():
             tokens = prompts.of_text(given["prompt"], call.encoding, most_tokens)
     told: dict[str, Any] = {"count": len(tokens), "tokens": list(tokens), "token_strs": None}
     if names_tokens and tokenizer is not None:
-        names = {token: name for name, token in tokenizer.vocabulary().items()}
-        told["token_strs"] = [names.get(token, "") for token in tokens]
+        spelled = {token: name for name, token in tokenizer.vocabulary().items()}
+        told["token_strs"] = [spelled.get(token, "") for token in tokens]
     return told
 
 
-def detokenize(values: object, model_name: str, tokenizer: Tokenizer | None, reader: PromptReader) -> dict[str, Any]:
+def detokenize(values: object, names: ModelNames, tokenizer: Tokenizer | None, reader: PromptReader) -> dict[str, Any]:
     """The text of tokens, special ones as they are written.
 
     Args:
         values: the body: `tokens`.
-        model_name: what clients call the model.
+        names: that clients may call the model.
         tokenizer: None where there is none.
         reader: knows which tokens the model has.
 
@@ -74,9 +78,8 @@ def detokenize(values: object, model_name: str, tokenizer: Tokenizer | None, rea
             raise Refusal(
                 Kind.INVALID, f"unknown field {show_value(name)}{nearest(name, _NAMES)}", code="unknown_field"
             )
-    if values.get("model") not in (None, model_name):
-        line = f"there is no model {show_value(values['model'])}: this server has {show_value(model_name)}"
-        raise Refusal(Kind.UNKNOWN_MODEL, line, "model", "model_not_found")
+    if values.get("model") not in (None, names.model, *names.adapters):
+        raise unknown_model(values["model"], *names)
     if tokenizer is None:
         raise Refusal(Kind.INVALID, "the target has no tokenizer: its tokens have no text")
     try:

@@ -8,11 +8,10 @@ values, and no HTTP.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import (
@@ -21,71 +20,23 @@ from launch.serve.openai.calls import (
     CompletionCall,
     Encoding,
     Rendering,
-    read_messages,
-    read_prediction,
-    read_text,
 )
-from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, names_of
+from launch.serve.openai.fields import Endpoint, fields_of
 from launch.serve.openai.guided import read_guided
+from launch.serve.openai.messages import read_messages, read_prediction, read_text
+from launch.serve.openai.taking import take_fields
+from launch.serve.openai.tools import read_tools
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
-_ALLOWING = {"tools": "tool_choice", "functions": "function_call"}
-"""Fields that ask for nothing where another one is "none"."""
 
+class ModelNames(NamedTuple):
+    """What clients may ask for: the model, and its adapters."""
 
-def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
-    """The fields of a body that have an effect, each with a value that is not null.
-
-    Raises:
-        Refusal: the body is no object, or has a field that is unknown, or asks for what there is not.
-    """
-    if not isinstance(values, dict):
-        raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
-    taken = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        field = BY_NAME.get(name)
-        if field is None or field.endpoint not in (None, endpoint):
-            raise _unknown(name, endpoint)
-        if field.treatment is Treatment.EFFECT:
-            taken[name] = value
-        elif field.treatment is Treatment.NEUTRAL and not _asks_for_nothing(field, value, values):
-            raise _unsupported(field)
-    return taken
-
-
-def _asks_for_nothing(field: Field, value: object, values: Mapping[str, Any]) -> bool:
-    if field.name == "best_of" and value == values.get("n"):
-        return True
-    if values.get(_ALLOWING.get(field.name, "")) == "none":
-        return True
-    # To Python true is 1, and false is 0.
-    return any(value == neutral and (type(value) is bool) == (type(neutral) is bool) for neutral in field.neutral)
-
-
-def _unsupported(field: Field) -> Refusal:
-    line = f"{field.name} is not supported here: leave it out"
-    if field.says:
-        line = f"{field.name} is not supported here: give {field.says}"
-    elif field.neutral:
-        line += f", or give {' or '.join(map(show_value, field.neutral))}"
-    if field.name in _ALLOWING:
-        line += f', or give {_ALLOWING[field.name]} "none"'
-    return Refusal(Kind.INVALID, line, field.name, "unsupported_field")
-
-
-def _unknown(name: str, endpoint: Endpoint) -> Refusal:
-    told = name[:100].encode(errors="backslashreplace").decode()  # half a character cannot be sent back
-    match = difflib.get_close_matches(name[:100], sorted(names_of(endpoint)), n=1, cutoff=0.5)
-    hint = f" (did you mean '{match[0]}'?)" if match else ": leave it out"
-    if name in BY_NAME:
-        others = next(other for other in Endpoint if other is not endpoint)
-        hint = f" of {endpoint.value}: {others.value} have it"
-    return Refusal(Kind.INVALID, f"unknown field {show_value(name)}{hint}", told, "unknown_field")
+    model: str
+    adapters: Sequence[str] = ()
 
 
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs", "stop_sequences", "guided"}
@@ -103,19 +54,22 @@ _COUNTS = (
 _UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1}
 """What means "none" in other servers."""
 
+_MOST_NAMED = 20
+"""Adapters that a message names."""
+
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
 )  # fmt: skip
 
 
-def read_completion(values: object, model_name: str) -> CompletionCall:
-    """What a body of /v1/completions asks for.
+def read_completion(values: object, model_name: str, adapters: Collection[str] = ()) -> CompletionCall:
+    """What a body of /v1/completions asks for, of a model or one of its adapters.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
     """
-    given = _read_fields(values, Endpoint.COMPLETIONS, model_name)
+    given = _read_fields(values, Endpoint.COMPLETIONS, model_name, adapters)
     if "prompt" not in given:
         raise _wrong("prompt", "prompt is missing: a text, a list of token ids, or a list of these")
     prompts = _read_prompts(given["prompt"])
@@ -126,13 +80,13 @@ def read_completion(values: object, model_name: str) -> CompletionCall:
     return CompletionCall(prompts, _read_encoding(given, adds_special_tokens=True), answering)
 
 
-def read_chat(values: object, model_name: str) -> ChatCall:
-    """What a body of /v1/chat/completions asks for.
+def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -> ChatCall:
+    """What a body of /v1/chat/completions asks for, of a model or one of its adapters.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
     """
-    given = _read_fields(values, Endpoint.CHATS, model_name)
+    given = _read_fields(values, Endpoint.CHATS, model_name, adapters)
     if "messages" not in given:
         raise _wrong("messages", 'messages is missing: a list such as [{"role": "user", "content": "…"}]')
     messages = read_messages(given["messages"])
@@ -151,15 +105,27 @@ def read_chat(values: object, model_name: str) -> ChatCall:
     logprobs = (0 if most is None else most) if wants else None
     answering = _read_answering(given, logprobs, LARGEST_COUNT, sent_as)
     prediction = read_prediction(given.get("prediction"))
-    return ChatCall(messages, prediction, _read_rendering(given), encoding, answering)
+    return ChatCall(
+        messages,
+        prediction,
+        _read_rendering(given),
+        encoding,
+        answering,
+        read_tools(given),
+        tells_thoughts=_flag(given, "include_reasoning", True),
+        parts_thoughts=_flag(given, "separate_reasoning", True),
+    )
 
 
-def _read_fields(values: object, endpoint: Endpoint, model_name: str) -> dict[str, Any]:
+def _read_fields(values: object, endpoint: Endpoint, model_name: str, adapters: Collection[str]) -> dict[str, Any]:
     """The fields that have an effect, as SamplingParams has them."""
-    given = take_fields(values, endpoint)
-    if given.get("model", model_name) != model_name:
-        line = f"there is no model {show_value(given['model'])}: this server has {show_value(model_name)}"
-        raise Refusal(Kind.UNKNOWN_MODEL, line, "model", "model_not_found")
+    given = take_fields(values, fields_of(endpoint), endpoint.value)
+    model = given.get("model", model_name)
+    if model != model_name:
+        if not isinstance(model, str) or model not in adapters:
+            raise unknown_model(model, model_name, adapters)
+        if given.setdefault("lora_name", model) != model:
+            raise _wrong("lora_name", f"model is the adapter {show_value(model)}: leave lora_name out, or give that")
     for name in given.keys() & set(_COUNTS):
         value = given[name]
         if type(value) is float and value.is_integer():
@@ -175,6 +141,13 @@ def _read_fields(values: object, endpoint: Endpoint, model_name: str) -> dict[st
         texts = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
         given["stop"] = [text for text in texts if text != ""]
     return given
+
+
+def unknown_model(model: object, model_name: str, adapters: Collection[str]) -> Refusal:
+    """What is told whoever asks for a model that there is not."""
+    known = ", ".join(map(show_value, [model_name, *list(adapters)[:_MOST_NAMED]]))
+    line = f"there is no model {show_value(model)}: this server has {known}"
+    return Refusal(Kind.UNKNOWN_MODEL, line, "model", "model_not_found")
 
 
 def _read_answering(

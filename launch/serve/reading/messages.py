@@ -31,9 +31,11 @@ class Facts(_Message, frozen=True, tag="facts"):
         tokenizer: its directory; None where there is none.
         tokenizer_hash: of the files that the front has read it from; see hash_tokenizer_files.
         template, template_tokens: of chats; None where there is none.
+        tool_template: of chats with tools, where it is another one.
+        tool_format, reasoning_format: in which chats' texts have calls and thoughts; empty where there are none.
         model_name: what OpenAI's clients call the model.
         vocab_size, eos_token_ids: of the model.
-        draft_len, excludes_prompt: see kserve's ModelFacts.
+        draft_len, excludes_prompt, lora_tasks: see kserve's ModelFacts.
         max_batch_size: rows that a request of KServe may have.
         most_bytes: of memory beyond what the process has once it is ready.
         niceness: of the process.
@@ -49,20 +51,25 @@ class Facts(_Message, frozen=True, tag="facts"):
     excludes_prompt: bool | None
     max_batch_size: int
     tokenizer_hash: str = ""
+    tool_template: str | None = None
+    tool_format: str = ""
+    reasoning_format: str = ""
     most_bytes: int = 0
     niceness: int = 0
+    lora_tasks: tuple[str, ...] = ()
 
 
 class Task(_Message, frozen=True, tag="task"):
     """Read the request whose bytes follow.
 
     Attributes:
-        kind: of the request: `completion`, `chat`, `tokenize`, `detokenize`, `infer`, `generate`, or `call` for a
-            message of gRPC.
+        kind: of the request: `completion`, `chat`, `response`, `tokenize`, `detokenize`, `infer`, `generate`, or
+            `call` for a message of gRPC.
         seconds: of processor time that it may take.
         most_tokens: of a prompt; longer ones are counted, and not sent.
         model: of KServe, by its name.
         json_length: of a body whose end is bytes of tensors.
+        adapters: names of those that may be asked for.
     """
 
     kind: str
@@ -70,6 +77,7 @@ class Task(_Message, frozen=True, tag="task"):
     most_tokens: int
     model: str = ""
     json_length: int = 0
+    adapters: tuple[str, ...] = ()
 
 
 class Read(_Message, frozen=True, tag="read"):

@@ -76,14 +76,29 @@ class Readers:
         for lane in (self._short, self._long):
             lane.start_one()
 
-    async def read(self, kind: str, body: bytes, most_tokens: int, model: str = "", json_length: int = 0) -> Found:
+    async def read(
+        self,
+        kind: str,
+        body: bytes,
+        most_tokens: int,
+        model: str = "",
+        json_length: int = 0,
+        adapters: Sequence[str] = (),
+    ) -> Found:
         """What a request asks for; see Task.
 
         Raises:
             Refusal: it is wrong, or takes more time or memory than it may.
         """
         seconds = _BASE_SECONDS + _SECONDS_A_MIB * len(body) / (1 << 20)
-        task = Task(kind=kind, seconds=seconds, most_tokens=most_tokens, model=model, json_length=json_length)
+        task = Task(
+            kind=kind,
+            seconds=seconds,
+            most_tokens=most_tokens,
+            model=model,
+            json_length=json_length,
+            adapters=tuple(adapters),
+        )
         lane = self._long if len(body) > SHORT_BODY else self._short
         reply, blocks = await lane.read(task, body)
         return found_of(reply.result, blocks)

@@ -10,6 +10,7 @@ TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
     torch      the rank has another version of torch
     raise      the rank's third verification of a round raises ZeroDivisionError
     endless    the rank never returns from its third verification
+    slow       the rank sleeps 0.05 s before each verification, and leaves its core to others
 
 Nothing of trtrun knows this module.
 """
@@ -71,14 +72,16 @@ def break_torch(module: Any) -> None:
 
 def break_engine(module: Any) -> None:
     """A defect in the middle of a run."""
-    if kind not in ("raise", "endless"):
+    if kind not in ("raise", "endless", "slow"):
         return
     original, calls = module.Engine.verify_forward, 0
 
     def changed(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls >= 6:  # warm-up verifies up to three times
+        if kind == "slow":
+            time.sleep(0.05)
+        elif calls >= 6:  # warm-up verifies up to three times
             if kind == "raise":
                 raise ZeroDivisionError("one of the defects\nof this world")
             while True:

@@ -7,7 +7,7 @@ import torch
 from gpus import needs_gpu
 from paged import check_tilings
 
-from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_SPLIT, Tiling, choose_tiling
+from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_SPLIT, Tiling, choose_tiling, tiling_of_codes
 
 H200 = 132
 """Multiprocessors."""
@@ -51,6 +51,29 @@ def test_without_the_kernel_for_prompts(places: int, shares: int) -> None:
         assert tile in (16, 32, 64, LARGEST_TILE)
         assert tile == 16 or tile < 2 * places
         assert not is_split or (shares > 1 and tile <= MOST_SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("places", "lines", "shares", "expected"),
+    [
+        (4, 8, 1, Tiling(16)),
+        (128, 1024, 1, Tiling(64)),
+        (4, 8, 32, Tiling(16, is_split=True)),
+        (4, 256, 32, Tiling(16, is_split=True)),  # a token of 32 rows: two programs a multiprocessor are too few
+        (4, 512, 32, Tiling(16, is_split=True)),
+        (4, 1024, 32, Tiling(16)),
+        (24, 256, 32, Tiling(16, is_split=True)),  # 6 queries of 32 rows
+        (24, 512, 32, Tiling(16)),
+        (88, 8, 32, Tiling(64, is_split=True)),
+        (256, 1, 512, Tiling(64, is_split=True)),
+        (257, 1, 512, Tiling(64)),  # results of so many shares would take too much memory
+        (8192, 8, 32, Tiling(64)),
+    ],
+)
+def test_widened_keys_and_values_are_dealt_out_to_more_programs(
+    places: int, lines: int, shares: int, expected: Tiling
+) -> None:
+    assert tiling_of_codes(places, lines, shares, H200) == expected
 
 
 @needs_gpu  # test_triton_interpreted.py does it without

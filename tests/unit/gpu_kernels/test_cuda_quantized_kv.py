@@ -19,14 +19,15 @@ WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1376, "head_dim
 CHAIN, TREE = {"draft_len": 4}, {"method": "ngram", "prompt_lookup_min": 1, "draft_len": 3, "max_paths": 3}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_speculative_texts_over_codes_are_plain_ones(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows alone, 8, 32 and 64 of them: greedy and by seed, beside prompts in chunks, after preemption, over prefixes
     that were used before; chains and trees. All attention is the kernel's."""
     monkeypatch.setattr(GatherAttention, "forward", None)
-    target = make_checkpoint(tmp_path / "target", dtype=torch.bfloat16, **WIDE)
+    target = make_checkpoint(tmp_path / "target", dtype=dtype, **WIDE)
     draft = noisy_copy(tmp_path / "draft", target, 0.3)
     shared = prompt_of(100, seed=99)
     prompts = [

@@ -37,7 +37,7 @@ def calls(node: ast.AST) -> set[str]:
 def test_they_are_found() -> None:
     assert {
         "matmul.py:_product_kernel",
-        "paged_attention.py:_attend_kernel",
+        "attend_kernel.py:attend_kernel",
         "fused.py:_silu_and_multiply_kernel",
     } <= set(KERNELS)
 

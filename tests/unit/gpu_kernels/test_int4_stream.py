@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from gpus import needs_hopper
@@ -52,14 +54,14 @@ def test_products(features: int, inputs: int, size: int, has_bias: bool, dtype: 
     held = make_weight(features, inputs, size, dtype)
     weight = weight_of(held, inputs, dtype)
     bias = torch.randn(features, device="cuda").to(dtype) if has_bias else None
-    product, streamed = TritonInt4Matmul(**held, bias=bias), StreamedProduct(**held, bias=bias)
+    general, streamed = TritonInt4Matmul(**held, bias=bias), StreamedProduct(**held, bias=bias)
     together = torch.randn(700, inputs, device="cuda").to(dtype)
     expected = chain_product(together, **held, bias=bias)
     exact = together.double() @ weight.T + (0 if bias is None else bias.double())
     assert (expected.double() - exact).norm() / exact.norm() < (4e-3 if dtype is torch.bfloat16 else 5e-4)
     for rows in (1, 8, 9, 16, 17, 32, 48, 64, 65, 128, 129, 300, 700):
         x = together[700 - rows :]
-        assert torch.equal(product(x), expected[700 - rows :]), f"{rows} rows"
+        assert torch.equal(general(x), expected[700 - rows :]), f"{rows} rows"
         for height in (64, 128) if rows > 64 else [height_of(rows, len(held["words"]), 132)] * 3:
             assert torch.equal(streamed(x, height), expected[700 - rows :]), f"{rows} rows in tiles of {height}"
 
@@ -98,12 +100,12 @@ def test_few_rows_are_for_the_kernel_that_streams(has_same_bits: bool, monkeypat
     """What runs before a capture compares; a graph alone cannot, and goes the other way."""
     from trtrun.kernels.triton.int4_stream import suitability
 
-    compared: list[int] = []
+    compared: list[tuple[int, ...]] = []
     capturing = [True]
     monkeypatch.setattr(suitability, "_chosen", {})
     monkeypatch.setattr(suitability, "is_hopper", lambda device: True)
     monkeypatch.setattr(suitability, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:4]) or has_same_bits)
+    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:5]) or has_same_bits)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     held = pack(torch.zeros(64, 128, dtype=torch.int32), torch.ones(64, 1).bfloat16(), 8)
     streamed = suitability.Streamed(held["words"], held["scales"], None, never)
@@ -114,13 +116,16 @@ def test_few_rows_are_for_the_kernel_that_streams(has_same_bits: bool, monkeypat
     assert not takes(1) and not compared
     capturing[0] = False
     assert not takes(0) and not takes(1, 129) and not compared
-    kinds = [(8, 1), (16, 1), (64, 1)]
+    kinds = [(8, 1, 1), (16, 1, 1), (64, 1, 1)]
     assert [takes(rows) for rows in (1, 8, 16, 128, 129)] == [has_same_bits] * 5 and compared == kinds
     finer = pack(torch.zeros(64, 128, dtype=torch.int32), torch.ones(64, 4).bfloat16(), 8)
     other = suitability.Streamed(finer["words"], finer["scales"], None, never)
-    assert other.takes(torch.zeros(1, 128).bfloat16()) == has_same_bits and compared[-1] == (8, 4)
+    assert other.takes(torch.zeros(1, 128).bfloat16()) == has_same_bits and compared[-1] == (8, 4, 1)
+    longer = pack(torch.zeros(64, 1024, dtype=torch.int32), torch.ones(64, 8).bfloat16(), 8)
+    other = suitability.Streamed(longer["words"], longer["scales"], None, never)
+    assert other.takes(torch.zeros(1, 1024).bfloat16()) == has_same_bits and compared[-1] == (8, 1, 2)
     monkeypatch.setattr(suitability, "is_collecting", lambda: True)
-    assert takes(30) and compared[-1] == (32, 1), "its kernels are asked for, whatever skipped ones say"
+    assert takes(30) and compared[-1] == (32, 1, 1), "its kernels are asked for, whatever skipped ones say"
     monkeypatch.setattr(suitability, "is_collecting", lambda: False)
     assert takes(30) == has_same_bits
     capturing[0] = True
@@ -144,6 +149,19 @@ def test_tiles_leave_few_multiprocessors_idle(rows: int, tiles: int, height: int
     from trtrun.kernels.triton.int4_stream.tiles import height_of
 
     assert height_of(rows, tiles, 132) == height
+
+
+def test_there_is_room_for_steps_on_their_way() -> None:
+    """While one is multiplied the next is waited for: with room for one alone nothing would ever end."""
+    from trtrun.kernels.triton.int4_stream.tiles import HEIGHTS, Room, steps_at_once
+
+    asked = set()
+    for height, parts, steps in product(HEIGHTS, (1, 2, 4), (1, 2, 7, 8)):
+        at_once = steps_at_once(height, parts, steps)
+        asked.add(at_once)
+        assert steps % at_once == 0 and Room.of(height, parts, at_once).stages >= 2
+        assert Room.of(height, parts, at_once).slots >= 2
+    assert asked == {1, 2}
 
 
 def test_it_is_not_for_the_cpu() -> None:

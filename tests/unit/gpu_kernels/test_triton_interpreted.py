@@ -18,6 +18,7 @@ from torch.nn import functional
 from trtrun.attention.backend import attend as attend_places
 from trtrun.attention.gather import GatherAttention
 from trtrun.kernels import chooser
+from trtrun.kernels.torch.low_rank import StackedFactors
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton import support
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks
@@ -304,6 +305,47 @@ def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, roun
         some = product(x[:rows])
         # The interpreter's sums are numpy's, whose order shows where the numbers are not all codes.
         assert torch.equal(some, found[:rows]) if rounds or not rows else difference(some, found[:rows]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "most", "ranks"), [((70, 32, 32), 200, 24, (3, 24)), ((130,), 1100, 64, (64, 8))]
+)
+def test_what_adapters_add(
+    outputs: tuple[int, ...], inputs: int, most: int, ranks: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """The same as torch's operations, in any company; lines without an adapter, or with an empty slot, stay."""
+    from trtrun.kernels.line_slots import LineSlots
+    from trtrun.kernels.torch.low_rank import Factors, LowRankShape, TorchLowRank
+    from trtrun.kernels.triton.low_rank import TritonLowRank
+
+    torch.manual_seed(inputs)
+    shape, device = LowRankShape(outputs, inputs, 3, most), torch.device("cpu")
+    found, expected = TritonLowRank(shape, dtype, device), TorchLowRank(shape, dtype, device)
+    for slot, rank in enumerate(ranks, start=1):
+        factors = [
+            None
+            if place == slot
+            else Factors((torch.randn(rank, inputs) / inputs**0.5).to(dtype), torch.randn(of, rank).to(dtype))
+            for place, of in enumerate(outputs)
+        ]  # fmt: skip
+        for one in (found, expected):
+            one.put(slot, factors)
+    x, y = torch.randn(39, inputs).to(dtype), torch.randn(39, sum(outputs)).to(dtype)
+    slots = torch.tensor([0, 1, 1, 2, 3] * 7 + [2] * 4)
+
+    def added(low_rank: StackedFactors, lines: slice) -> torch.Tensor:
+        result = y[lines].clone()
+        low_rank.add(result, x[lines], LineSlots(slots[lines]))
+        return result
+
+    whole = added(found, slice(None))
+    assert difference(whole, added(expected, slice(None))) < BOUNDS[dtype]
+    assert torch.equal(whole[(slots == 0) | (slots == 3)], y[(slots == 0) | (slots == 3)])
+    for lines in (slice(1, 2), slice(20), slice(17, 39), slice(0)):
+        assert torch.equal(added(found, lines), whole[lines]), lines
+    found.put(2, [None] * len(outputs))
+    assert torch.equal(added(found, slice(None))[slots == 2], y[slots == 2])
 
 
 @pytest.mark.parametrize("width", [3, 2049, 5000])

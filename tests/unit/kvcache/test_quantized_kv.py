@@ -140,15 +140,15 @@ def configuration_bytes(folder: Path, model: Path, name: str) -> int:
     return kv_bytes_per_block(config, read_model_config(model), 1, torch.bfloat16)
 
 
-def test_on_gpus_they_are_for_bfloat16_alone(tmp_path: Path) -> None:
+def test_on_gpus_they_are_for_half_precision_alone(tmp_path: Path) -> None:
     path = with_kv_scales(tmp_path / "scaled", make_checkpoint(tmp_path / "source"), FP8_SCHEME)
     model = read_model_config(path)
     for name, kind in (("auto", "fp8"), ("int8", "int8")):
         config = configuration(path, None, kv_cache={"dtype": name})
-        assert reads_in_place(config, model, "cuda", torch.bfloat16)
+        assert all(reads_in_place(config, model, "cuda", dtype) for dtype in (torch.bfloat16, torch.float16))
         assert not reads_in_place(config, model, "cpu", torch.float32)
-        with pytest.raises(ConfigError, match=f"on GPUs keys and values are kept in {kind} .* not in float16: write"):
-            reads_in_place(config, model, "cuda", torch.float16)
+        with pytest.raises(ConfigError, match=f"on GPUs keys and values are kept in {kind} .* not in float32: write"):
+            reads_in_place(config, model, "cuda", torch.float32)
     assert reads_in_place(configuration(path, None, kv_cache={"dtype": "plain"}), model, "cuda", torch.float16)
 
 

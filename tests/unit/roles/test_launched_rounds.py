@@ -15,9 +15,9 @@ from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.core.nouns import RoundPlan
-from trtrun.roles.engine_ranks import SoloRanks
 from trtrun.roles.launched_round import DecidedRound, LaunchedRound
 from trtrun.roles.round import Worker
+from trtrun.roles.solo_ranks import SoloRanks
 from trtrun.start import job
 
 GREEDY = SamplingParams(max_tokens=20)

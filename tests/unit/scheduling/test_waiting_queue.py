@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler_simulation import make_request
 
+from trtrun.core.guide import Guide
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.kvcache.blocks import BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.batch import Completion
@@ -26,6 +30,22 @@ class Queue:
             table = BlockTable(POOL, PrefixCache(POOL), 1)
             self.named[name] = Completion(make_request(len(self.named), [1]), table, [1], group=name[0])
             self.queue.add(self.named[name])
+
+    def hold(self, *names: str) -> None:
+        """These come, and need a guide each, of their name."""
+        for name in names:
+            table = BlockTable(POOL, PrefixCache(POOL), 1)
+            request = replace(make_request(len(self.named), [1]), sampling=SamplingParams(guided={"regex": name}))
+            self.named[name] = Completion(request, table, [1], group=name[0])
+            self.queue.add(self.named[name], is_held=True)
+
+    def release(self, *names: str) -> None:
+        """Their guides are built."""
+        for name in names:
+            self.queue.release(Guide("regex", name))
+
+    def held(self) -> list[str]:
+        return [guide.text for guide in self.queue.held_guides()]
 
     def take(self, *names: str) -> None:
         """These get a row, each when it is next."""
@@ -121,3 +141,31 @@ def test_the_number_that_waits_of_a_group_leaves_out_rows_and_others() -> None:
     queue = Queue("a1", "a2", "a3", "b1")
     queue.take("a1")
     assert [queue.queue.num_waiting_of(group) for group in "abc"] == [2, 1, 0]
+
+
+def test_who_is_held_is_passed_by_and_keeps_its_place() -> None:
+    queue = Queue("a1")
+    queue.hold("a2", "b1", "b2")
+    queue.add("a3", "b3", "c1")
+    queue.hold("d1")
+    queue.add("e1")
+    assert queue.in_turn() == ["a1", "b3", "c1", "e1"] and queue.held() == ["a2", "b1", "d1", "b2"]
+    assert (len(queue.queue), queue.queue.num_ready, queue.queue.num_waiting_of("b")) == (9, 5, 3)
+    queue.release("d1", "b2", "a2")
+    assert queue.in_turn() == ["a1", "b2", "c1", "d1", "e1"], "b2 came before b3, and d before e"
+    queue.take("a1", "b2", "c1", "d1", "e1")
+    assert queue.in_turn() == ["a2", "b3"], "the others of their groups, b1 is still held"
+    queue.take("a2", "b3", "a3")
+    assert queue.in_turn() == [] and queue.held() == ["b1"] and queue.queue.num_ready == 0
+    queue.release("b1")
+    assert queue.in_turn() == ["b1"] and queue.held() == []
+
+
+def test_who_is_held_can_be_removed() -> None:
+    queue = Queue()
+    queue.hold("a1", "a2", "b1")
+    queue.add("a3")
+    queue.remove("a1", "b1")
+    assert queue.in_turn() == ["a3"] and queue.held() == ["a2"] and set(queue.queue._groups) == {"a"}
+    queue.remove("a3", "a2")
+    assert len(queue.queue) == queue.queue.num_ready == 0 and not queue.queue._groups and not queue.queue._holding

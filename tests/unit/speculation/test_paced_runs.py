@@ -18,7 +18,8 @@ from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
-from trtrun.roles.engine_ranks import EngineRanks, SoloRanks
+from trtrun.roles.engine_ranks import EngineRanks
+from trtrun.roles.solo_ranks import SoloRanks
 from trtrun.speculation.pacing import Pacer
 from trtrun.timing.spans import RankSpans
 from trtrun.wire.reports import RoundReport

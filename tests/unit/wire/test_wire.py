@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from trtrun.core.guide import Guide
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, ScoredPart
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.first_uses import FirstUses
+from trtrun.timing.tracing import Request, encode_request
+from trtrun.wire.adapter_loads import decode_load, encode_load
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 
@@ -62,6 +65,7 @@ def admissions(draw: st.DrawFn, lists: list[TokenLists]) -> RowAdmission:
         sampling=draw(sampling_params()),
         lists=draw(st.sampled_from(lists)),
         draft_tokens=np.array(draw(st.lists(TOKEN, max_size=6)), dtype=np.int32),
+        adapter_slot=draw(st.integers(0, 1024)),
     )
 
 
@@ -108,6 +112,12 @@ def assert_same(first: object, second: object) -> None:
 @given(plans())
 def test_a_plan_comes_back_as_it_was(plan: RoundPlan) -> None:
     assert_same(decode_plan(encode_plan(plan)), plan)
+
+
+def test_what_is_asked_of_adapters_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "ä b"
+    assert decode_load(encode_load(7, path)) == (7, path)
+    assert decode_load(encode_request(Request.START, 3)) is None
 
 
 def come_back(report: ReportArrays) -> RoundReport:

@@ -13,8 +13,10 @@ from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import NativeAttention, takes_head
 from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
+from trtrun.kernels.cpu.low_rank import CpuLowRank
 from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
 from trtrun.kvcache.formats import PLAIN, KVFormat
 
@@ -67,3 +69,7 @@ class CpuOperations(TorchOperations):
         if codes.shape[1] % 2 == 0 and machine.processor_kind() == machine.MULTIPLIES_BFLOAT16:
             return BlockedInt8Matmul(codes, scale, bias)
         return super().int8_product(codes, scale, bias)
+
+    def low_rank(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> LowRank:
+        """See TorchOperations."""
+        return CpuLowRank(shape, lambda weight: self.product(weight, None, batch_invariant=True))

@@ -17,6 +17,7 @@ from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.fp8 import TorchFp8Matmul
 from trtrun.kernels.torch.int4 import TorchInt4Matmul
 from trtrun.kernels.torch.int8 import TorchInt8Matmul
+from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.tensors import kept_integers, kept_range
 
@@ -92,6 +93,10 @@ class TorchOperations:
     def int4_product(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """The product with a weight of 4 bits, as trtrun.kernels.torch.int4 has it."""
         return TorchInt4Matmul(words, scales, bias)
+
+    def low_rank(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> LowRank:
+        """What adapters add to a linear layer, with all slots empty."""
+        return TorchLowRank(shape, dtype, device)
 
     def advance(
         self,

@@ -62,3 +62,18 @@ def choose_tiling(places: int, lines: int, shares: int, multiprocessors: int, ha
     if padded > _LEAST_TILE and has_prompt_kernel:
         return Tiling(None)
     return Tiling(min(padded, LARGEST_TILE))
+
+
+def tiling_of_codes(places: int, lines: int, shares: int, multiprocessors: int) -> Tiling:
+    """The same for keys and values that are widened on the way, which takes multiprocessors more than memory does:
+    shares are dealt out until each of those has four programs. A larger tile than 64 has no registers for it.
+
+    Args:
+        places, lines, shares, multiprocessors: see `choose_tiling`.
+    """
+    if shares == 1:
+        tile = choose_tiling(places, lines, shares, multiprocessors, has_prompt_kernel=False).tile
+        return Tiling(min(tile or MOST_SPLIT, MOST_SPLIT))
+    tile = _LEAST_TILE if places <= 2 * _LEAST_TILE else MOST_SPLIT
+    programs = lines * -(-places // tile)
+    return Tiling(tile, is_split=places <= _MOST_PLACES_SPLIT and programs < 4 * multiprocessors)

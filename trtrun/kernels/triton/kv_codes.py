@@ -1,9 +1,9 @@
 """Keys and values of 8 bits and their scales, as Triton functions for kernels: rounded on the way to the store, and
 widened on the way from it.
 
-They have the bits of trtrun.kvcache.byte_codes. Codes are widened by moving bits, on any GPU: E4M3 moved up by 20 bits
-is a float32, and by 4 a bfloat16, divided by 2^120. It knows codes and scales. It does not know where they lie
-(paged_store.py, paged_attention.py).
+Codes are those of trtrun.kvcache.byte_codes. They are widened by moving bits, on any GPU: E4M3 moved up by 20 bits is
+a float32, and by 4 a bfloat16, divided by 2^120. It knows codes and scales. It does not know where they lie
+(paged_store.py, code_steps.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class KeptNumbers:
     Attributes:
         codes: PLAIN, FP8 or INT8.
         has_layer_scales: whether the layer has scales for all tokens.
+        numbers: the store's layer as attention reads it: as it is, or two codes a number of 16 bits.
         token_scales: the store's layer as float32: what lies in it of scales; not read where there are none.
         layer_scales: [2, kv_heads] float32, the layer's; not read where it has none.
     """
 
     codes: int
     has_layer_scales: bool
+    numbers: torch.Tensor
     token_scales: torch.Tensor
     layer_scales: torch.Tensor
 
@@ -51,13 +53,14 @@ class KeptNumbers:
     def of(cls, kv_format: KVFormat, store_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> KeptNumbers:
         """Of a store's layer; see AttentionBackend."""
         if not isinstance(kv_format, ByteKV):
-            return cls(PLAIN.value, False, store_layer, store_layer)
+            return cls(PLAIN.value, False, store_layer, store_layer, store_layer)
         codes = FP8.value if kv_format.kind == "fp8" else INT8.value
+        pairs = store_layer.view(torch.int16)
         if kv_format.has_layer_scales:
             assert kv_scales is not None, "a layer with scales of its own hands them over"
-            return cls(codes, True, store_layer, kv_scales)
+            return cls(codes, True, pairs, store_layer, kv_scales)
         of_tokens = store_layer.view(-1).view(torch.float32)
-        return cls(codes, False, of_tokens, of_tokens)
+        return cls(codes, False, pairs, of_tokens, of_tokens)
 
 
 @triton.jit
@@ -80,74 +83,113 @@ def to_codes(rows, scale, CODES: tl.constexpr):
         exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
         magic = (exponent + 0x0A400000).to(tl.float32, bitcast=True)
         moved = (((value + magic) - magic) * _DOWN).to(tl.int32, bitcast=True)
-        return (((moved >> 24) & 0x80) | ((moved >> 20) & 0x7F)).to(tl.uint8)
+        sign = value.to(tl.int32, bitcast=True) >> 24  # which a sum of nothing has lost
+        return ((sign & 0x80) | ((moved >> 20) & 0x7F)).to(tl.uint8)
     # Beside 1.5 * 2^23 a number has no bits behind its point.
     return ((value + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
 
 
 @triton.jit
-def from_codes(codes, scale, kind: tl.constexpr, CODES: tl.constexpr):
-    """Codes uint8 and their scales float32, which broadcast → numbers of `kind`."""
-    if kind == tl.bfloat16:
-        made = _to_bfloat16(codes, scale, CODES)
+def widened(pairs, kind: tl.constexpr, CODES: tl.constexpr):
+    """Codes, two a number of 16 bits → what the lower ones stand for but for their scales, and the upper ones, each of
+    `kind`, exactly. Two at a time, as matrix units and copies take numbers of 16 bits in the order of plain ones, which
+    bytes are not taken in."""
+    if kind == tl.float32 or _INTERPRETS:
+        low, high = _number(pairs.to(tl.int32) & 0xFF, CODES), _number((pairs.to(tl.int32) >> 8) & 0xFF, CODES)
+        low, high = low.to(kind), high.to(kind)
+    elif kind == tl.bfloat16:
+        in_bfloat16: tl.constexpr = _FP8_BFLOAT16 if CODES == FP8 else _INT8_BFLOAT16
+        low, high = tl.inline_asm_elementwise(
+            in_bfloat16, "=&r,=&r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
     else:
-        if CODES == FP8:
-            whole = codes.to(tl.int32)
-            number = (((whole & 0x80) << 24) | ((whole & 0x7F) << 20)).to(tl.float32, bitcast=True) * _UP
-        else:
-            number = codes.to(tl.int8, bitcast=True).to(tl.float32)
-        made = (number * scale).to(kind)
-        if kind == tl.float16 and not _INTERPRETS:
-            made = _taken_in_order(made)
-    return made
+        in_float16: tl.constexpr = _FP8_FLOAT16 if CODES == FP8 else _INT8_FLOAT16
+        low, high = tl.inline_asm_elementwise(
+            in_float16, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return low, high
 
 
 @triton.jit
-def _taken_in_order(numbers):
-    """The same, but matrix units take them in the order in which they take plain ones. Where Triton sees that numbers
-    of half precision come from bytes, few queries take them in another order than many do: then bits differ."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2)
+def _number(code, CODES: tl.constexpr):
+    """Codes int32 from 0 to 255 → float32."""
+    if CODES == FP8:
+        number = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * _UP
+    else:
+        number = ((code ^ 0x80) - 0x80).to(tl.float32)
+    return number
 
 
-_FP8_PAIRS = tl.constexpr("""
+_FP8_BFLOAT16 = tl.constexpr("""
     {
-    .reg .b32 low, high;
-    shl.b32 low, $2, 4;
-    and.b32 low, low, 0xf0f0f0f0;
-    shr.b32 high, $2, 4;
-    and.b32 high, high, 0x07070707;
-    lop3.b32 high, $2, 0x80808080, high, 0xea;
-    prmt.b32 $0, low, high, 0x5140;
-    prmt.b32 $1, low, high, 0x7362;
+    .reg .b32 number, sign, up, nothing;
+    mov.b32 up, 0x7b807b80;
+    mov.b32 nothing, 0x80008000;
+    shl.b32 number, $2, 4;
+    and.b32 number, number, 0x07f007f0;
+    shl.b32 sign, $2, 8;
+    and.b32 sign, sign, 0x80008000;
+    or.b32 number, number, sign;
+    fma.rn.bf16x2 $0, number, up, nothing;
+    shr.b32 number, $2, 4;
+    and.b32 number, number, 0x07f007f0;
+    and.b32 sign, $2, 0x80008000;
+    or.b32 number, number, sign;
+    fma.rn.bf16x2 $1, number, up, nothing;
     }
 """)
-"""Sign and exponent, and mantissa, as bytes; then both of each code side by side."""
+"""Sign and magnitude where a bfloat16 has them, times 2^120, and nothing (-0) added."""
 
-_INT8_PAIRS = tl.constexpr("""
+_FP8_FLOAT16 = tl.constexpr("""
     {
-    .reg .b32 low, sign, above, minus, first, second;
-    and.b32 low, $2, 0x7f7f7f7f;
-    and.b32 sign, $2, 0x80808080;
-    mov.b32 above, 0x43434343;
+    .reg .b32 number, sign, up, nothing;
+    mov.b32 up, 0x5c005c00;
+    mov.b32 nothing, 0x80008000;
+    shl.b32 number, $2, 7;
+    and.b32 number, number, 0x3f803f80;
+    shl.b32 sign, $2, 8;
+    and.b32 sign, sign, 0x80008000;
+    or.b32 number, number, sign;
+    fma.rn.f16x2 $0, number, up, nothing;
+    shr.b32 number, $2, 1;
+    and.b32 number, number, 0x3f803f80;
+    and.b32 sign, $2, 0x80008000;
+    or.b32 number, number, sign;
+    fma.rn.f16x2 $1, number, up, nothing;
+    }
+""")
+"""The same in a float16, times 2^8."""
+
+_INT8_BFLOAT16 = tl.constexpr("""
+    {
+    .reg .b32 upper, number, sign, minus;
     mov.b32 minus, 0xbf80bf80;
-    prmt.b32 first, low, above, 0x4140;
-    prmt.b32 second, low, above, 0x4342;
-    prmt.b32 low, sign, above, 0x4140;
-    prmt.b32 sign, sign, above, 0x4342;
-    fma.rn.bf16x2 $0, low, minus, first;
-    fma.rn.bf16x2 $1, sign, minus, second;
+    and.b32 number, $2, 0x007f007f;
+    or.b32 number, number, 0x43004300;
+    and.b32 sign, $2, 0x00800080;
+    or.b32 sign, sign, 0x43004300;
+    fma.rn.bf16x2 $0, sign, minus, number;
+    shr.b32 upper, $2, 8;
+    and.b32 number, upper, 0x007f007f;
+    or.b32 number, number, 0x43004300;
+    and.b32 sign, upper, 0x00800080;
+    or.b32 sign, sign, 0x43004300;
+    fma.rn.bf16x2 $1, sign, minus, number;
     }
 """)
 """128 and the lower seven bits are a bfloat16, and so are 128 and the sign's bit; their difference is the number."""
 
-
-@triton.jit
-def _to_bfloat16(codes, scale, CODES: tl.constexpr):
-    """`from_codes`, four at a time in seven or eight operations, where compilers take two dozen."""
-    pairs: tl.constexpr = _FP8_PAIRS if CODES == FP8 else _INT8_PAIRS
-    # It has no effect beside its results. But what is said to have none is done behind the turn that the matrix unit
-    # wants, and codes of values would be read one by one for it.
-    numbers = tl.inline_asm_elementwise(pairs, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4)
-    if CODES == FP8:
-        scale *= _UP  # which the codes' numbers lack
-    return numbers * scale.to(tl.bfloat16)
+_INT8_FLOAT16 = tl.constexpr("""
+    {
+    .reg .b32 number, less;
+    mov.b32 less, 0xe480e480;
+    and.b32 number, $2, 0x00ff00ff;
+    xor.b32 number, number, 0x64806480;
+    add.rn.f16x2 $0, number, less;
+    shr.b32 number, $2, 8;
+    and.b32 number, number, 0x00ff00ff;
+    xor.b32 number, number, 0x64806480;
+    add.rn.f16x2 $1, number, less;
+    }
+""")
+"""1152 and the number are a float16, less 1152."""

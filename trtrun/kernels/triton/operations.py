@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
 from trtrun.kernels.triton import draft_trees, row_tokens, store_copies, support
 from trtrun.kernels.triton import fused as fused_kernels
@@ -14,6 +15,7 @@ from trtrun.kernels.triton import likeliest as likeliest_kernels
 from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
 from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul
 from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
+from trtrun.kernels.triton.low_rank import TritonLowRank
 from trtrun.kernels.triton.matmul import TritonMatmul
 from trtrun.kernels.triton.paged_attention import PagedAttention
 from trtrun.kernels.triton.sampling import acceptance, token_masks
@@ -79,6 +81,10 @@ class TritonOperations(TorchOperations):
     def int4_product(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """See TorchOperations."""
         return TritonInt4Matmul(words, scales, bias)
+
+    def low_rank(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> LowRank:
+        """See TorchOperations."""
+        return TritonLowRank(shape, dtype, device)
 
     def advance(
         self,

@@ -12,14 +12,18 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 
 from trtrun.kernels.triton import store_copies
-from trtrun.kernels.triton.attention_shares import combine_kernel, merge
-from trtrun.kernels.triton.attention_steps import step
-from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_PARTIAL_BYTES, MOST_SPLIT, choose_tiling
-from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.attend_kernel import attend_kernel
+from trtrun.kernels.triton.attention_shares import combine_kernel
+from trtrun.kernels.triton.attention_tiles import (
+    LARGEST_TILE,
+    MOST_PARTIAL_BYTES,
+    MOST_SPLIT,
+    choose_tiling,
+    tiling_of_codes,
+)
+from trtrun.kernels.triton.early_launch import early
 from trtrun.kernels.triton.kv_codes import PLAIN, KeptNumbers
 from trtrun.kernels.triton.paged_store import rotate_and_write
 from trtrun.kernels.triton.prompts.suitability import is_chosen
@@ -40,88 +44,6 @@ _PROGRAMS = 8
 and programs that find nothing to do take their time, too."""
 
 _SMALLEST_TILE = 16
-
-_STAGES_OF_CODES = 5
-"""Of Triton's: two for a step's place in the table, two for its keys and values, which take no more room than plain
-ones that are loaded once, and one for the rest."""
-
-_VARYING = ["queries", "position_row", "position_query", "table_row"]
-"""Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
-
-
-@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["tables", "positions"])
-def _attend_kernel(
-    query, store, scales, value_offset, layer_scales, tables, positions, output,
-    partial_sum, partial_peak, partial_output, scale,
-    query_token, query_head, position_row, position_query, table_row,
-    queries, kv_heads, group, window, shares, tiles,
-    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one."""
-    begin(EARLY)
-    # The last tile of a prompt sees most keys: it begins first.
-    row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-    place = tl.arange(0, TILE) + tl.program_id(2) % tiles * TILE
-    index, head = place // group, kv_head * group + place % group
-    real = index < queries
-    own = tl.load(positions + row * position_row + index * position_query, mask=real, other=0)
-    own = tl.maximum(own, 0)  # padding sees key 0 alone
-    last = tl.max(own)
-    first_own = tl.min(tl.where(real, own, last))
-    start, stop = tl.maximum(first_own - window + 1, 0) // KEYS * KEYS, last + 1
-    first_share = start // SHARE + tl.program_id(2) // tiles
-    if first_share * SHARE >= stop:
-        return
-    token = row * queries + index
-    element = tl.arange(0, HEAD_PADDED)
-    inside = element < HEAD
-    mask = real[:, None] & inside[None, :]
-    rotated = tl.load(
-        query + token[:, None] * query_token + head[:, None] * query_head + element[None, :], mask=mask, other=0.0
-    )
-    table = tables + row * table_row
-    result = token * (kv_heads * group) + head
-    if IS_SPLIT:
-        for share in range(first_share, (stop + SHARE - 1) // SHARE, tl.num_programs(2) // tiles):
-            peak = tl.full([TILE], float("-inf"), tl.float32)
-            total = tl.zeros([TILE], tl.float32)
-            gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-            for first in range(tl.maximum(start, share * SHARE), tl.minimum(stop, share * SHARE + SHARE), KEYS):
-                peak, total, gathered = step(
-                    peak, total, gathered, rotated, own, first_own, last, first,
-                    tl.minimum(stop, share * SHARE + SHARE),
-                    store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
-                    BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
-                )  # fmt: skip
-            slot = result.to(tl.int64) * shares + share
-            tl.store(partial_peak + slot, peak, mask=real)
-            tl.store(partial_sum + slot, total, mask=real)
-            tl.store(partial_output + slot[:, None] * HEAD + element[None, :], gathered, mask=mask)
-    else:
-        peak = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-        all_peak, all_total, all_gathered = peak, total, gathered
-        for first in range(start, stop, KEYS):
-            if (first % SHARE == 0) & (first > start):  # a share is done
-                all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
-                all_gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
-                peak = tl.full([TILE], float("-inf"), tl.float32)
-                total = tl.zeros([TILE], tl.float32)
-                gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-            peak, total, gathered = step(
-                peak, total, gathered, rotated, own, first_own, last, first, stop,
-                store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
-                BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
-            )  # fmt: skip
-        _, total, fade, factor = merge(all_peak, all_total, peak, total)
-        gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
-        gathered = gathered / tl.where(total == 0.0, 1.0, total)[:, None]
-        at = output + result[:, None] * HEAD + element[None, :]
-        tl.store(at, gathered.to(output.dtype.element_ty), mask=mask)
 
 
 class PagedAttention:
@@ -179,8 +101,12 @@ class PagedAttention:
         kv_heads, block_size = store_layer.shape[2:4]
         shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
         places, lines = segment.queries * (heads // kv_heads), segment.rows * kv_heads
-        has_prompt_kernel = kept.codes == PLAIN.value and is_chosen(store_layer, _SHARE, _attend_rows)
-        tile, is_split = choose_tiling(places, lines, shares, multiprocessors(query.device), has_prompt_kernel)
+        units = multiprocessors(query.device)
+        if kept.codes == PLAIN.value:
+            tiling = choose_tiling(places, lines, shares, units, is_chosen(store_layer, _SHARE, _attend_rows))
+        else:
+            tiling = tiling_of_codes(places, lines, shares, units)
+        tile, is_split = tiling
         reach = 1 << 30 if window is None else window
         if tile is None:
             from trtrun.kernels.triton.prompts.attention import attend
@@ -221,8 +147,11 @@ def _attend_rows(
     rows, queries = positions.shape
     tokens, heads, head_dim = query.shape
     group, shares = heads // kv_heads, -(-tables.shape[1] * block_size // share)
-    is_wide, head_padded = query.dtype is torch.float32, max(16, _padded(head_dim))
+    is_wide = query.dtype is torch.float32
+    head_padded = max(16 if kept.codes == PLAIN.value else 32, _padded(head_dim))
     keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
+    if kept.codes != PLAIN.value:  # which a larger one has no registers for
+        largest = MOST_SPLIT
     tile = min(tile, largest, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
     slots, at_once = tokens * heads * shares if is_split else 0, 1
@@ -230,8 +159,8 @@ def _attend_rows(
         at_once = min(shares, max(1, _PROGRAMS * multiprocessors(query.device) // (rows * kv_heads * tiles)))
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
     partial = query.new_empty((slots, head_dim), dtype=torch.float32)
-    _attend_kernel[(rows, kv_heads, tiles * at_once)](
-        query, store_layer, kept.token_scales, store_layer.stride(0), kept.layer_scales,
+    attend_kernel[(rows, kv_heads, tiles * at_once)](
+        query, kept.numbers, kept.token_scales, store_layer.stride(0), kept.layer_scales,
         tables, positions, output, sums, peaks, partial, scale,
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
@@ -253,10 +182,9 @@ def _options(tile: int, codes: int) -> dict[str, int]:
     """Of a launch: how many threads a program has, of which size, and how far ahead it reads."""
     if codes == PLAIN.value:
         return {"num_warps": 8 if tile == LARGEST_TILE else 4, "num_stages": _STAGES}
-    # Widening codes takes about as long as reading them, so that one must not wait for the other; and two programs of
-    # eight warps are to have room on a multiprocessor.
-    options = {"num_warps": 8, "num_stages": _STAGES_OF_CODES}
-    return {**options, "maxnreg": 128} if tile == _SMALLEST_TILE else options
+    if tile == _SMALLEST_TILE:  # four programs are to have room on a multiprocessor: some widen while others wait
+        return {"num_warps": 4, "num_stages": _STAGES, "maxnreg": 128}
+    return {"num_warps": 4, "num_stages": _STAGES + 1}
 
 
 @cache

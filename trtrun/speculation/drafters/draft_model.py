@@ -13,7 +13,8 @@ import torch
 
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
-from trtrun.guiding.row_guides import RowGuides, Walk
+from trtrun.guiding.row_guides import RowGuides
+from trtrun.guiding.walk import Walk
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
@@ -135,6 +136,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         logits = self._catch_up(plan, row_list, rows, lacking)
         walk = self._walk(row_list)  # which waits for the verdict before, while the device catches up
         state = self._engine.rows
+        needs_history = state.sampling.needs_history(row_list)
         lengths = state.lengths.index_select(0, rows)
         chosen, probabilities = [], []
         positions = lengths.unsqueeze(1) + kept_range(0, plan.draft_len - 1, rows.device)
@@ -163,8 +165,9 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             if picks:
                 probabilities.append(found.probabilities(picks, self._target_vocab_size))
             if step + 1 < plan.draft_len:
-                # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
-                state.token_ids[rows, where] = token.to(torch.int32)
+                if needs_history:
+                    # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
+                    state.token_ids[rows, where] = token.to(torch.int32)
                 if walk is not None:
                     walk.tell(token)
                 logits = self._engine.decode(batches[step], token)

@@ -194,6 +194,8 @@ def test_what_inputs_become() -> None:
     assert ask("tensorrt_llm", **sizes).sampling.lookahead_config == (5, 4, 3)
     with pytest.raises(Refusal, match="lookahead_ngram_size"):
         ask("ensemble", lookahead_window_size=5, lookahead_verification_set_size=3)
+    with pytest.raises(Refusal, match="lora_task_id: no adapters are named in the configuration"):
+        ask("ensemble", lora_task_id=1)
     endless = ask("tensorrt_llm", end_id=-1)
     assert endless.end_tokens == frozenset() and endless.sampling.ignore_eos and not endless.sampling.stop_token_ids
 

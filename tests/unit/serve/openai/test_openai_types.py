@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.serve.door.refusals import Refusal
+from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import Encoding, Rendering
 from launch.serve.openai.types import COMPLETION_TOKENS, read_chat, read_completion
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
@@ -43,6 +43,20 @@ def chat_of(*messages: dict[str, Any], **fields: Any) -> Any:
 def test_a_completion_has_what_its_client_means(given: dict[str, Any], meant: dict[str, Any]) -> None:
     defaults = {"temperature": 1.0, "max_tokens": COMPLETION_TOKENS}
     assert completion_of(**given).answering.sampling == SamplingParams(**(defaults | meant))
+
+
+@pytest.mark.parametrize("fields", [{"model": "a"}, {"lora_name": "a"}, {"model": "a", "lora_name": "a"}])
+def test_an_adapter_is_named_as_a_model_or_beside_it(fields: dict[str, Any]) -> None:
+    call = read_completion({"prompt": "x", **fields}, "m", ["a", "b"])
+    assert call.answering.sampling.lora_name == "a"
+
+
+def test_models_that_there_are_not_are_refused_with_those_that_there_are() -> None:
+    with pytest.raises(Refusal, match='there is no model "c": this server has "m", "a"') as caught:
+        read_completion({"prompt": "x", "model": "c"}, "m", ["a"])
+    assert caught.value.kind is Kind.UNKNOWN_MODEL and caught.value.code == "model_not_found"
+    with pytest.raises(Refusal, match='model is the adapter "a": leave lora_name out'):
+        read_completion({"prompt": "x", "model": "a", "lora_name": "b"}, "m", ["a", "b"])
 
 
 def test_the_newer_name_goes_first_and_no_logprobs_are_none() -> None:

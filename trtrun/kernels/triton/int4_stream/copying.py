@@ -10,10 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from trtrun.kernels.torch.int4 import STEP
 from trtrun.kernels.triton import early_launch
-
-_STEP = gl.constexpr(STEP)
 
 wait_for_all = gluon.jit(early_launch.wait_for_all.fn)
 
@@ -40,13 +37,14 @@ def copy_weights(words, scales, codes, factors, ready, free, steps, per_tile, ro
 
 
 @gluon.jit
-def copy_rows(x, values, ready, free, steps, per_tile, row_tiles, EARLY: gl.constexpr):
-    """The warp that copies rows, when all before this kernel is written; zeros for what is outside of x."""
+def copy_rows(x, values, ready, free, steps, per_tile, row_tiles, STEP: gl.constexpr, EARLY: gl.constexpr):
+    """The warp that copies rows, when all before this kernel is written; zeros for what is outside of x. A step has
+    STEP inputs."""
     slots: gl.constexpr = ready.shape[0]
     together: gl.constexpr = values.shape[0] // slots
     height: gl.constexpr = x.block_type.shape[0]
     width: gl.constexpr = x.block_type.shape[1]
-    turns: gl.constexpr = _STEP // width // together
+    turns: gl.constexpr = STEP // width // together
     wait_for_all(EARLY)
     for turn in range(0, steps * turns):
         slot = turn % slots

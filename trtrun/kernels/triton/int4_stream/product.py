@@ -25,11 +25,11 @@ from trtrun.kernels.torch.int4 import GROUP, STEP, TILE, groups_of
 from trtrun.kernels.triton import early_launch
 from trtrun.kernels.triton.int4_stream.copying import copy_rows, copy_weights
 from trtrun.kernels.triton.int4_stream.sums import multiply_few, multiply_many
-from trtrun.kernels.triton.int4_stream.tiles import TURNS_AHEAD, Room
+from trtrun.kernels.triton.int4_stream.tiles import HEIGHTS, TURNS_AHEAD, Room, steps_at_once
 from trtrun.kernels.triton.int4_stream.words import LINE
 from trtrun.kernels.triton.support import multiprocessors
 
-_TILE, _GROUP, _GROUPS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(STEP // GROUP)
+_TILE, _GROUP = gl.constexpr(TILE), gl.constexpr(GROUP)
 _GIVEN = gl.constexpr(TURNS_AHEAD)
 
 _launch_next = gluon.jit(early_launch.launch_next.fn)
@@ -48,7 +48,7 @@ def _make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def _stream_kernel(
     words, scales, x, bias, y, rows, features, tiles, per_tile, row_tiles,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, TOGETHER: gl.constexpr, WORKERS: gl.constexpr,
-    ADDS: gl.constexpr, EARLY: gl.constexpr,
+    GROUPS: gl.constexpr, ADDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Every tile of the weight."""
     height: gl.constexpr = x.block_type.shape[0]
@@ -56,7 +56,7 @@ def _stream_kernel(
     parts: gl.constexpr = _GROUP // width
     per_item: gl.constexpr = 1 if WORKERS else 2
     takers: gl.constexpr = WORKERS if WORKERS else 2
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES * per_item, _GROUPS * LINE, LINE], words.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES * per_item, GROUPS * LINE, LINE], words.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * per_item, scales.block_type.shape[0], LINE], scales.layout)
     values = gl.allocate_shared_memory(x.dtype, [SLOTS * TOGETHER * parts, height, width], x.layout)
     ready, free = _make_barriers(STAGES, 1), _make_barriers(STAGES, takers)
@@ -80,7 +80,7 @@ def _stream_kernel(
                 (multiply_few, (held, between, out, row_tiles, 2, WORKERS, ADDS, EARLY)),
                 (multiply_few, (held, between, out, row_tiles, 3, WORKERS, ADDS, EARLY)),
                 (copy_weights, (words, scales, codes, factors, ready, free, steps, per_tile, row_tiles, per_item)),
-                (copy_rows, (x, values, rows_ready, rows_free, steps, per_tile, row_tiles, EARLY)),
+                (copy_rows, (x, values, rows_ready, rows_free, steps, per_tile, row_tiles, GROUPS * _GROUP, EARLY)),
             ],
             [4, 4, 4, 1, 1],
             [112, 112, 112, 24, 24],
@@ -91,7 +91,7 @@ def _stream_kernel(
                 (multiply_few, (held, between, out, row_tiles, 0, WORKERS, ADDS, EARLY)),
                 (multiply_few, (held, between, out, row_tiles, 1, WORKERS, ADDS, EARLY)),
                 (copy_weights, (words, scales, codes, factors, ready, free, steps, per_tile, row_tiles, per_item)),
-                (copy_rows, (x, values, rows_ready, rows_free, steps, per_tile, row_tiles, EARLY)),
+                (copy_rows, (x, values, rows_ready, rows_free, steps, per_tile, row_tiles, GROUPS * _GROUP, EARLY)),
             ],
             [4, 1, 1],
             [232, 24, 24],
@@ -102,7 +102,7 @@ def _stream_kernel(
                 (multiply_many, (held, out, row_tiles, 0, ADDS, EARLY)),
                 (multiply_many, (held, out, row_tiles, 1, ADDS, EARLY)),
                 (copy_weights, (words, scales, codes, factors, ready, free, steps, per_tile, row_tiles, per_item)),
-                (copy_rows, (x, values, rows_ready, rows_free, steps, per_tile, row_tiles, EARLY)),
+                (copy_rows, (x, values, rows_ready, rows_free, steps, per_tile, row_tiles, GROUPS * _GROUP, EARLY)),
             ],
             [4, 1, 1],
             [232, 24, 24],
@@ -121,24 +121,28 @@ class StreamedProduct:
         self._bias = bias
         self._tiles, self._steps = words.shape[:2]
         self._parts = groups_of(scales)
-        self._words = _describe(words.view(-1, LINE.value), words.shape[2])
-        self._scales = _describe(scales.view(-1, LINE.value), scales.shape[2])
+        self._held = {
+            at_once: tuple(_describe(it.view(-1, LINE.value), at_once * it.shape[2]) for it in (words, scales))
+            for at_once in {steps_at_once(height, self._parts, self._steps) for height in HEIGHTS}
+        }
 
     def __call__(self, x: torch.Tensor, height: int) -> torch.Tensor:
         """x [rows, in] of half precision, at least one row, which begin at multiples of 16 bytes → [rows, out] in its
         dtype, in tiles of `height` rows."""
         rows, features = len(x), self._tiles * TILE
         y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
-        room = Room.of(height, self._parts)
+        at_once = steps_at_once(height, self._parts, self._steps)
+        room = Room.of(height, self._parts, at_once)
         row_tiles = triton.cdiv(rows, height)
         items = triton.cdiv(self._tiles, 1 if room.workers else 2) * row_tiles
         block = [height, GROUP // self._parts]
         layout = gl.NVMMASharedLayout.get_default_for(block, _KINDS[x.dtype])
         described = TensorDescriptor(x, list(x.shape), [x.stride(0), 1], block, layout)
         _stream_kernel[(min(multiprocessors(y.device), items),)](
-            self._words, self._scales, described, y if self._bias is None else self._bias, y,
-            rows, features, self._tiles, self._steps, row_tiles,
+            *self._held[at_once], described, y if self._bias is None else self._bias, y,
+            rows, features, self._tiles, self._steps // at_once, row_tiles,
             STAGES=room.stages, SLOTS=room.slots, TOGETHER=room.together, WORKERS=room.workers,
+            GROUPS=at_once * STEP // GROUP,
             ADDS=self._bias is not None, num_warps=4, maxnreg=room.registers, **early_launch.early(y),
         )  # fmt: skip
         return y

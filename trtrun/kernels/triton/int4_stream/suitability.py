@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.kernels.torch.int4 import GROUP, TILE, groups_of, pack
+from trtrun.kernels.torch.int4 import GROUP, STEP, TILE, groups_of, pack
 from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
-from trtrun.kernels.triton.int4_stream.tiles import height_of
+from trtrun.kernels.triton.int4_stream.tiles import height_of, steps_at_once
 from trtrun.kernels.triton.support import multiprocessors
 
 _ALIGNED = 16
@@ -22,7 +22,7 @@ _ALIGNED = 16
 General = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The product by the general kernel, as `int4_matmul.chain_product`."""
 
-_chosen: dict[tuple[torch.device, torch.dtype, int, int, bool], bool] = {}
+_chosen: dict[tuple[torch.device, torch.dtype, int, int, int, bool], bool] = {}
 
 
 class Streamed:
@@ -47,7 +47,8 @@ class Streamed:
             return False
         height = height_of(len(x), len(self._weight[0]), multiprocessors(x.device))
         parts = groups_of(self._weight[1])
-        kind = (x.device, x.dtype, height, parts, self._weight[2] is not None)
+        at_once = steps_at_once(height, parts, self._weight[0].shape[1])
+        kind = (x.device, x.dtype, height, parts, at_once, self._weight[2] is not None)
         if kind in _chosen:
             return _chosen[kind]
         if torch.cuda.is_current_stream_capturing():  # nothing can be read back from a graph: what runs before it asks
@@ -67,9 +68,11 @@ class Streamed:
         return self._product(x, height_of(len(x), len(self._weight[0]), multiprocessors(x.device)))
 
 
-def _compare(device: torch.device, dtype: torch.dtype, height: int, parts: int, adds: bool, general: General) -> bool:
+def _compare(
+    device: torch.device, dtype: torch.dtype, height: int, parts: int, at_once: int, adds: bool, general: General
+) -> bool:
     """More steps than are on their way; and more tiles than there are multiprocessors, with steps that the inputs do
-    not fill."""
+    not fill. Where steps are dealt with one by one there is an odd number of them."""
     from trtrun.kernels.triton.int4_stream.product import StreamedProduct
 
     generator = torch.Generator(device).manual_seed(0)
@@ -81,7 +84,8 @@ def _compare(device: torch.device, dtype: torch.dtype, height: int, parts: int, 
         return torch.randint(0, 16, shape, generator=generator, device=device)
 
     is_equal = True
-    for features, inputs in ((3 * TILE, 4096), (TILE * (multiprocessors(device) + 1), 640)):
+    more = 0 if at_once > 1 else STEP
+    for features, inputs in ((3 * TILE, 4096 + more), (TILE * (multiprocessors(device) + 1), 640 + more)):
         groups = inputs // GROUP * parts
         held = pack(codes(features, inputs), random(features, groups).abs(), codes(features, groups))
         bias = random(features) if adds else None

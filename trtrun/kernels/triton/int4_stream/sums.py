@@ -76,11 +76,12 @@ def _begin_parts(weights, values, group, nothing, LAYOUT: gl.constexpr):
 @gluon.jit
 def _read_next(codes, factors, scales, stage, after, GROUP: gl.constexpr, WHICH: gl.constexpr, WORKERS: gl.constexpr):
     """Words that are widened after those of a group, of its step or of the next, and their scales."""
-    if GROUP + WORKERS < _GROUPS:
+    groups: gl.constexpr = codes.shape[1] // LINE
+    if groups > GROUP + WORKERS:
         return read_words(codes.index(stage).slice((GROUP + WORKERS) * LINE, LINE)), in_parts(scales[GROUP + WORKERS])
     else:
         words = read_words(codes.index(after).slice(WHICH * LINE, LINE))
-        return words, in_parts(read_scales(factors.index(after))[WHICH])
+        return words, in_parts(read_scales(factors.index(after), groups)[WHICH])
 
 
 @gluon.jit
@@ -138,7 +139,8 @@ def multiply_few(
     kind: gl.constexpr = values.dtype
     parts: gl.constexpr = _GROUP // values.shape[2]
     together: gl.constexpr = values.shape[0] // slots // parts
-    turns: gl.constexpr = _GROUPS // together
+    groups: gl.constexpr = codes.shape[1] // LINE
+    turns: gl.constexpr = groups // together
     by_warps: gl.constexpr = height <= _MOST_BY_WARPS
     layout: gl.constexpr = (
         gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]) if by_warps
@@ -149,12 +151,12 @@ def multiply_few(
     wait_for_all(EARLY)
     mbarrier.wait(ready.index(0), 0)
     words = read_words(codes.index(0).slice(WHICH * LINE, LINE))
-    weights = widen(words, in_parts(read_scales(factors.index(0))[WHICH]), mine, kind)
+    weights = widen(words, in_parts(read_scales(factors.index(0), groups)[WHICH]), mine, kind)
     for start in range(0, steps, per_tile):
         total = nothing
         for step in range(start, start + per_tile):
             stage, after = step % stages, (step + 1) % stages
-            scales = read_scales(factors.index(stage))
+            scales = read_scales(factors.index(stage), groups)
             for turn in gl.static_range(turns):
                 number = step * turns + turn
                 slot = number % slots

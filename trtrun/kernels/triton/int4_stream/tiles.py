@@ -39,6 +39,12 @@ def height_of(rows: int, tiles: int, units: int) -> int:
     return TILE if shared < own else HEIGHTS[-1]
 
 
+def steps_at_once(height: int, parts: int, steps: int) -> int:
+    """How many steps of 512 inputs, of `steps`, are dealt with as one: two take fewer instructions. There must be room
+    for several, so this is for few rows and large groups alone."""
+    return 2 if height <= MOST_BY_WARPS and parts == 1 and steps % 2 == 0 else 1
+
+
 class Room(NamedTuple):
     """What a program keeps in shared memory, and how it works.
 
@@ -57,14 +63,14 @@ class Room(NamedTuple):
     registers: int
 
     @classmethod
-    def of(cls, height: int, parts: int) -> Room:
-        """For tiles of so many rows, and so many groups in 128 inputs."""
+    def of(cls, height: int, parts: int, at_once: int) -> Room:
+        """For tiles of so many rows, so many groups in 128 inputs, and steps of so many times 512 inputs."""
         by_warps = height <= MOST_BY_WARPS
         workers = 0 if height * parts > TILE else 4 if by_warps else 2
-        together = 4 if by_warps or (parts == 1 and height < TILE) else max(workers, 1)
+        together = at_once * 4 if by_warps or (parts == 1 and height < TILE) else max(workers, 1)
         slot = together * height * GROUP * 2
         slots = min(4, max(2, _SHARED_BYTES // 2 // slot))
-        stage = (16 + parts) * 1024 * (1 if workers else 2)
+        stage = at_once * (16 + parts) * 1024 * (1 if workers else 2)
         given = TURNS_AHEAD * together // workers * (workers - 1) * parts * TILE * height * 4 if workers else 0
         stages = min(8, (_SHARED_BYTES - slots * slot - given) // stage)
         return cls(workers, stages, slots, together, 96 if workers == 4 else 168)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from trtrun.kernels.torch.int4 import BFLOAT16_UNIT, FLOAT16_UNIT, GROUP, STEP, TILE
+from trtrun.kernels.torch.int4 import BFLOAT16_UNIT, FLOAT16_UNIT, GROUP, TILE
 
-_TILE, _GROUP, _GROUPS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(STEP // GROUP)
+_TILE, _GROUP = gl.constexpr(TILE), gl.constexpr(GROUP)
 LINE = gl.constexpr(32)
 """Words of 128 bytes, which shared memory is laid out by."""
 
@@ -44,21 +44,24 @@ def _layout_of_scales(height):
 
 
 @gluon.jit
-def read_scales(factors):
-    """Scales and zero points of a step, for 128 inputs each [parts * 64], of words [8 * parts, 32]."""
-    height: gl.constexpr = factors.shape[0]
-    layout: gl.constexpr = _layout_of_scales(height)
-    both = factors.load(layout).reshape([2, 2, height * LINE // _GROUPS]).permute((2, 1, 0))
-    even, odd = gl.split(both.permute((0, 2, 1)))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return first, second, third, fourth
+def read_scales(factors, GROUPS: gl.constexpr):
+    """Scales and zero points of a step, for 128 inputs each [parts * 64], of words [8 * parts, 32] for four of
+    them. GROUPS: 4 or 8."""
+    height: gl.constexpr = factors.shape[0] * 4 // GROUPS
+    if GROUPS > 4:
+        return read_scales(factors.slice(0, height), 4) + read_scales(factors.slice(height, height), 4)
+    else:
+        both = factors.load(_layout_of_scales(height)).reshape([2, 2, height * LINE // 4]).permute((2, 1, 0))
+        even, odd = gl.split(both.permute((0, 2, 1)))
+        first, third = gl.split(even)
+        second, fourth = gl.split(odd)
+        return first, second, third, fourth
 
 
 @gluon.jit
 def read_group(factors, group):
     """Those of one of the four."""
-    first, second, third, fourth = read_scales(factors)
+    first, second, third, fourth = read_scales(factors, 4)
     return gl.where(group < 2, gl.where(group < 1, first, second), gl.where(group < 3, third, fourth))
 
 

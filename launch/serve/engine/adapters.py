@@ -1,0 +1,100 @@
+"""Which adapters the engine has to have: those of the configuration, and what was loaded and dropped since.
+
+An engine that is started again has those of the configuration; it is told the rest before it gets the requests that go
+on. An adapter that was dropped while requests have it is loaded once more for them, and dropped when they are gone. It
+knows names, directories and messages. It does not know connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.serve.engine.messages import DropAdapter, LoadAdapter
+from trtrun.adapters.lora_config import hash_adapter_files
+
+AdapterChange = LoadAdapter | DropAdapter
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where an adapter was loaded from, and what its files were then."""
+
+    path: Path
+    files: str
+
+    def message(self, name: str) -> LoadAdapter:
+        return LoadAdapter(lora_name=name, path=str(self.path))
+
+
+@dataclass
+class AdapterBook:
+    """Adapters by name.
+
+    Attributes:
+        configured: of the configuration.
+        offered: those that requests may ask for; None where they are of the configuration.
+        dropped: those that requests may still have, though nobody may ask for them.
+        lingering: of these, those that the engine has by their name, as it was started again for their requests.
+    """
+
+    configured: tuple[str, ...] = ()
+    offered: dict[str, _Source | None] = field(default_factory=dict)
+    dropped: dict[str, _Source | None] = field(default_factory=dict)
+    lingering: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> AdapterBook:
+        """That of a configuration."""
+        return cls(tuple(names), dict.fromkeys(names))
+
+    @property
+    def names(self) -> list[str]:
+        """Those that requests may ask for."""
+        return list(self.offered)
+
+    def enter(self, change: AdapterChange) -> None:
+        """The engine has loaded an adapter, or forgotten it."""
+        name = change.lora_name
+        if isinstance(change, LoadAdapter):
+            path = Path(change.path)
+            self.offered[name] = _Source(path, hash_adapter_files(path))
+            self.dropped.pop(name, None)
+        else:
+            self.dropped[name] = self.offered.pop(name, None)
+
+    def clear(self, in_use: Collection[str]) -> list[DropAdapter]:
+        """What the engine should forget now, which it will; `in_use` are names that requests have."""
+        over = [name for name in self.dropped if name not in in_use]
+        found = [DropAdapter(lora_name=name) for name in over if name in self.lingering]
+        for name in over:
+            self.forget(name)
+        return found
+
+    def changes(self, in_use: Collection[str]) -> Iterator[AdapterChange]:
+        """What an engine that has just been started needs before requests; `in_use` are names that these have.
+
+        Files that are others than when they were loaded are left out: texts would go on with other weights.
+        """
+        self.lingering = {name for name in self.dropped if name in in_use}
+        wanted = {**self.offered, **{name: self.dropped[name] for name in self.lingering}}
+        for name in self.configured:
+            if wanted.get(name, _GONE) is not None:
+                yield DropAdapter(lora_name=name)
+        for name, source in wanted.items():
+            if source is None:
+                continue
+            if hash_adapter_files(source.path) == source.files:
+                yield source.message(name)
+            else:
+                self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """The engine does not have it."""
+        for names in (self.offered, self.dropped):
+            names.pop(name, None)
+        self.lingering.discard(name)
+
+
+_GONE = _Source(Path(), "")

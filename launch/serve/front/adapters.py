@@ -1,0 +1,98 @@
+"""Adapters that clients load and drop while the server runs: which names and directories are let in.
+
+A path comes from outside: only what lies below one directory is looked at, links followed. It knows names and paths,
+and no protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.engine.messages import DropAdapter, LoadAdapter
+from launch.serve.front.front import Front
+from trtrun.configuration.server_config import ServerSection
+from trtrun.core.values import show_value
+from trtrun.errors import ConfigError, nearest, shorten_path
+
+_LONGEST_NAME = 200
+"""Characters."""
+
+
+@dataclass(frozen=True)
+class AdapterDesk:
+    """Attributes:
+    front: that takes requests.
+    directory: below which adapters lie; None where none are loaded.
+    """
+
+    front: Front
+    directory: Path | None
+
+    @classmethod
+    def of(cls, front: Front, section: ServerSection) -> AdapterDesk:
+        """That of a server.
+
+        Raises:
+            ConfigError: there is no such directory.
+        """
+        directory = section.adapter_directory
+        if directory is not None and not directory.is_dir():
+            raise ConfigError(f"server.adapter_directory: no such directory: {shorten_path(directory)}")
+        return cls(front, None if directory is None else directory.resolve())
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter.
+
+        Args:
+            name: that requests will call it by.
+            path: of its directory, in the one below which adapters lie, or from the root.
+
+        Raises:
+            Refusal: the name is taken or none, the path is not below the directory, or a rank cannot load it.
+        """
+        found = self._find(path)
+        if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() or name != name.strip():
+            line = f"lora_name must be a line of 1 to {_LONGEST_NAME} characters, not {show_value(name)}"
+            raise Refusal(Kind.INVALID, line, "lora_name")
+        if name == self.front.model_name or name in self.front.adapters:
+            line = f"the name {show_value(name)} is taken: unload that adapter first, or give another name"
+            raise Refusal(Kind.INVALID, line, "lora_name")
+        await self.front.client.change_adapters(LoadAdapter(lora_name=name, path=str(found)))
+
+    async def drop(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on.
+
+        Raises:
+            Refusal: there is none of that name.
+        """
+        self._check()
+        if name not in self.front.adapters:
+            known = nearest(name, self.front.adapters) if self.front.adapters else ""
+            line = f"there is no adapter {show_value(name)}{known}"
+            raise Refusal(Kind.UNKNOWN_MODEL, line, "lora_name", "model_not_found")
+        await self.front.client.change_adapters(DropAdapter(lora_name=name))
+
+    def _check(self) -> Path:
+        if self.directory is None:
+            raise Refusal(
+                Kind.INVALID,
+                "adapters are not loaded or unloaded here: set server.adapter_directory and server.api_key_file",
+                code="unsupported_endpoint",
+            )
+        return self.directory
+
+    def _find(self, path: str) -> Path:
+        """The directory of an adapter, if it may be looked at."""
+        directory = self._check()
+        try:
+            found = (directory / path).resolve()
+            is_there = found.is_relative_to(directory) and found != directory and found.is_dir()
+        except (OSError, ValueError, RuntimeError):  # no path, or links in a circle
+            is_there = False
+        if not is_there:
+            # What lies elsewhere is not told from what is nowhere.
+            line = f"lora_path: there is no directory {show_value(path)} below server.adapter_directory"
+            raise Refusal(Kind.INVALID, line, "lora_path")
+        return found

@@ -1,0 +1,181 @@
+"""adapter_config.json of PEFT: which matrices an adapter changes, with which ranks and scales.
+
+Whatever would make the adapter compute something else than W + scale * up @ down is refused by name, and so are keys
+that nobody here knows, unless they say nothing. It knows names of modules. It does not know tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trtrun.errors import CheckpointError, reading, shorten
+from trtrun.models.checkpoint import read_json
+from trtrun.models.model_files import hash_files
+
+T = TypeVar("T")
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+MOST_RANK = 256
+
+_USED = (
+    "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern",
+    "alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "fan_in_fan_out",
+)  # fmt: skip
+_HARMLESS = (
+    "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "init_lora_weights",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "peft_version", "runtime_config",
+    "ephemeral_gpu_offload", "qalora_group_size", "velora_config",
+)  # fmt: skip
+"""Of how it was trained, or about files."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What an adapter_config.json says.
+
+    Attributes:
+        path: of the directory.
+        rank, alpha: of modules without their own.
+        rank_pattern, alpha_pattern: of modules whose names match.
+        is_rank_stabilized: whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732), not alpha / rank.
+        is_target: whether a module, by its name in the base model, is changed.
+    """
+
+    path: Path
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    is_rank_stabilized: bool
+    is_target: Callable[[str], bool]
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module."""
+        return _find_pattern(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What up @ down of a module is multiplied by."""
+        rank, alpha = self.rank_of(module), _find_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
+
+
+def read_lora_config(path: Path) -> LoraConfig:
+    """Read the adapter_config.json of a directory.
+
+    Raises:
+        CheckpointError: it is not there, or says something that is not supported; one line names the key.
+    """
+    file = path / CONFIG_FILE
+    with reading(file, CheckpointError):
+        if path.is_dir() and not file.is_file():
+            raise CheckpointError(f"{path} has no {CONFIG_FILE}: give a directory that PEFT saved an adapter to")
+        values = read_json(path, CONFIG_FILE, required=True)
+        _check_kind(file, values)
+        rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
+        return LoraConfig(
+            path,
+            _read_rank(file, "r", rank),
+            _read_alpha(file, "lora_alpha", alpha),
+            {key: _read_rank(file, "rank_pattern", value) for key, value in _mapping(file, values, "rank_pattern")},
+            {key: _read_alpha(file, "alpha_pattern", value) for key, value in _mapping(file, values, "alpha_pattern")},
+            bool(values.get("use_rslora")),
+            _read_targets(file, values),
+        )
+
+
+def hash_adapter_files(path: Path) -> str:
+    """Tells the files of an adapter from others."""
+    return hash_files(path, (CONFIG_FILE,), (WEIGHTS_FILE,))
+
+
+def _check_kind(file: Path, values: Mapping[str, Any]) -> None:
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{file}: peft_type is {shorten(kind)}; LORA is supported")
+    if values.get("task_type") not in (None, "CAUSAL_LM"):
+        raise CheckpointError(f"{file}: task_type is {shorten(values['task_type'])}; CAUSAL_LM is supported")
+    if values.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"{file}: bias is {shorten(values['bias'])}; adapters without biases (none) are supported"
+        )
+    if values.get("fan_in_fan_out"):
+        raise CheckpointError(f"{file}: fan_in_fan_out is true, which the linear layers of these models are not")
+    for key, value in values.items():
+        if key not in _USED and key not in _HARMLESS and value not in (None, False, "", [], {}):
+            raise CheckpointError(f"{file}: {key} is {shorten(value, 60)}, which is not supported: train without it")
+
+
+def _mapping(file: Path, values: Mapping[str, Any], key: str) -> Sequence[tuple[str, Any]]:
+    found = values.get(key) or {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: {key} must be an object, not {shorten(found)}")
+    for pattern in found:
+        _compile(file, key, pattern)
+    return list(found.items())
+
+
+def _read_rank(file: Path, key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANK:
+        raise CheckpointError(f"{file}: {key} must be a rank between 1 and {MOST_RANK}, not {shorten(value)}")
+    return value
+
+
+def _read_alpha(file: Path, key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"{file}: {key} must be a finite number, not {shorten(value)}")
+    return float(value)
+
+
+def _compile(file: Path, key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"{file}: {key}: {shorten(pattern)} is no regular expression: {error}") from None
+
+
+def _find_pattern(patterns: Mapping[str, T], module: str, usual: T) -> T:
+    """The value of the first pattern that matches the end of a module's name, or from "^" on its begin, as in PEFT."""
+    for pattern, value in patterns.items():
+        if re.match(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})$", module):
+            return value
+    return usual
+
+
+def _read_targets(file: Path, values: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Which modules are changed: by the ends of their names, by a regular expression, or all."""
+    targets, excluded = values.get("target_modules"), values.get("exclude_modules")
+    if not targets:
+        raise CheckpointError(f"{file}: target_modules is missing: name the modules that the adapter changes")
+    names = _read_names(file, "target_modules", targets)
+    not_names = _read_names(file, "exclude_modules", excluded) if excluded else None
+    if values.get("layers_pattern") not in (None, [], "", "layers", ["layers"]):
+        raise CheckpointError(f"{file}: layers_pattern is {shorten(values['layers_pattern'])}; leave it out")
+    layers = values.get("layers_to_transform")
+    kept = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
+
+    def is_target(module: str) -> bool:
+        if not names(module) or (not_names is not None and not_names(module)):
+            return False
+        number = re.match(r".*\.layers\.(\d+)\.", module)
+        return kept is None or (number is not None and int(number[1]) in kept)
+
+    return is_target
+
+
+def _read_names(file: Path, key: str, value: object) -> Callable[[str], bool]:
+    if isinstance(value, str):
+        if value == "all-linear" and key == "target_modules":
+            return lambda module: True
+        whole = _compile(file, key, value)
+        return lambda module: whole.fullmatch(module) is not None
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise CheckpointError(f"{file}: {key} must be a list of names or a regular expression, not {shorten(value)}")
+    ends = tuple(f".{name}" for name in value)
+    return lambda module: f".{module}".endswith(ends)

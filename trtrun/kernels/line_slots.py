@@ -1,0 +1,41 @@
+"""With which adapter each line of activations of a forward is computed, as products with adapters take it.
+
+It knows numbers of slots. It does not know adapters, rows or forwards.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+
+class LineGroup(NamedTuple):
+    """Lines of one slot: their indices [n] int64, or None for all lines."""
+
+    slot: int
+    lines: torch.Tensor | None
+
+
+class LineSlots:
+    """The slots of the lines of a forward's activations.
+
+    Attributes:
+        slots: [lines] int64 on the device of the activations; 0 where a line has no adapter.
+    """
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self.slots = slots
+
+    def select(self, lines: torch.Tensor) -> LineSlots:
+        """Those of some `lines` [n] int64, in their order."""
+        return LineSlots(self.slots.index_select(0, lines))
+
+    @cached_property
+    def groups(self) -> list[LineGroup]:
+        """The lines of each slot above 0, by slot. It reads them on the host, so it is for CPUs."""
+        found = sorted(set(self.slots.tolist()))
+        if len(found) == 1:
+            return [LineGroup(found[0], None)] if found[0] else []
+        return [LineGroup(slot, (self.slots == slot).nonzero()[:, 0]) for slot in found if slot]

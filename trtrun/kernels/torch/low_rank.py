@@ -1,0 +1,104 @@
+"""What adapters add to a linear layer, in torch's operations: right on any device, for any dtype.
+
+LoRA (arXiv:2106.09685): y += (x @ down.T) @ up.T, with down [rank, in] and up [out, rank] of the adapter of each line
+of x. A layer that is several matrices of the checkpoint computed as one has a pair for each. Adapters lie in slots of
+tensors that never move, so that a graph meets whatever is loaded later.
+
+It knows slots and tensors. It does not know adapters' files, scales (they are in `up`), or who has which slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+from trtrun.kernels.line_slots import LineSlots
+
+
+class Factors(NamedTuple):
+    """The two factors of an adapter for one matrix: down [rank, in] and up [out, rank], scale included."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+class LowRankShape(NamedTuple):
+    """A linear layer with adapters.
+
+    Attributes:
+        outputs: output features of each of its matrices, one behind the other.
+        inputs: input features.
+        num_slots: adapters that may be loaded at once; their slots count from 1.
+        max_rank: of an adapter.
+    """
+
+    outputs: tuple[int, ...]
+    inputs: int
+    num_slots: int
+    max_rank: int
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers of all slots."""
+        return self.num_slots * self.max_rank * (len(self.outputs) * self.inputs + sum(self.outputs))
+
+
+class LowRank(Protocol):
+    """What adapters add to one linear layer."""
+
+    def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
+        """Fill a slot, in the order of the layer's matrices; None where an adapter leaves one as it is."""
+        ...
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
+        """Add to y [lines, out] in place what x [lines, in] gives. A line's bits do not depend on the other lines, and
+        lines without an adapter keep theirs."""
+        ...
+
+
+class StackedFactors:
+    """The factors of all slots of one layer.
+
+    Attributes:
+        down: [slots, matrices * max_rank, in]; zeros behind an adapter's own rank.
+        up: [slots, out, max_rank]; zeros there, too.
+    """
+
+    def __init__(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        rows = len(shape.outputs) * shape.max_rank
+        self.down = torch.zeros((shape.num_slots, rows, shape.inputs), dtype=dtype, device=device)
+        self.up = torch.zeros((shape.num_slots, sum(shape.outputs), shape.max_rank), dtype=dtype, device=device)
+
+    def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
+        """See LowRank."""
+        shape, start = self.shape, 0
+        down, up = self.down[slot - 1], self.up[slot - 1]
+        down.zero_()
+        up.zero_()
+        for place, (outputs, of_matrix) in enumerate(zip(shape.outputs, factors, strict=True)):
+            if of_matrix is not None:
+                rank, first = of_matrix.down.shape[0], place * shape.max_rank
+                down[first : first + rank].copy_(of_matrix.down)
+                up[start : start + outputs, :rank].copy_(of_matrix.up)
+            start += outputs
+
+
+class TorchLowRank(StackedFactors):
+    """Every slot is computed for all lines, and kept where it is theirs: shapes do not depend on what lines have."""
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
+        """See LowRank; lines have the same bits in any company where `F.linear` gives them these."""
+        shape = self.shape
+        for slot in range(1, shape.num_slots + 1):
+            is_theirs, start = (lines.slots == slot).unsqueeze(1), 0
+            low = functional.linear(x, self.down[slot - 1])
+            for place, outputs in enumerate(shape.outputs):
+                of_matrix = low[:, place * shape.max_rank : (place + 1) * shape.max_rank]
+                part = y[:, start : start + outputs]
+                added = part + functional.linear(of_matrix, self.up[slot - 1, start : start + outputs])
+                part.copy_(torch.where(is_theirs, added, part))
+                start += outputs

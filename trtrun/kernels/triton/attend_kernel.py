@@ -1,0 +1,138 @@
+"""Attention of one tile of queries over a row's paged context, as a Triton kernel: share by share, each step by step.
+
+It knows a store's layer, positions and shares. It does not know who deals out tiles and shares (paged_attention.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trtrun.kernels.triton.attention_shares import merge
+from trtrun.kernels.triton.attention_steps import step
+from trtrun.kernels.triton.code_steps import lift, step_of_codes
+from trtrun.kernels.triton.early_launch import begin
+from trtrun.kernels.triton.kv_codes import PLAIN
+
+_VARYING = ["queries", "position_row", "position_query", "table_row"]
+"""Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["tables", "positions"])
+def attend_kernel(
+    query, store, scales, value_offset, layer_scales, tables, positions, output,
+    partial_sum, partial_peak, partial_output, scale,
+    query_token, query_head, position_row, position_query, table_row,
+    queries, kv_heads, group, window, shares, tiles,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one.
+    Where the store has codes, elements are dealt with in two halves, of which `odd` is the second (code_steps.py); else
+    there is no second, and [1] zeros stand for it."""
+    begin(EARLY)
+    # The last tile of a prompt sees most keys: it begins first.
+    row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    place = tl.arange(0, TILE) + tl.program_id(2) % tiles * TILE
+    index, head = place // group, kv_head * group + place % group
+    real = index < queries
+    own = tl.load(positions + row * position_row + index * position_query, mask=real, other=0)
+    own = tl.maximum(own, 0)  # padding sees key 0 alone
+    last = tl.max(own)
+    first_own = tl.min(tl.where(real, own, last))
+    start, stop = tl.maximum(first_own - window + 1, 0) // KEYS * KEYS, last + 1
+    first_share = start // SHARE + tl.program_id(2) // tiles
+    if first_share * SHARE >= stop:
+        return
+    token = row * queries + index
+    halves: tl.constexpr = 1 if CODES == PLAIN else 2
+    width: tl.constexpr = HEAD_PADDED // halves
+    element = tl.arange(0, width)
+    inside = element < HEAD // halves
+    mask = real[:, None] & inside[None, :]
+    of_query = query + token[:, None] * query_token + head[:, None] * query_head + element[None, :] * halves
+    even_query = tl.load(of_query, mask=mask, other=0.0)
+    odd_query = even_query if CODES == PLAIN else tl.load(of_query + 1, mask=mask, other=0.0)
+    table = tables + row * table_row
+    result = token * (kv_heads * group) + head
+    nothing = tl.zeros([TILE, width], tl.float32)
+    no_odd = tl.zeros([1], tl.float32) if CODES == PLAIN else nothing
+    if IS_SPLIT:
+        for share in range(first_share, (stop + SHARE - 1) // SHARE, tl.num_programs(2) // tiles):
+            peak = tl.full([TILE], float("-inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            even, odd = nothing, no_odd
+            share_stop = tl.minimum(stop, share * SHARE + SHARE)
+            for first in range(tl.maximum(start, share * SHARE), share_stop, KEYS):
+                peak, total, even, odd = _step(
+                    peak, total, even, odd, even_query, odd_query, own, first_own, last, first, share_stop,
+                    store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
+                    BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
+                )  # fmt: skip
+            slot = result.to(tl.int64) * shares + share
+            tl.store(partial_peak + slot, peak, mask=real)
+            tl.store(partial_sum + slot, total, mask=real)
+            out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
+            _store(out, even, odd, mask, even_query.dtype, CODES)
+    else:
+        peak = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        even, odd = nothing, no_odd
+        all_peak, all_total, all_even, all_odd = peak, total, even, odd
+        for first in range(start, stop, KEYS):
+            if (first % SHARE == 0) & (first > start):  # a share is done
+                all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
+                all_even = all_even * fade[:, None] + even * factor[:, None]
+                even = nothing
+                if CODES != PLAIN:
+                    all_odd = all_odd * fade[:, None] + odd * factor[:, None]
+                    odd = nothing
+                peak = tl.full([TILE], float("-inf"), tl.float32)
+                total = tl.zeros([TILE], tl.float32)
+            peak, total, even, odd = _step(
+                peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
+                store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
+                BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
+            )  # fmt: skip
+        _, total, fade, factor = merge(all_peak, all_total, peak, total)
+        total = tl.where(total == 0.0, 1.0, total)[:, None]
+        even = (all_even * fade[:, None] + even * factor[:, None]) / total
+        if CODES != PLAIN:
+            odd = (all_odd * fade[:, None] + odd * factor[:, None]) / total
+        out = output + result[:, None] * HEAD + element[None, :] * halves
+        _store(out, even, odd, mask, even_query.dtype, CODES)
+
+
+@triton.jit
+def _step(
+    peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
+    store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr,
+):  # fmt: skip
+    """The step of stores that are plain, or of codes."""
+    if CODES == PLAIN:
+        peak, total, even = step(
+            peak, total, even, even_query, own, first_own, last, first, stop,
+            store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
+            BLOCK_SIZE, HEAD, KEYS, PRECISION,
+        )  # fmt: skip
+    else:
+        peak, total, even, odd = step_of_codes(
+            peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
+            store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
+            BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
+        )  # fmt: skip
+    return peak, total, even, odd
+
+
+@triton.jit
+def _store(out, even, odd, mask, kind: tl.constexpr, CODES: tl.constexpr):
+    """What was gathered, to places [queries, pairs] of its even elements, or of all."""
+    if CODES == PLAIN:
+        tl.store(out, even.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(out, (even * (1.0 / lift(kind))).to(out.dtype.element_ty), mask=mask)
+        tl.store(out + 1, (odd * (1.0 / lift(kind))).to(out.dtype.element_ty), mask=mask)

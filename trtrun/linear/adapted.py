@@ -1,0 +1,110 @@
+"""Linear layers with adapters (LoRA, arXiv:2106.09685): beside the product with the weight, for each line of
+activations that with its adapter's two narrow matrices.
+
+A layer sees lines and a number for each. Which slot is whose, the forward says once for all layers (`AdaptedLayers`).
+It knows shapes, slots and products. It does not know files, requests, or how the layer's own weight is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.line_slots import LineSlots
+from trtrun.kernels.rounded_rows import Activations
+from trtrun.kernels.torch.low_rank import Factors, LowRankShape
+from trtrun.linear.layer import Linear
+from trtrun.linear.quantization.base import LinearWeight, Quantization, Tensors
+
+
+@dataclass(frozen=True)
+class AdapterSpace:
+    """Room for adapters.
+
+    Attributes:
+        num_slots: adapters that may be loaded at once.
+        max_rank: of an adapter.
+    """
+
+    num_slots: int
+    max_rank: int
+
+    def shape(self, weight: LinearWeight) -> LowRankShape:
+        """Of a layer with `weight`."""
+        outputs = tuple(len(part.ranges[0]) for part in weight.parts)
+        return LowRankShape(outputs, weight.shape[1], self.num_slots, self.max_rank)
+
+
+class AdaptedLayers:
+    """The layers of one model on one rank that may have adapters.
+
+    Attributes:
+        space: of each of them.
+        lines: the slots of the lines that the forward computes now.
+        layers: with the weight of each.
+    """
+
+    def __init__(self, space: AdapterSpace) -> None:
+        self.space = space
+        self.lines: LineSlots | None = None
+        self.layers: list[tuple[LinearWeight, AdaptedLinear]] = []
+
+    def make(
+        self,
+        weight: LinearWeight,
+        quantization: Quantization,
+        tensors: Tensors,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool,
+    ) -> AdaptedLinear:
+        """A layer with `weight`; see Linear."""
+        layer = AdaptedLinear(weight, quantization, tensors, bias, self, dtype, batch_invariant=batch_invariant)
+        self.layers.append((weight, layer))
+        return layer
+
+    def begin(self, slots: torch.Tensor) -> None:
+        """A forward begins, whose lines have `slots` [lines] int64 on the device."""
+        self.lines = LineSlots(slots)
+
+    def keep(self, lines: torch.Tensor) -> None:
+        """From here on the forward has only some `lines` [n] int64."""
+        assert self.lines is not None
+        self.lines = self.lines.select(lines)
+
+
+class AdaptedLinear(Linear):
+    """See Linear. Activations come as they are, never rounded: adapters are narrow, and multiply them so."""
+
+    def __init__(
+        self,
+        weight: LinearWeight,
+        quantization: Quantization,
+        tensors: Tensors,
+        bias: torch.Tensor | None,
+        layers: AdaptedLayers,
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool = True,
+    ) -> None:
+        super().__init__(weight.shape, quantization, tensors, bias, batch_invariant=batch_invariant)
+        self.takes_rounded_rows = False
+        self._layers = layers
+        operations = operations_of(self.device.type)
+        self._adapters = operations.low_rank(layers.space.shape(weight), dtype, self.device)
+
+    def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
+        """Fill a slot; see LowRank."""
+        self._adapters.put(slot, factors)
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """See Linear."""
+        assert isinstance(x, torch.Tensor), "activations with adapters are not rounded"
+        assert self._layers.lines is not None, "a forward has begun"
+        y = super().__call__(x)
+        self._adapters.add(y, x, self._layers.lines)
+        return y

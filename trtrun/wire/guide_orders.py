@@ -1,0 +1,47 @@
+"""The bytes of orders about guides, which go the way of plans, and of the answer that one is built.
+
+Orders number their guides, so that an answer to one that was taken back is told from that to a later one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from trtrun.core.guide import Guide
+
+_KIND = struct.Struct("=q")  # as a plan begins with its round, which is not negative; traces have the first three
+_GUIDES = -4
+
+
+class GuideMessage(NamedTuple):
+    """What a rank is to do: forget the guides of these numbers, then begin to build others."""
+
+    over: Sequence[int]
+    begun: Mapping[int, Guide]
+
+
+def encode_orders(message: GuideMessage) -> bytes:
+    """The bytes of orders."""
+    begun = [[number, *guide] for number, guide in message.begun.items()]
+    return _KIND.pack(_GUIDES) + json.dumps([list(message.over), begun]).encode()
+
+
+def decode_orders(payload: bytes) -> GuideMessage | None:
+    """Orders; None where the message is something else."""
+    if _KIND.unpack_from(payload)[0] != _GUIDES:
+        return None
+    over, begun = json.loads(payload[_KIND.size :])
+    return GuideMessage(over, {number: Guide(kind, text) for number, kind, text in begun})
+
+
+def encode_built(number: int) -> bytes:
+    """The answer that a guide is built."""
+    return _KIND.pack(number)
+
+
+def decode_built(payload: bytes) -> int:
+    """The number of the guide."""
+    return int(_KIND.unpack(payload)[0])
