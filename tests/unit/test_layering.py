@@ -83,6 +83,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"rendezvous"}),
         frozenset({"startup"}),
         frozenset({"engine_maker", "kernels_ahead", "engine_caches"}),
+        frozenset({"rank_parts"}),
         frozenset({"worker_factory", "largest_round", "graph_counts", "corpora", "rank_heads", "adapters"}),
         frozenset({"policies"}),
         frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels"}),
