@@ -22,9 +22,11 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class AdapterDesk:
-    """Attributes:
-    front: that takes requests.
-    directory: below which adapters lie; None where none are loaded.
+    """Who loads and drops them.
+
+    Attributes:
+        front: that takes requests.
+        directory: below which adapters lie; None where none are loaded.
     """
 
     front: Front
