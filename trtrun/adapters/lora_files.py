@@ -57,8 +57,8 @@ class LoraFiles:
             module = name.removeprefix(PREFIX).removesuffix(end or "")
             if end is None or not name.startswith(PREFIX) or module not in known:
                 raise CheckpointError(
-                    f"{self.path}: tensor {shorten(name)} is not supported; an adapter changes linear layers of the base "
-                    f"model's layers, in tensors such as '{PREFIX}{next(iter(known), 'NAME')}{DOWN}'"
+                    f"{self.path}: tensor {shorten(name)} is not supported; an adapter changes linear layers "
+                    f"of the base, in tensors such as '{PREFIX}{next(iter(known), 'NAME')}{DOWN}'"
                 )
             found.setdefault(module, set()).add(end)
         for module, ends in found.items():
