@@ -19,7 +19,7 @@ from launch.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.launch_config import LaunchSection, Section
-from trtrun.configuration.model_sections import AdapterSlotsSection, HeadsSection, ModelSection
+from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.speculation_section import SpeculationSection
@@ -30,6 +30,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
     (("target", "draft"), ModelSection),
+    (("draft",), DraftSection),
     (("draft",), HeadsSection),
     (("adapter_slots",), AdapterSlotsSection),
     (("speculation",), SpeculationSection),
@@ -150,7 +151,8 @@ def describe_keys(places: tuple[str, ...], section: type[Section], names: list[s
 
 def describe_section(places: tuple[str, ...], section: type[Section]) -> Iterator[str]:
     """A section's part of the docs, with its methods' where there are some."""
-    names = list(section.model_fields)
+    above = {name for _, other in SECTIONS if other in section.__mro__[1:] for name in other.model_fields}
+    names = [name for name in section.model_fields if name not in above]
     yield f"\n## {' and '.join(f'`{place}`' for place in places)}\n"
     yield f"{split_docstring(section)[0]}\n"
     yield from describe_keys(places, section, names)

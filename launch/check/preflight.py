@@ -23,7 +23,13 @@ from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.models.weights import Share
-from trtrun.start.model_settings import mask_token, read_target_heads, resolve_dtype_name, target_context
+from trtrun.start.draft_translation import read_draft_vocabularies
+from trtrun.start.model_settings import (
+    mask_token,
+    read_target_heads,
+    resolve_dtype_name,
+    target_context,
+)
 from trtrun.tokens.corpus import read_corpus
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 
@@ -151,7 +157,10 @@ def check_visible_weights(
 
 
 def check_tokenizers(config: RuntimeConfig) -> None:
-    """Raise CheckpointError where draft and target do not spell text alike."""
+    """Raise CheckpointError where draft and target do not spell text alike, or their tokens cannot be matched."""
+    if config.translates_drafts:
+        read_draft_vocabularies(config)
+        return
     tokenizer = read_tokenizer(config.tokenizer or config.target.model)
     draft_tokenizer = read_tokenizer(config.draft.model) if config.draft is not None else None
     if tokenizer is not None and draft_tokenizer is not None:

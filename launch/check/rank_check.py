@@ -28,6 +28,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import RankFailedError
 from trtrun.roles.draft_loss import describe_draft_loss
+from trtrun.start.draft_translation import DraftTranslation
 
 LAUNCH_SECONDS = 8.0
 """How much of the time of `trtrun check` is for the start of mpirun and for the end of a job that hangs."""
@@ -105,9 +106,9 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
         if problems:
             raise SetupError(problems)
         links = list_links(topology, dict.fromkeys(GROUPS, Kind.SOLO), _sends_probs(config), config.heads_apart)
-        return CheckReport.make(
-            topology, ranks, [LinkReport.untried(link) for link in links], time.monotonic() - STARTED
-        )
+        untried = [LinkReport.untried(link) for link in links]
+        seconds = time.monotonic() - STARTED
+        return CheckReport.make(topology, ranks, untried, seconds, translation=DraftTranslation.of(config))
     seconds = config.launch.check_seconds
     until = STARTED + max(seconds / 2, seconds - LAUNCH_SECONDS)
     with Session.open(config, until - time.monotonic()) as session:
@@ -118,7 +119,8 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
         reports = list(_lead_steps(session))
         session.order({"step": "end", "ok": True})
         draft_loss = describe_draft_loss(config, topology)
-        return CheckReport.make(topology, ranks, reports, time.monotonic() - STARTED, draft_loss)
+        translation = DraftTranslation.of(config)
+        return CheckReport.make(topology, ranks, reports, time.monotonic() - STARTED, draft_loss, translation)
 
 
 def follow_check(config: RuntimeConfig) -> None:

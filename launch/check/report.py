@@ -14,6 +14,7 @@ from parallel.communicator import SumTiming
 from parallel.probe import Timing
 from parallel.topology import Topology
 from trtrun.kvcache.sizing import format_bytes
+from trtrun.start.draft_translation import DraftTranslation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,6 +73,7 @@ class CheckReport:
         seconds: from the start of rank 0's process to the end of the check.
         draft_loss: what the loss of a draft rank does to the job, "continue" or "end", and the reason for an end; None
             where there is no draft rank.
+        translation: of a draft with another tokenizer than the target's; None where they are the same.
     """
 
     ranks: tuple[RankInventory, ...]
@@ -80,6 +82,7 @@ class CheckReport:
     links: tuple[LinkReport, ...]
     seconds: float
     draft_loss: tuple[str, str] | None = None
+    translation: DraftTranslation | None = None
 
     @classmethod
     def make(
@@ -89,6 +92,7 @@ class CheckReport:
         links: Sequence[LinkReport],
         seconds: float,
         draft_loss: tuple[str, str] | None = None,
+        translation: DraftTranslation | None = None,
     ) -> CheckReport:
         """Put together what was found."""
         slots = [topology.slot(rank.rank) for rank in inventories]
@@ -99,6 +103,7 @@ class CheckReport:
             links=tuple(links),
             seconds=seconds,
             draft_loss=draft_loss,
+            translation=translation,
         )
 
     @property
@@ -140,6 +145,8 @@ def print_report(report: CheckReport) -> None:
     if report.draft_loss is not None:
         what, why = report.draft_loss
         print(f"a lost draft rank {f'ends the job: {why}' if what == 'end' else 'costs drafts only: the job goes on'}")
+    if report.translation is not None:
+        print(report.translation.describe())
     hosts = len({rank.host for rank in report.ranks})
     state = "failed" if report.failures else "ready"
     number = f"{len(report.ranks)} ranks" if len(report.ranks) > 1 else "1 process"
@@ -161,6 +168,7 @@ def report_json(report: CheckReport | None, problems: Sequence[str] = ()) -> str
                 for rank, role, device in zip(report.ranks, report.roles, report.devices, strict=True)
             ],
             "on_draft_loss": report.draft_loss[0] if report.draft_loss is not None else None,
+            "translation": asdict(report.translation) if report.translation is not None else None,
             "links": [asdict(link) for link in report.links],
             "problems": list(report.failures),
         }

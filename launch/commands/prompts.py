@@ -102,6 +102,11 @@ _OPTIONS = (
         help='What the text must be, such as {"json": {…}}, {"regex": "…"} or {"choice": ["…"]}.',
     ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of text."),
+    click.option(
+        "--skip-special-tokens/--no-skip-special-tokens",
+        default=None,
+        help="Whether special tokens are left out of texts.  [default: skip]",
+    ),
     click.option("--repetition-penalty", type=float, help="Above 1: fewer tokens of prompt and output again."),
     click.option("--presence-penalty", type=float, help="Taken off logits of tokens in the output, -2 to 2."),
     click.option("--frequency-penalty", type=float, help="The same, once for each time, -2 to 2."),

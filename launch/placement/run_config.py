@@ -76,6 +76,9 @@ def load_run_config(
             config = make_run_config(source, place)
             if place_ranks(config).world_size != place.size:
                 return config
+            if config.draft is not None:  # files of other hosts have no say in it
+                draft = {**source["values"]["draft"], "vocabulary": config.draft.vocabulary}
+                source["values"] = {**source["values"], "draft": draft}
         source = _share(source, place)
     shared = source
     assert shared is not None

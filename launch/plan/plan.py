@@ -36,6 +36,7 @@ from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.stored_report import describe_kept, describe_weights
 from trtrun.models.weights import Share
+from trtrun.start.draft_translation import DraftTranslation
 from trtrun.start.model_settings import mask_token
 from trtrun.start.window_rings import describe_rings
 
@@ -75,6 +76,7 @@ class JobPlan:
         kv_tokens: tokens that the rows can hold together; None where other hosts decide.
         draft_dtype, target_dtype: what the engines compute in; None without a draft.
         parallel_drafting: whether all tokens of a draft come from one forward of the draft model.
+        translation: of a draft with another tokenizer than the target's; None where they are the same.
         heads: that draft from what the target computes, such as "4 Medusa heads"; their bytes are the draft shards',
             on the target's ranks or on one of their own. None without.
         links: every pair of ranks that talk, and how.
@@ -93,6 +95,7 @@ class JobPlan:
     draft_dtype: str | None
     target_dtype: str
     parallel_drafting: bool
+    translation: DraftTranslation | None
     heads: str | None
     links: tuple[RankLink, ...]
     command: str
@@ -142,6 +145,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
         draft_dtype=None if memory.draft is None else _dtype_name(memory.draft.dtype),
         target_dtype=_dtype_name(memory.target.dtype),
         parallel_drafting=mask_token(config) is not None,
+        translation=DraftTranslation.of(config),
         heads=None if memory.heads is None else memory.heads.describe(),
         links=list_links(
             topology, expect_kinds(topology, nccl), config.speculation.use_logits, sends_hidden=config.heads_apart
@@ -180,6 +184,8 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""
     print(f"{processes}{hosts}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")
+    if plan.translation is not None:
+        print(plan.translation.describe())
     print(_describe_rounds(plan))
     print_start(console, plan.start)
     for note in plan.notes:

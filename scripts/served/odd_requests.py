@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from launch.serve.kserve.models import MODELS
 from launch.serve.openai import fields as openai_fields
+from launch.serve.openai.responses.fields import RESPONSE_FIELDS
 
 LONGEST_LINE = 2000
 """Characters of an error: it may quote what was sent, and no more of it than helps."""
@@ -48,9 +49,16 @@ def openai_endpoints(model: str) -> list[Endpoint]:
     """Everything below /v1, the page, and the small ones."""
     completion = {"model": model, "prompt": "x", "max_tokens": 2}
     chat = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    response = {"model": model, "input": [{"role": "user", "content": "x"}], "max_output_tokens": 2}
+    response |= {"tools": [{"type": "function", **function}], "tool_choice": "required", "store": False}
     return [
-        Endpoint("/v1/completions", completion, sorted(openai_fields.names_of(openai_fields.Endpoint.COMPLETIONS))),
-        Endpoint("/v1/chat/completions", chat, sorted(openai_fields.names_of(openai_fields.Endpoint.CHATS))),
+        Endpoint("/v1/completions", completion, sorted(openai_fields.fields_of(openai_fields.Endpoint.COMPLETIONS))),
+        Endpoint("/v1/chat/completions", chat, sorted(openai_fields.fields_of(openai_fields.Endpoint.CHATS))),
+        Endpoint("/v1/chat/completions", {**chat, **tools}),
+        Endpoint("/v1/responses", response, sorted(RESPONSE_FIELDS)),
+        Endpoint("/v1/responses/resp_1"),
         Endpoint("/v1/models"),
         Endpoint(f"/v1/models/{model}"),
         Endpoint("/health"),

@@ -81,7 +81,7 @@ def copy_target(pair: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("tokenizer", "tokenizer"),
+        ("tokenizer", "target and draft have different tokenizers: token "),
         ("truncated", "model.safetensors is truncated (1000 bytes"),
         ("layers", "has no tensor 'model.layers.3.input_layernorm.weight', which its config.json calls for"),
         ("vocabulary", "tensor 'model.embed_tokens.weight' has shape"),
@@ -119,7 +119,7 @@ def test_a_damaged_or_unfit_model(
         weights.unlink()
         make_checkpoint(copy, num_shards=3, tokenizer=True)
         (copy / "model-00002-of-00003.safetensors").unlink()
-    file = config(devices, target={"model": str(copy)})
+    file = config(devices, target={"model": str(copy)}, draft={"vocabulary": "same"})
     for command in (("plan",), ("check",), ("run", "--prompt", "x")):
         done = trtrun(*command, "--config", file)
         assert said in error_line(done)

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_tokenizer
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line
 from eagle3_heads import eagle3, make_head, write_head
 from eagle_heads import make_eagle_head, write_eagle_head
@@ -380,3 +380,18 @@ def test_wrong_counts_are_told_once(config: Configs, trtrun: Run, devices: dict[
     line = error_line(done)
     assert said in line
     assert line.count(str(file)) == 1
+
+
+def test_the_plan_and_the_check_say_how_a_draft_is_translated(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    draft = make_checkpoint(tmp_path / "draft", tokenizer=True, vocab_size=300)
+    make_tokenizer(draft, merges=9, special=("<think>",))
+    file = config(ONE_PROCESS, draft={"model": str(draft)})
+    plan, check = (json.loads(trtrun(command, "--config", file, "--json").stdout) for command in ("plan", "check"))
+    expected = {"vocabulary": "intersection", "common_tokens": 257, "target_tokens": 257, "draft_tokens": 267}
+    assert plan["translation"] == check["translation"] == expected
+    shown = trtrun("plan", "--config", file, "--set", "draft.vocabulary=text")
+    assert (
+        "the draft has another tokenizer (draft.vocabulary: text): drafts become tokens as text; 257 tokens meet, "
+        "100% of the target's 257 and 96% of the draft's 267"
+    ) in shown.stdout.splitlines()
+    assert json.loads(trtrun("plan", "--config", config(ONE_PROCESS), "--json").stdout)["translation"] is None

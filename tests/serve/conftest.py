@@ -13,8 +13,11 @@ from trtrun.configuration.config import load_config
 from trtrun.configuration.model_paths import ASSETS
 
 TEMPLATE = (
+    "{% if tools %}# tools\n{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-    "# {{ message.role }}\n{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}# answer\n{% endif %}"
+    "# {{ message.role }}\n{{ message.content }}\n{% for call in message.tool_calls or [] %}<tool_call>\n"
+    "{{ call.function | tojson }}\n</tool_call>\n{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}# answer\n{% endif %}"
 )
 
 

@@ -107,12 +107,14 @@ class LLMEngine:
         """
         model = read_model_config(config.target.model)
         draft_model = read_model_config(config.draft.model) if config.draft is not None else None
-        draft = config.draft.model if config.draft is not None else None
+        draft = None if config.draft is None or config.draft.is_translated else config.draft.model
         tokenizer = read_shared_tokenizer(config.tokenizer or config.target.model, draft)
         job = open_job(config, on_load_progress)
         if job is None:
             return None
         draft_context = draft_model.max_position_embeddings if draft_model is not None else None
+        if config.translates_drafts:
+            draft_context = None  # its store follows texts by itself, in tokens of its own
         tile = tile_width(model, len(config.target.devices), config.target.devices[0])
         in_parallel = mask_token(config) is not None
         limits = SchedulerLimits.of(
@@ -227,7 +229,9 @@ class LLMEngine:
         text = None  # of each completion, which share what the prompt and the stop strings take
         if self.tokenizer is not None:
             stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
-            text = CompletionText(IncrementalDetokenizer(self.tokenizer, tokens), stop, keeps_stop)
+            ends = self._prompts.end_token_ids
+            detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
+            text = CompletionText(detokenizer, stop, keeps_stop)
         stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
             for index, part in parts.items():

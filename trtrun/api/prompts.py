@@ -6,11 +6,13 @@ the tokenizer and the model's vocabulary. It does not run anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from threading import Thread
 from typing import Any, Protocol
+
+from llguidance import LLTokenizer
 
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import LoadedAdapter, Request
@@ -48,6 +50,7 @@ class PromptReader:
     def __init__(self, model: Vocabulary, tokenizer: Tokenizer | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._tokens: LLTokenizer | None = None
         self._grammars: Grammars | None = None
         # The prompts of one call have the same words, which are made tokens once.
         self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
@@ -121,6 +124,11 @@ class PromptReader:
         held = stops if sampling.min_tokens > 0 else ()
         return TokenLists.of(held, sampling.logit_bias, words) if held or sampling.logit_bias or words else NO_LISTS
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Of the model: those that end a text."""
+        return self._model.eos_token_ids
+
     def check(self, sampling: SamplingParams) -> None:
         """Raise InvalidRequestError for a parameter that this model cannot follow."""
         size = self._model.vocab_size
@@ -139,6 +147,19 @@ class PromptReader:
         if sampling.guided is not None:
             self._compile_guide(sampling.guided)
 
+    def ids_in_guides(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of some texts that grammars cannot spell, as they are special tokens to them, each with its id.
+
+        Raises:
+            InvalidRequestError: this model's texts cannot be guided.
+        """
+        tokens, found = self._guide_tokens(), {}
+        for text in texts:
+            token = None if self._tokenizer is None else self._tokenizer.token_to_id(text)
+            if token is not None and tokens.is_special_token(token):
+                found[text] = token
+        return found
+
     def prepare_guides(self) -> None:
         """Have the vocabulary read in a thread, before the first guide is checked: it would hold up what this process
         does then."""
@@ -148,10 +169,17 @@ class PromptReader:
     def _spelling(self) -> Spelling:
         return Spelling.of(self._tokenizer, self._model.vocab_size, self._model.eos_token_ids)
 
+    def _guide_tokens(self) -> LLTokenizer:
+        """The vocabulary as the grammar engine has it. That it is the same takes as long to find out as the whole
+        tokenizer is: so it is kept."""
+        if self._tokens is None:
+            self._tokens = self._spelling().read()
+        return self._tokens
+
     def _compile_guide(self, guide: Guide) -> None:
         """Refuse a guide that is wrong, or takes more than it may."""
         if self._grammars is None:
-            self._grammars = grammars_of(self._spelling().read())
+            self._grammars = grammars_of(self._guide_tokens())
         self._grammars.check(guide)
 
     def _check_some_allowed(self, sampling: SamplingParams) -> None:

@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
+from trtrun.configuration.draft_vocabulary import settle_vocabulary
 from trtrun.configuration.drafting_methods import (
     METHODS,
     NO_DRAFTS,
@@ -28,7 +29,7 @@ from trtrun.configuration.drafting_methods import (
 from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Line, Number, Section
 from trtrun.configuration.model_paths import find_file, find_model
-from trtrun.configuration.model_sections import AdapterSlotsSection, HeadsSection, ModelSection, OfHeads
+from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection, OfHeads
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
 from trtrun.configuration.server_config import ServerSection
@@ -63,7 +64,7 @@ class RuntimeConfig(Section):
 
     target: ModelSection
     draft: Annotated[
-        ModelSection | None, BeforeValidator(lambda value: None if isinstance(value, OfHeads) else value)
+        DraftSection | None, BeforeValidator(lambda value: None if isinstance(value, OfHeads) else value)
     ] = None
     # The same key of the file: whose it is `speculation.method` says.
     heads: Annotated[
@@ -219,7 +220,12 @@ class RuntimeConfig(Section):
     @property
     def drafts_ahead(self) -> bool:
         """Whether draft ranks draft for verdicts that are not there yet (see SpeculationSection.drafting_ahead)."""
-        return self.drafts_apart and self.speculation.drafting_ahead != "off"
+        return self.drafts_apart and self.speculation.drafting_ahead != "off" and not self.translates_drafts
+
+    @property
+    def translates_drafts(self) -> bool:
+        """Whether a draft model runs whose tokenizer is not the target's."""
+        return self.draft is not None and self.draft.is_translated
 
     @property
     def plans_ahead(self) -> int:
@@ -303,6 +309,10 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
         if isinstance(config.speculation, SuffixSection) and config.speculation.suffix_corpus is not None:
             corpus = find_file(config.speculation.suffix_corpus, base, f"{where}: speculation.suffix_corpus")
             changes["speculation"] = config.speculation.model_copy(update={"suffix_corpus": corpus})
+        if config.draft is not None:
+            tokenizer = changes.get("tokenizer") or cast(ModelSection, changes["target"]).model
+            draft = cast(DraftSection, changes["draft"])
+            changes["draft"] = settle_vocabulary(draft, config.speculation, cast(Path, tokenizer), where)
         return config.model_copy(update=changes)
 
 

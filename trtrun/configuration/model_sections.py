@@ -16,6 +16,8 @@ from trtrun.configuration.launch_config import FilePath, Number, Section
 LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
 
+VocabularyWay = Literal["auto", "same", "intersection", "text"]
+
 
 class ModelSection(Section):
     """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
@@ -50,6 +52,23 @@ class ModelSection(Section):
     quantization: str = "none"
 
 
+class DraftSection(ModelSection):
+    """What stands in `draft` beside the keys of `target`, where the method drafts with a model.
+
+    Attributes:
+        vocabulary: what becomes of a draft with another tokenizer: `intersection` drafts among tokens that both have,
+            `text` spells what is drafted in the target's, `same` refuses it. `auto` is `intersection` where the draft
+            has half of the target's tokens, else `text` (docs/other-tokenizers.md).
+    """
+
+    vocabulary: VocabularyWay = "auto"
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether its tokens are not the target's."""
+        return self.vocabulary in ("intersection", "text")
+
+
 def _parse_own_devices(value: object) -> object:
     return None if value is None else parse_devices(value)
 
@@ -69,7 +88,7 @@ class HeadsSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_keys_of_models(cls, values: object) -> object:
-        foreign = [key for key in ModelSection.model_fields if key not in cls.model_fields]
+        foreign = [key for key in DraftSection.model_fields if key not in cls.model_fields]
         found = next((key for key in foreign if isinstance(values, dict) and key in values), None)
         if found is not None:
             raise ValueError(

@@ -142,7 +142,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     ),
     **dict.fromkeys(("stop", "bad_words"), read_texts),
     **dict.fromkeys(("stop_token_ids", "draft_token_ids"), read_token_ids),
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), read_flag),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), read_flag),
     "logit_bias": read_bias,
     "lookahead_config": read_sizes,
     "stop_sequences": read_token_sequences,
@@ -196,6 +196,9 @@ class SamplingParams:
             no text (with use_logits no distribution), and is not looked at where nothing is drafted for the row.
         lookahead_config: with the method lookahead, the request's own window size, n-gram size and verification set
             size, none of them more than the configuration's. It changes no text.
+        guided: what the text must be: an object of one key, json, json_object, regex, choice or grammar.
+        skip_special_tokens: leave special tokens out of the text. Else it has them as they are written, but for the
+            model's end-of-sequence tokens; the tokens are the same, and stop strings are looked for in what it has.
         lora_name: an adapter that is loaded, which the target computes the request with; None is the base model.
 
     Raises:
@@ -226,6 +229,7 @@ class SamplingParams:
     draft_token_ids: tuple[int, ...] = ()
     lookahead_config: tuple[int, ...] = ()
     guided: Guide | None = None
+    skip_special_tokens: bool = True
     lora_name: str | None = None
 
     def __post_init__(self) -> None:

@@ -53,6 +53,12 @@ class RowState:
         self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
         self.sampling = RowSampling(max_rows, vocab_size, device)
 
+    def beside(self, vocab_size: int) -> RowState:
+        """As many rows as long, of the same texts in another vocabulary of `vocab_size` tokens."""
+        columns = self.token_ids.shape[1] - self.max_draft_len - 2
+        rows = len(self.lengths) - self.num_guesses
+        return RowState(rows, columns, self.block_size, self.max_draft_len, vocab_size, self.device)
+
     @staticmethod
     def num_bytes(max_rows: int, max_seq_len: int, block_size: int, max_draft_len: int) -> int:
         """Of the tensors of so many rows, guesses among them."""

@@ -47,7 +47,8 @@ def warm_up(
         max_tokens: of a round: no forward here is larger than those that memory was set aside for.
         max_rows: of a round.
         verifies: whether it is a target engine; others draft.
-        num_ranked: tokens of each drafted place that its drafter wants ranked: graphs are told apart by it.
+        num_ranked: tokens of each drafted place that its drafter wants ranked: graphs are told apart by it. 0 where it
+            never has steps chosen by a graph.
         most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
         samples_steps: whether steps of sampled rows are chains, too.
         in_parallel: whether a draft engine drafts all tokens in one forward: then it makes no steps.
@@ -116,7 +117,7 @@ def _draft_all(
         for count, drafts in masked:
             nowhere = torch.full((rows, count + drafts - 1), -1, dtype=torch.int64, device=engine.device)
             engine.feed(torch.zeros_like(nowhere), nowhere, tables, drafts)
-        if shapes.drafts_in_parallel:
+        if shapes.drafts_in_parallel or not num_ranked:
             continue
         first, nowhere = torch.zeros_like(places), torch.full_like(places, -1).unsqueeze(1)
         sampled = KeyedRanks.kinds(engine.rows.sampling, range(rows), first, Stream.TARGET) if samples_steps else []

@@ -19,6 +19,7 @@ from trtrun.errors import InvalidRequestError
 _MOST_RULES = 500
 _MOST_REMAINDERS = 10_000
 _RULE = re.compile(r":+=?")
+_SCHEMA = re.compile(r"%json\s*")
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9.eE+-]+)')
 
@@ -31,21 +32,43 @@ def check_bounds(guide: Guide) -> None:
             numbers that are too large together.
     """
     if guide.kind == "json":
-        pairs = list(_pairs(json.loads(guide.text)))
-        targets = {value for name, value in pairs if name in ("$ref", "$dynamicRef") and isinstance(value, str)}
-        if len(targets) > _MOST_RULES:
-            raise InvalidRequestError(
-                f"guided: the JSON schema refers to {len(targets)} parts; {_MOST_RULES} are the most"
-            )
+        schema = json.loads(guide.text)
+        _check_references(schema)
+        pairs = _pairs(schema)
         _check_multiples(str(value) for name, value in pairs if name == "multipleOf")
-    elif guide.kind == "grammar":  # which may hold schemas
-        count = len(_RULE.findall(guide.text))
+    elif guide.kind == "grammar":
+        rules, schemas = _parted(guide.text)
+        for schema in schemas:
+            _check_references(schema)
+        count = len(_RULE.findall(rules))
         if count > _MOST_RULES:
             raise InvalidRequestError(
                 f"guided: the grammar has {count} rules, as its colons count; {_MOST_RULES} are the most"
             )
         text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), guide.text)
         _check_multiples(_MULTIPLE.findall(text))
+
+
+def _check_references(schema: Any) -> None:
+    targets = {value for name, value in _pairs(schema) if name in ("$ref", "$dynamicRef") and isinstance(value, str)}
+    if len(targets) > _MOST_RULES:
+        raise InvalidRequestError(f"guided: the JSON schema refers to {len(targets)} parts; {_MOST_RULES} are the most")
+
+
+def _parted(grammar: str) -> tuple[str, list[Any]]:
+    """A grammar without the JSON schemas in it, and these, whose colons are no rules."""
+    rules, schemas, place = [], [], 0
+    for found in _SCHEMA.finditer(grammar):
+        if found.start() < place:
+            continue  # within a schema
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue  # the grammar engine says what is wrong
+        rules.append(grammar[place : found.start()])
+        schemas.append(schema)
+        place = end
+    return "".join([*rules, grammar[place:]]), schemas
 
 
 def _check_multiples(numbers: Iterable[str]) -> None:

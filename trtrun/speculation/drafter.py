@@ -17,6 +17,7 @@ from trtrun.guiding.row_guides import RowGuides
 from trtrun.registry import Registry
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.protocols import DraftEngine, Rows, TargetEngine, TargetGroup
+from trtrun.speculation.translated_rows import Translation
 
 
 class Drafter(ABC):
@@ -108,6 +109,7 @@ class DrafterContext:
         guess_steps: numbers of guesses that a round may have, ascending.
         corpus: texts that the method looks up, on a rank that holds the target; None without.
         group: the target's ranks, on one of them.
+        translation: what a draft model with another tokenizer than the target's needs; None for one with the same.
         mask_token: of a draft model that drafts all tokens in one forward; None for one that does not.
     """
 
@@ -121,6 +123,7 @@ class DrafterContext:
     heads: Any = None
     corpus: Any = None
     group: TargetGroup | None = None
+    translation: Translation | None = None
 
 
 DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafting method")

@@ -73,6 +73,14 @@ class Rows(Texts, Protocol):
         ...
 
 
+class KeptRows(Rows, Protocol):
+    """Rows that whoever has them keeps by plans and verdicts."""
+
+    def apply(self, plan: RoundPlan) -> None:
+        """Take in what the plan changes."""
+        ...
+
+
 class RoundEngine(Protocol):
     """What both engines offer."""
 

@@ -108,6 +108,8 @@ class EngineMaker:
             verifies, is_apart = role == "target", role == "draft" and config.drafts_apart
             # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
             lens, ranked = ({2, config.draft_len}, NUM_RANKED) if is_apart else (sure_draft_lens(config), 1)
+            if role == "draft" and config.translates_drafts:  # which chooses in the target's tokens
+                ranked = 0
             warm_up(
                 engine,
                 lens,

@@ -58,6 +58,7 @@ def count_graphs(
         return of_trees + count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees)
     shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width, masked)
     kinds = 1 + (0 if config.speculation.use_logits else num_kinds)
+    kinds = 0 if config.translates_drafts else kinds
     return count_draft_graphs(shapes, limits, shape.most_catch_up, kinds)
 
 

@@ -37,4 +37,5 @@ def kinds_of_kernels(
     if config.num_adapter_slots:
         most = f"{config.num_adapter_slots} slots of rank {config.adapter_slots.max_rank}"
         named.append(f"{most}, the draft's too" if config.draft_adapters else most)
-    return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]
+    translated = [config.draft.vocabulary] if config.draft is not None and config.draft.is_translated else []
+    return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *translated, *told]

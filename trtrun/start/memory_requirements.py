@@ -16,12 +16,13 @@ from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.head_paths import HeadSpace
+from trtrun.engine.rows import RowState
 from trtrun.engine.working_memory import RoundShape, head_rank_bytes, working_bytes
 from trtrun.kvcache.formats import KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.linear.adapted import AdapterSpace
-from trtrun.models.config import ModelConfig
+from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.heads import HeadsPlan
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
@@ -35,6 +36,8 @@ MOST_GUESSES_WITH_PROBABILITIES = 32
 """Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
 weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
 
+_TRANSLATED_LOGITS = 8
+"""Copies of a round's logits in another vocabulary: as they are, changed, and the temporaries of choosing."""
 
 _ROUNDS_UNDER_WAY = 2
 """Of the largest, whose hidden states may be on their way to a head on a rank of its own."""
@@ -201,6 +204,8 @@ def engine_working_bytes(
     if role == config.drafting_role:
         beside += speculation.search_bytes
         beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
+    if role == "draft":
+        beside += translation_bytes(config, context, model)
     return beside + working_bytes(
         round_shape(config, context),
         model,
@@ -215,6 +220,18 @@ def engine_working_bytes(
         kv_in_place=reads_in_place(config, model, device.type, dtype),
         heads=heads_here,
     )
+
+
+def translation_bytes(config: RuntimeConfig, context: int, draft: ModelConfig) -> int:
+    """Upper bound of what rounds of a draft with another tokenizer need on each of its ranks beside those of other
+    drafts: logits in the target's vocabulary and behind it, and rows of its tokens. 0 where the tokenizers are the
+    same."""
+    if not config.translates_drafts:
+        return 0
+    rows, width = config.scheduler.max_batch_size, read_model_config(config.target.model).vocab_size + draft.vocab_size
+    logits = _TRANSLATED_LOGITS + (4 * config.draft_len if config.speculation.use_logits else 0)
+    of_rows = RowState.num_bytes(rows, context, config.kv_cache.block_size, config.draft_len)
+    return rows * width * torch.float32.itemsize * logits + of_rows + width * torch.int64.itemsize
 
 
 def head_working_bytes(

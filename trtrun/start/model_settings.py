@@ -55,6 +55,8 @@ def mask_token(config: RuntimeConfig) -> int | None:
     section = config.speculation
     if config.draft is None or not isinstance(section, DraftModelSection) or section.parallel_drafting == "off":
         return None
+    if config.draft.is_translated:
+        return None  # the mask token is one of the draft's, and its places are not the target's
     found = read_model_config(config.draft.model).mask_token
     if found is None and section.parallel_drafting == "on":
         raise ConfigError(

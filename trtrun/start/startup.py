@@ -16,13 +16,11 @@ from dataclasses import replace
 
 import torch
 
-from parallel.communicator import Communicator
 from parallel.errors import ParallelError
 from parallel.groups import Groups
 from parallel.topology import Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.model_sections import ModelSection
 from trtrun.core.outputs import RankReport
 from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.runner import Engine
@@ -37,16 +35,16 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.linear.adapted import AdaptedLayers
-from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.loading import heads_bytes, load_model, shard_bytes
-from trtrun.models.model_files import hash_model_files
+from trtrun.models.config import read_model_config
+from trtrun.models.loading import load_model
 from trtrun.models.stored_report import describe_kept, describe_weights
 from trtrun.models.weight_check import choose_default
 from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
-from trtrun.start.adapters import adapter_hashes, load_adapters
-from trtrun.start.corpora import corpus_bytes, load_corpus
+from trtrun.start.adapters import load_adapters
+from trtrun.start.corpora import load_corpus
+from trtrun.start.draft_translation import DraftTranslation
 from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.kernels_ahead import KernelsAhead
@@ -54,17 +52,14 @@ from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     HiddenKind,
-    adapter_slots_bytes,
     adapter_space,
-    engine_working_bytes,
-    kv_bytes_in_rings,
     most_useful_blocks,
     resolve_dtype,
     round_shape,
-    store_bytes_per_block,
 )
 from trtrun.start.model_settings import target_context
-from trtrun.start.rank_heads import RankHeads, demand_apart
+from trtrun.start.rank_heads import RankHeads
+from trtrun.start.rank_parts import RankParts
 from trtrun.start.worker_factory import WorkerFactory
 
 _logger = logging.getLogger(__name__)
@@ -101,9 +96,9 @@ class RankStartup:
         self._groups = groups
         self._device = device_of(slot)
         self._target_config = read_model_config(config.target.model)
-        self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
         self._context = target_context(config, self._target_config)
         self._heads = RankHeads.read(config, self._target_config, groups)
+        self._parts = RankParts(config, groups, self._target_config, self._context, self._heads, self._device)
         self._corpus: SortedCorpus | None = None
         self._engines: dict[str, LoadedEngine] = {}
         self._made = EngineMaker(
@@ -138,7 +133,7 @@ class RankStartup:
         self._activity.start(Phase.WEIGHTS)
         self._lap_at = time.monotonic()
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
-        parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts()]
+        parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts.all]
         self._cache.begin()
         self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts, self._heads.plan), self._device, num_ranks)
         if self._kernels.working_bytes is None:
@@ -179,7 +174,7 @@ class RankStartup:
             return False
         differing = int(not is_so)
         for _ in range(2):  # draft and target groups may share a rank: what one of them found reaches the other
-            for _, _, _, communicator in self._parts():
+            for _, _, _, communicator in self._parts.all:
                 differing = int(communicator.all_reduce(torch.tensor([differing], device=self._device)))
         return differing == 0
 
@@ -188,19 +183,21 @@ class RankStartup:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         free = free_bytes_of_slot(self._slot.device, len(self._topology.slots_of_host(self._slot.host)))
-        demand = self._demand()
+        demand = self._parts.demand()
         if self._device.type == "cpu":
             self._working_bytes = demand.working_bytes
         blocks = self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
         done = 0
-        for role, section, config, communicator in self._parts():
+        translation = DraftTranslation.of(self._config) if self._groups.draft is not None else None
+        for role, section, config, communicator in self._parts.all:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
-            size = self._shard_bytes(section, config, communicator)
+            size = self._parts.shard_bytes(section, config, communicator)
             share, kind = Share(0, communicator.size), self._device.type
             for said in (
                 describe_weights(section.model, config, share, dtype, kind),
                 describe_kept(config, self._config.kv_cache.dtype, share, dtype, kind),
+                translation.describe() if role == "draft" and translation is not None else None,
             ):
                 if said is not None and communicator.rank == 0:
                     _logger.info("%s: %s", role, said)
@@ -240,7 +237,7 @@ class RankStartup:
         if self._heads.plan_apart is not None:
             assert self._groups.draft is not None
             self._heads.load_apart(self._groups.draft, self._device)
-        if self._heads.loaded is not None or self._adapter_bytes():
+        if self._heads.loaded is not None or self._parts.adapter_bytes():
             progress(demand.shard_bytes, demand.shard_bytes)
         return blocks
 
@@ -261,7 +258,7 @@ class RankStartup:
         where nobody knows what it takes."""
         self._activity.start(Phase.ALLOCATING)
         where = self._topology.describe(self._rank)
-        demand = self._demand()
+        demand = self._parts.demand()
         torch.cuda.empty_cache()
         left = torch.cuda.mem_get_info(self._device)[0]
         shape = round_shape(self._config, self._context)
@@ -319,79 +316,25 @@ class RankStartup:
             hidden_kind=HiddenKind.of(self._config, self._target_config, self._heads.plan),
         )
 
-    def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
-        """This rank's engines: role, section, model configuration and tensor-parallel group."""
-        parts: list[tuple[str, ModelSection, ModelConfig, Communicator]] = []
-        if self._groups.draft is not None and self._config.draft is not None and self._draft_config is not None:
-            parts.append(("draft", self._config.draft, self._draft_config, self._groups.draft))
-        if self._groups.target is not None:
-            parts.append(("target", self._config.target, self._target_config, self._groups.target))
-        return parts
-
-    def _demand(self) -> SlotMemory:
-        """What this rank's engines need; the memory of a round by its shapes."""
-        if self._heads.plan_apart is not None:
-            return demand_apart(self._config, self._context, self._target_config, self._heads.plan_apart, self._device)
-        weights = block = working = 0
-        for role, section, model, communicator in self._parts():
-            dtype = resolve_dtype(section, model)
-            heads = self._heads.plan if role == "target" else None
-            heads_here = self._heads.plan_here if role == "target" else None
-            weights += self._shard_bytes(section, model, communicator)
-            weights += adapter_slots_bytes(self._config, role, section, model, communicator.rank)
-            if heads_here is not None:
-                weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
-            if role == "target":
-                weights += corpus_bytes(self._config)
-            block += store_bytes_per_block(self._config, model, heads_here, communicator.size, dtype)
-            working += engine_working_bytes(
-                self._config, self._context, role, section, model, communicator.rank, self._device, heads
-            )
-        return SlotMemory(weights, block, working, self._ring_bytes())
-
-    def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
-        dtype = resolve_dtype(section, model)
-        return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
-
-    def _adapter_bytes(self) -> int:
-        """Of slots for adapters on this rank."""
-        return sum(
-            adapter_slots_bytes(self._config, role, section, model, communicator.rank)
-            for role, section, model, communicator in self._parts()
-        )
-
-    def _ring_bytes(self) -> int:
-        """Of layers with a window, which `working_bytes` counts, too."""
-        return sum(
-            kv_bytes_in_rings(self._config, model, communicator.size, resolve_dtype(section, model))
-            for _, section, model, communicator in self._parts()
-        )
-
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [*(engine.report for engine in self._engines.values()), self._heads.report]
         dtypes = {engine.model.dtype for engine in self._engines.values()}
         if self._heads.plan_apart is not None:
             dtypes.add(resolve_dtype(self._config.target, self._target_config))
-        block_size = self._config.kv_cache.block_size
         free, total = torch.cuda.mem_get_info(self._device) if self._device.type == "cuda" else (0, 0)
+        corpus = self._corpus.num_bytes if self._corpus is not None else 0
         return RankReport(
             rank=self._rank,
             host=socket.gethostname(),
             role="+".join(self._topology.roles(self._rank)),
             device=self._slot.device,
             bytes_read=sum(report.bytes_read for report in loaded),
-            shard_bytes=sum(report.shard_bytes for report in loaded)
-            + (self._corpus.num_bytes if self._corpus is not None else 0)
-            + self._adapter_bytes(),
+            shard_bytes=sum(report.shard_bytes for report in loaded) + corpus + self._parts.adapter_bytes(),
             working_bytes=self._working_bytes,
-            kv_bytes=num_blocks * self._demand().bytes_per_block + self._ring_bytes(),
-            kv_tokens=tokens_of_blocks(num_blocks, block_size),
+            kv_bytes=num_blocks * self._parts.demand().bytes_per_block + self._parts.ring_bytes(),
+            kv_tokens=tokens_of_blocks(num_blocks, self._config.kv_cache.block_size),
             kernels="+".join(sorted({operations_of(self._device.type).name(dtype) for dtype in dtypes})),
-            files_hash="+".join(
-                [hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()]
-                + self._heads.hashes()
-                + adapter_hashes(self._config)
-            ),
+            files_hash=self._parts.files_hash(),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,
             start_seconds=self._seconds,

@@ -34,8 +34,11 @@ from trtrun.roles.hidden_link import HiddenLink
 from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.translated_rows import Translation
+from trtrun.start.draft_translation import read_draft_vocabularies
 from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
 from trtrun.start.model_settings import mask_token
+from trtrun.start.window_rings import most_chunk
 from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 from trtrun.tokens.text import Tokenizer, read_tokenizer
@@ -145,9 +148,10 @@ class WorkerFactory:
         return guides
 
     def _read_tokenizer(self) -> Tokenizer | None:
-        """The target's; the draft's is the same, and a host of drafts may have no other."""
+        """The target's; the draft's is the same as a rule, and a host of drafts may have no other."""
         config = self.config
-        for directory in (config.tokenizer or config.target.model, config.draft and config.draft.model):
+        others = None if config.draft is None or config.draft.is_translated else config.draft.model
+        for directory in (config.tokenizer or config.target.model, others):
             with suppress(CheckpointError):  # rank 0 says so of its own
                 found = read_tokenizer(directory) if directory else None
                 if found is not None:
@@ -171,8 +175,29 @@ class WorkerFactory:
             heads=self._make_stored_heads() if self.heads_keep else self.heads,
             corpus=self.corpus,
             group=GroupOfTarget(self.groups.target) if self.groups.target is not None else None,
+            translation=self._make_translation() if config.translates_drafts else None,
         )
         return DRAFTERS.get(config.speculation.method)(place)
+
+    def _make_translation(self) -> Translation:
+        """What a draft model with another tokenizer needs.
+
+        Raises:
+            CheckpointError: a tokenizer is missing on this host, or cannot be matched.
+        """
+        config = self.config
+        assert config.draft is not None
+        vocabularies = read_draft_vocabularies(config)
+        return Translation(
+            vocabularies,
+            self.engines["draft"].rows.beside(self.target_vocab_size),
+            self.target_vocab_size,
+            num_blocks=self.num_blocks,
+            most_tokens=most_chunk(config, read_model_config(config.draft.model)) or config.scheduler.max_num_tokens,
+            reuses_blocks=config.kv_cache.enable_block_reuse,
+            by_text=config.draft.vocabulary == "text",
+            is_apart=config.drafts_apart,
+        )
 
     def _make_stored_heads(self) -> StoredHeads:
         """The heads, with a store of as many blocks as the target's, and more for trees and guesses."""

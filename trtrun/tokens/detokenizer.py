@@ -131,7 +131,11 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         """Begin behind a prompt.
 
@@ -141,8 +145,9 @@ class IncrementalDetokenizer:
                 but for bytes at their end; and but for decoders that replace what several tokens spell, cut off the
                 end of the whole text, or are not known: these are fed with all of them.
             skip_special_tokens: leave special tokens out of the text.
+            end_token_ids: special tokens that are left out of it all the same.
         """
-        decoding = tokenizer.decoding(skip_special_tokens)
+        decoding = tokenizer.decoding(skip_special_tokens, end_token_ids)
         self._names, self._own_texts = decoding.names, decoding.own_texts
         self._chain = decoding.behind(prompt_token_ids)
         # The prompt's own text that is not certain: as far as it becomes certain as it is, it is no output.

@@ -17,7 +17,8 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from trtrun.errors import CheckpointError, one_line
-from trtrun.tokens.decoders.chain import Decoding, read_chain
+from trtrun.tokens.decoders.chain import Decoding, decoder_kinds, read_chain
+from trtrun.tokens.token_bytes import TokenBytes, read_token_bytes
 
 _FILE = "tokenizer.json"
 _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
@@ -36,7 +37,7 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self.path = path
-        self._decodings: dict[bool, Decoding] = {}
+        self._decodings: dict[frozenset[str], Decoding] = {}
 
     def as_json(self) -> str:
         """What tokenizer.json has, or would have."""
@@ -58,15 +59,23 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def decoding(self, skip_special_tokens: bool = True) -> Decoding:
-        """The same token by token: what each adds to a text. Shared by all texts of this tokenizer."""
-        found = self._decodings.get(skip_special_tokens)
+    def decoding(self, skip_special_tokens: bool = True, end_token_ids: Sequence[int] = ()) -> Decoding:
+        """The same token by token: what each adds to a text. Shared by all texts of this tokenizer. Special tokens that
+        are not skipped are there as they are written, but for `end_token_ids`."""
+        left_out = self.special_tokens
+        if not skip_special_tokens:
+            left_out &= {self._backend.id_to_token(token) for token in end_token_ids}
+        found = self._decodings.get(left_out)
         if found is None:
-            added = self._backend.get_added_tokens_decoder().values()
-            left_out = {token.content for token in added if token.special} if skip_special_tokens else set()
             found = Decoding(read_chain(self._backend.decoder), self._backend.id_to_token, left_out)
-            self._decodings[skip_special_tokens] = found
+            self._decodings[left_out] = found
         return found
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """Tokens that are no text, as they are written."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     @cached_property
     def most_bytes_of_a_token(self) -> int | None:
@@ -86,10 +95,37 @@ class Tokenizer:
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
 
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, as the vocabulary has it; None where there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def vocabulary(self) -> dict[str, int]:
         """Token to id, added tokens included."""
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return tokens
+
+    def token_bytes(self) -> TokenBytes:
+        """What each token stands for.
+
+        Raises:
+            CheckpointError: that cannot be told of tokenizers of this kind.
+        """
+        kinds = decoder_kinds(self._backend.decoder) if self._backend.decoder is not None else []
+        added = self._backend.get_added_tokens_decoder()
+        found = read_token_bytes(
+            kinds,
+            self.vocabulary(),
+            {token: entry.content for token, entry in added.items() if not entry.special},
+            {token: entry.content for token, entry in added.items() if entry.special},
+        )
+        if found is None:
+            names = ", ".join(str(kind["type"]) for kind in kinds) or "none"
+            raise CheckpointError(
+                f"{self.path}: its tokens cannot be matched with those of another tokenizer, as only byte-level and "
+                f"SentencePiece's can (its decoder is {names})"
+            )
+        return found
 
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell each of `words`, at the start of a text and behind a space; no duplicates."""
@@ -146,7 +182,7 @@ def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
     return read_sentencepiece(path)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _read_backend(content: bytes) -> tokenizers.Tokenizer:
     """From the content of tokenizer.json: a start reads the same several times, of target and draft, and each takes a
     part of a second. Nothing alters it but `Tokenizer`, always alike."""
@@ -189,5 +225,6 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
     raise CheckpointError(
         f"target and draft have different tokenizers: token {first} is {spell(by_id)} in {target.path} but "
-        f"{spell(draft_by_id)} in {draft.path}; use a draft that was trained with the target's tokenizer"
+        f"{spell(draft_by_id)} in {draft.path}; use a draft that was trained with the target's tokenizer, or leave "
+        "draft.vocabulary out"
     )

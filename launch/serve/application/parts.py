@@ -23,7 +23,9 @@ from launch.serve.kserve.service import KServeService
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai.adapter_api import AdapterApi
 from launch.serve.openai.api import OpenAIApi
+from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.chat_template_files import read_chat_template
+from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.openai.token_api import TokenApi
 from launch.serve.page.routes import page_routes
 from launch.serve.reading.messages import Facts
@@ -31,6 +33,7 @@ from launch.serve.reading.readers import Readers
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
+from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
@@ -63,7 +66,8 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     """The parts, which know each other.
 
     Raises:
-        TrtrunError: the model's configuration, tokenizer or chat template cannot be read.
+        TrtrunError: the model's configuration, tokenizer or chat template cannot be read, or no parser has the name
+            that the section has.
     """
     section = config.server
     directory = config.tokenizer or config.target.model
@@ -76,12 +80,16 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
     metrics = FrontMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
+    tool_format, reasoning_format = _formats(section, template)
     readers = Readers(
         Facts(
             tokenizer=None if tokenizer is None else str(directory),
             tokenizer_hash=tokenizer_hash,
             template=None if template is None else template.source,
             template_tokens={} if template is None else template.tokens,
+            tool_template=None if template is None else template.tool_source,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
             model_name=name,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
@@ -127,3 +135,22 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         metrics_route(front, keys),
     )
     return Parts(front, readers, routes, KServeServicer(kserve, keys, bodies))
+
+
+def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:
+    """In which chats' texts have calls and thoughts, as the section says, or the template shows.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    source = None if template is None else template.tool_source or template.source
+    found = []
+    for key, asked, find in (
+        ("tool_parser", section.tool_parser, find_tool_format),
+        ("reasoning_parser", section.reasoning_parser, find_reasoning_format),
+    ):
+        try:
+            found.append(find(asked, source))
+        except ValueError as error:
+            raise ConfigError(f"server.{key}: {error}") from None
+    return found[0], found[1]

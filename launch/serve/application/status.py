@@ -115,6 +115,7 @@ class StatusBoard:
                 "use_logits": config.speculation.use_logits,
                 "is_paced": config.is_paced,
                 "drafts_ahead": config.drafts_ahead,
+                "vocabulary": config.draft.vocabulary if config.draft is not None else None,
             },
             "queue": {
                 "running": engine.num_running if engine is not None else None,

@@ -203,6 +203,11 @@ class Front:
         """Names of those that requests may ask for."""
         return self.client.adapters.names
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self._prompts.end_token_ids
+
     async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Found:
         """Have a request read beside the event loop.
 

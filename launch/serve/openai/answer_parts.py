@@ -70,7 +70,7 @@ def _speculation(statistics: Sequence[RequestStatistics], draft_len: int) -> dic
 _ENCODER = msgspec.json.Encoder()
 
 
-class _List:
+class JsonList:
     """A list as JSON, made as its values come: a whole answer's may have millions."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Choice:
     def __init__(self) -> None:
         self.text: list[str] = []
         self.told: dict[str, Any] = {}
-        self._lists: dict[str, _List] = {}
+        self._lists: dict[str, JsonList] = {}
         self._origins: list[str] = []
 
     def add(self, text: str, told: dict[str, Any]) -> None:
@@ -126,30 +126,40 @@ class Choice:
             for name, value in told.items()
         }
 
-    def _extended(self, name: str, values: list[Any]) -> _List:
-        found = self._lists.setdefault(name, _List())
+    def _extended(self, name: str, values: list[Any]) -> JsonList:
+        found = self._lists.setdefault(name, JsonList())
         found.extend(values)
         return found
 
 
 def _with_whole_lists(told: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.whole() if isinstance(value, _List) else value for name, value in told.items()}
+    return {name: value.whole() if isinstance(value, JsonList) else value for name, value in told.items()}
 
 
 class TokenTexts:
     """The choices of one request."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]], n: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        skip_special_tokens: bool = True,
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
         """Begin behind the prompts.
 
         Args:
             tokenizer: None where there is no text.
             prompts: the tokens of each prompt.
             n: choices of each.
+            skip_special_tokens, end_token_ids: see IncrementalDetokenizer.
         """
         self._choices: list[IncrementalDetokenizer | None] = []
         for prompt in prompts:
-            first = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt)
+            first = None
+            if tokenizer is not None:
+                first = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens, end_token_ids)
             self._choices += [None if first is None else first.copied() for _ in range(n)]
 
     def take(self, choice: int, token_ids: Sequence[int], is_end: bool) -> list[TokenText]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from launch.serve.front.front import Usage
+from launch.serve.http.answers import event
 from launch.serve.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.echoes import EchoedPrompts, ScoredPrompts, tell_logprobs, tell_prompt_logprobs
@@ -32,7 +33,7 @@ _KEPT_SPELLINGS = 2
 """A tokenizer's, and that without one."""
 
 _ENCODER = msgspec.json.Encoder()
-_NOTHING = CompletionDelta("", 0, (), "", RequestStatistics())
+NOTHING = CompletionDelta("", 0, (), "", RequestStatistics())
 
 
 class Answer(ABC):
@@ -45,11 +46,17 @@ class Answer(ABC):
     prefix: str
     whole_name: str
     chunk_name: str
+    last_words: tuple[bytes, ...] = (event(b"[DONE]"),)
     tells_offsets = False
     scores_beside = False
 
     def __init__(
-        self, model_name: str, tokenizer: Tokenizer | None, answering: Answering, prompts: Sequence[Sequence[int]]
+        self,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+        answering: Answering,
+        prompts: Sequence[Sequence[int]],
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         """Begin an answer.
 
@@ -58,6 +65,7 @@ class Answer(ABC):
             tokenizer: None where there is no text.
             answering: how the request wants it.
             prompts: the tokens of each prompt.
+            end_token_ids: of the model; texts never have them.
         """
         self.answer_id = f"{self.prefix}-{answering.request_id or secrets.token_hex(16)}"
         self._model_name = model_name
@@ -69,7 +77,8 @@ class Answer(ABC):
         self._so_far = Usage(sum(map(len, prompts)))
         needs_texts = answering.return_token_texts or (self.tells_offsets and answering.sampling.logprobs is not None)
         n, is_scored = answering.sampling.n, answering.sampling.prompt_logprobs is not None
-        self._token_texts = TokenTexts(tokenizer, prompts, n) if needs_texts else None
+        skips = answering.sampling.skip_special_tokens
+        self._token_texts = TokenTexts(tokenizer, prompts, n, skips, end_token_ids) if needs_texts else None
         self._scores = ScoredPrompts(n, are_awaited=is_scored and answering.echo)
         self._echoes = EchoedPrompts(tokenizer, prompts, n) if answering.echo else None
 
@@ -81,7 +90,7 @@ class Answer(ABC):
             if self._echoes is not None and self._echoes.begins(piece.index):
                 choice.add(self._echoes.text(piece.index), self._echo(piece.index, {}))
             logprobs = piece.logprobs or () if has_logprobs else None
-            choice.add(piece.text, self._choice(piece.index, {}, piece, logprobs))
+            choice.add(self._read(piece), self._choice(piece.index, {}, piece, logprobs))
 
     def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
         """The answer to a request that does not stream, of all pieces that were kept: its JSON, in parts."""
@@ -90,7 +99,7 @@ class Answer(ABC):
         yield _ENCODER.encode(head)[:-1] + b',"choices":['
         for number in range(self._num_choices):
             choice = self._choices.pop(number)
-            text = self._text("".join(choice.text), is_chunk=False)
+            text = self._whole(number, "".join(choice.text))
             beside = {} if self.scores_beside else self._prompt_logprobs(number)
             yield (b"," if number else b"") + _ENCODER.encode(choice.whole(text) | beside)
         beside = self._prompt_logprobs(0) if self.scores_beside else {}
@@ -102,28 +111,42 @@ class Answer(ABC):
 
     def chunks(self, delta: CompletionDelta) -> list[dict[str, Any]]:
         """The chunks that a piece makes."""
-        told: list[dict[str, Any] | None] = []
+        told: list[dict[str, Any]] = []
         for piece in self._scores.take(delta):
             if self._echoes is not None and self._echoes.begins(piece.index):
-                text = self._text(self._echoes.text(piece.index), is_chunk=True)
+                (text,) = self._parts(piece.index, self._echoes.text(piece.index), is_end=False) or [self._nothing()]
                 told.append(self._chunk(self._echo(piece.index, text)))
-            told.append(self.chunk(piece))
-        return [chunk for chunk in told if chunk is not None]
+            told += self._chunks_of(piece)
+        return told
 
-    def chunk(self, delta: CompletionDelta) -> dict[str, Any] | None:
-        """The chunk of a piece; None where it says nothing yet."""
+    def _chunks_of(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """One for each part of its text; none where it says nothing yet. What else it has is in the first one, and why
+        it ended in the last."""
         self._so_far.num_completion_tokens += len(delta.token_ids)
-        says_something = delta.text or delta.finish_reason or delta.logprobs is not None
+        parts = self._parts(delta.index, delta.text, delta.finish_reason is not None)
+        says_something = parts or delta.finish_reason or delta.logprobs is not None
         if not says_something and not (self._answering.shows_tokens and delta.token_ids):
-            return None
-        text = self._text(delta.text, is_chunk=True)
-        return self._chunk(self._choice(delta.index, text, delta, delta.logprobs))
+            return []
+        first, *others = parts or [self._nothing()]
+        choices = [self._choice(delta.index, first, delta, delta.logprobs)]
+        choices += [self._choice(delta.index, part, NOTHING, None) for part in others]
+        if others:
+            choices[0]["finish_reason"], choices[-1]["finish_reason"] = None, choices[0]["finish_reason"]
+        return list(map(self._chunk, choices))
 
-    def usage_chunk(self, usage: Usage, draft_len: int) -> dict[str, Any] | None:
-        """The last chunk, where it was asked for."""
+    def ending(self, usage: Usage, draft_len: int) -> list[dict[str, Any]]:
+        """Chunks behind the last piece: what the request took, where it was asked for."""
         if not self._answering.include_usage:
-            return None
-        return self._object(self.chunk_name, []) | tell_usage(usage, draft_len)
+            return []
+        return [self._object(self.chunk_name, []) | tell_usage(usage, draft_len)]
+
+    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of an error behind which nothing follows."""
+        return error
+
+    def event(self, told: dict[str, Any]) -> bytes:
+        """A chunk as an event of a stream."""
+        return event(_ENCODER.encode(told))
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a choice, with what the request asks for beside it."""
@@ -133,8 +156,13 @@ class Answer(ABC):
         elif self._answering.include_usage:
             chunk["usage"] = None
         if self._answering.obfuscates:
-            chunk["obfuscation"] = _obfuscation(choice)
+            chunk["obfuscation"] = self._obfuscation(choice)
         return chunk
+
+    def _obfuscation(self, choice: Mapping[str, Any]) -> str:
+        """Random letters, which make the lengths of a choice's text and log probabilities multiples of a block."""
+        length = len(_ENCODER.encode(choice))
+        return secrets.token_hex(_OBFUSCATED)[: _OBFUSCATED - length % _OBFUSCATED]
 
     def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -149,7 +177,7 @@ class Answer(ABC):
         self, number: int, text: dict[str, Any], delta: CompletionDelta, logprobs: Sequence[TokenLogprobs] | None
     ) -> dict[str, Any]:
         """A choice with its text and what a delta brought it; its log probabilities, or None where it has none."""
-        token_ids, finish_reason = list(delta.token_ids), delta.finish_reason
+        token_ids, finish_reason = list(delta.token_ids), self._why_over(number, delta.finish_reason)
         told = {"index": number, **text, "logprobs": None, "finish_reason": finish_reason}
         texts: Sequence[TokenText] = ()
         if self._token_texts is not None:
@@ -170,7 +198,7 @@ class Answer(ABC):
     def _echo(self, number: int, text: dict[str, Any]) -> dict[str, Any]:
         """A choice with what its prompt is, in front of all else."""
         assert self._echoes is not None
-        told = self._choice(number, text, _NOTHING, None)
+        told = self._choice(number, text, NOTHING, None)
         alternatives = self._answering.sampling.logprobs
         if alternatives is not None:
             entries, begins = (
@@ -188,9 +216,25 @@ class Answer(ABC):
         entries = self._scores.of_choice(number, alternatives)
         return {"prompt_logprobs": tell_prompt_logprobs(entries, self._spelling.spell)}
 
+    def _read(self, piece: CompletionDelta) -> str:
+        """The text of a piece of an answer that comes whole, as far as it is to be kept here."""
+        return piece.text
+
+    def _why_over(self, number: int, finish_reason: str | None) -> str | None:
+        """Why a choice ended, in the API's words."""
+        return finish_reason
+
     @abstractmethod
-    def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        """The field of a choice that holds text."""
+    def _whole(self, number: int, text: str) -> dict[str, Any]:
+        """The fields of a choice that hold its text, all of it."""
+
+    @abstractmethod
+    def _parts(self, number: int, text: str, is_end: bool) -> list[dict[str, Any]]:
+        """The same for the next of its text, in as many chunks as it takes; none where nothing is certain yet."""
+
+    def _nothing(self) -> dict[str, Any]:
+        """The same for no text."""
+        return {}
 
     @abstractmethod
     def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
@@ -203,47 +247,21 @@ class CompletionAnswer(Answer):
     prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
     tells_offsets = True
 
-    def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
+    def _whole(self, number: int, text: str) -> dict[str, Any]:
         return {"text": text}
+
+    def _parts(self, number: int, text: str, is_end: bool) -> list[dict[str, Any]]:
+        return [{"text": text}] if text else []
+
+    def _nothing(self) -> dict[str, Any]:
+        return {"text": ""}
 
     def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
         tokens, begins = [entry.token_id for entry in entries], [part.begin for part in texts]
         return tell_logprobs(tokens, entries, begins, self._spelling.spell)
 
 
-class ChatAnswer(Answer):
-    """The answer to /v1/chat/completions."""
-
-    prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    scores_beside = True
-
-    def beginning(self) -> list[dict[str, Any]]:
-        """Whose words follow, for each choice."""
-        delta = {"role": "assistant", "content": ""}
-        return [
-            self._chunk(self._choice(number, {"delta": delta}, _NOTHING, None)) for number in range(self._num_choices)
-        ]
-
-    def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
-        if is_chunk:
-            return {"delta": {"content": text} if text else {}}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
-        content = [
-            {
-                **self._entry(entry.token_id, entry.logprob),
-                "top_logprobs": [self._entry(token, value) for token, value in entry.alternatives],
-            }
-            for entry in entries
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._spelling.spell(token), "logprob": logprob, "bytes": self._spelling.bytes_of(token)}
-
-
-class _Spelling:
+class Spelling:
     """Tokens as texts of their own, for log probabilities: each made once."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -268,11 +286,5 @@ class _Spelling:
 
 
 @lru_cache(_KEPT_SPELLINGS)
-def _spelling_of(tokenizer: Tokenizer | None) -> _Spelling:
-    return _Spelling(tokenizer)
-
-
-def _obfuscation(choice: Mapping[str, Any]) -> str:
-    """Random letters, which make the lengths of a choice's text and log probabilities multiples of a block."""
-    length = len(_ENCODER.encode(choice))
-    return secrets.token_hex(_OBFUSCATED)[: _OBFUSCATED - length % _OBFUSCATED]
+def _spelling_of(tokenizer: Tokenizer | None) -> Spelling:
+    return Spelling(tokenizer)

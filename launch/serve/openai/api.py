@@ -1,4 +1,5 @@
-"""The OpenAI API over the front: /v1/completions, /v1/chat/completions, /v1/models, and errors in its shape.
+"""The OpenAI API over the front: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, and errors in its
+shape.
 
 An endpoint reads as it works: body → call → generation → answer, or one event for each piece. It knows HTTP through
 Starlette, and nothing of engines.
@@ -21,15 +22,17 @@ from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from launch.serve.door.stretches import Rests
 from launch.serve.front.front import Front, Generation
-from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, event, make_parts
+from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, make_parts
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
-from launch.serve.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from launch.serve.openai.answers import Answer, CompletionAnswer
 from launch.serve.openai.calls import Answering
+from launch.serve.openai.chat_answers import ChatAnswer
 from launch.serve.openai.prompts import PromptMaker
+from launch.serve.openai.responses.answers import ResponseAnswer
 from launch.serve.openai.types import read_completion
 from launch.serve.reading.readers import ReadRequest
 from trtrun.api.prompts import Prompt
@@ -48,9 +51,6 @@ _TYPES: Mapping[Kind, str] = {
 """OpenAI's type of each kind."""
 
 T = TypeVar("T")
-
-_ENCODER = msgspec.json.Encoder()
-_DONE = event(b"[DONE]")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class OpenAIApi:
         return [
             Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self.chat_completions), methods=["POST"]),
+            Route("/v1/responses", Endpoint(self.responses), methods=["POST"]),
+            Route("/v1/responses/{response_id:path}", self.response),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
         ]
@@ -88,6 +90,16 @@ class OpenAIApi:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
         return await self._answer(request, self._read_chat, ChatAnswer)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, in OpenAI's newer words."""
+        return await self._answer(request, self._read_response, ResponseAnswer)
+
+    async def response(self, request: Request) -> Response:
+        """None is kept."""
+        self._keys.check(request)
+        line = "responses are not kept here: send the whole conversation as input, to /v1/responses"
+        raise Refusal(Kind.UNKNOWN_MODEL, line, code="unsupported_endpoint")
 
     async def models(self, request: Request) -> Response:
         """The one model, and its adapters."""
@@ -119,6 +131,9 @@ class OpenAIApi:
         # However short it is: nobody knows how long a template works.
         return await self._read_aside("chat", request, body, arrived)
 
+    async def _read_response(self, request: Request, body: bytes, arrived: float) -> _Asked:
+        return await self._read_aside("response", request, body, arrived)
+
     async def _read_aside(self, kind: str, request: Request, body: bytes, arrived: float) -> _Asked:
         found = await unless_gone(request, self._front.read(kind, body, arrived))
         assert isinstance(found, ReadRequest)
@@ -139,8 +154,9 @@ class OpenAIApi:
                 generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived, asked.is_read)
             counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
             counted.enter(Stage.INFER)
-            model = asked.answering.sampling.lora_name or self._front.model_name
-            answer = kind(model, self._front.tokenizer, asked.answering, generation.prompts)
+            front, prompts = self._front, generation.prompts
+            model = asked.answering.sampling.lora_name or front.model_name
+            answer = kind(model, front.tokenizer, asked.answering, prompts, front.end_token_ids)
             if asked.answering.stream:
                 return self._stream(generation, answer, counted)
             try:
@@ -174,7 +190,7 @@ class OpenAIApi:
         """One event for each piece, what the request took, and the end. An error is an event, too: the status is
         out."""
         if beginning := answer.beginning():
-            yield b"".join(map(_event, beginning))
+            yield b"".join(map(answer.event, beginning))
         rests = Rests()
         try:
             while pieces := await generation.take():
@@ -182,20 +198,20 @@ class OpenAIApi:
                 events: list[bytes] = []
                 rests.begin()
                 for piece in pieces:
-                    events += await _work(piece, lambda piece: list(map(_event, answer.chunks(piece))))
+                    events += await _work(piece, lambda piece: list(map(answer.event, answer.chunks(piece))))
                     await rests.rest()
                 if generation.is_over:
                     counted.move_to_queue(generation.queue_seconds)
                     counted.succeed()
-                    last = answer.usage_chunk(generation.usage, self._front.draft_len)
-                    events += [_DONE] if last is None else [_event(last), _DONE]
+                    last = answer.ending(generation.usage, self._front.draft_len)
+                    events += [*map(answer.event, last), *answer.last_words]
                     yield LastEvents(b"".join(events))
                 elif events:
                     yield b"".join(events)
         except Refusal as refusal:
             counted.fail_with(refusal)
             self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
-            yield LastEvents(_event(error_body(refusal)) + _DONE)
+            yield LastEvents(b"".join([answer.event(answer.failure(error_body(refusal))), *answer.last_words]))
 
     def _model(self, adapter: str | None = None) -> dict[str, Any]:
         """The one model, or an adapter of it."""
@@ -235,7 +251,3 @@ async def _work(piece: CompletionDelta, work: Callable[[CompletionDelta], T]) ->
     """Do something with a piece: beside the event loop where a prompt's log probabilities are to be written down, which
     are as many as the prompt is long."""
     return work(piece) if piece.prompt_logprobs is None else await asyncio.to_thread(work, piece)
-
-
-def _event(value: Mapping[str, Any]) -> bytes:
-    return event(_ENCODER.encode(value))

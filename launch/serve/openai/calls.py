@@ -1,7 +1,6 @@
-"""What requests of the OpenAI API ask for, once they are read: plain data, and the messages of chats, read, checked,
-and made what chat templates see.
+"""What requests of the OpenAI API ask for, once they are read: plain data.
 
-It knows prompts, sampling parameters and JSON values, and no template.
+It knows prompts, sampling parameters and tools, and no template.
 """
 
 from __future__ import annotations
@@ -10,104 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.openai.output.parsing import Parsing
+from launch.serve.openai.tools import ToolUse
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.core.values import check_characters, show_value
-from trtrun.errors import InvalidRequestError, nearest
-
-ROLES = ("system", "developer", "user", "assistant")
-REASONING = ("reasoning_content", "reasoning")
-"""What an assistant thought, in the words of several servers."""
-
-_FIELDS = ("role", "content", "name", *REASONING)
-_EMPTY: Mapping[str, object] = {"tool_calls": [], "annotations": []}
-"""What answers have beside their text, at values that say nothing: clients send answers back as they came."""
-
-
-def read_messages(value: object) -> list[dict[str, str]]:
-    """The messages of a chat, each content as one text.
-
-    Raises:
-        Refusal: there is none, or one is none, or has what is not read here.
-    """
-    if not isinstance(value, list) or not value:
-        raise _wrong(f"messages must be a list with one message at least, not {show_value(value)}")
-    return [_read_message(f"messages[{place}]", item) for place, item in enumerate(value)]
-
-
-def read_prediction(value: object) -> str:
-    """The text that an answer is expected to be; empty for null.
-
-    Raises:
-        Refusal: it is none.
-    """
-    if value is None:
-        return ""
-    content = value.get("content") if isinstance(value, dict) and value.get("type") == "content" else None
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
-    if not isinstance(content, str):
-        line = f'prediction must be {{"type": "content", "content": "…"}}, not {show_value(value)}'
-        raise Refusal(Kind.INVALID, line, "prediction")
-    return read_text("prediction", "prediction", content)
-
-
-def read_text(name: str, field: str, value: str) -> str:
-    """A text that has UTF-8.
-
-    Raises:
-        Refusal: it has none.
-    """
-    try:
-        check_characters(name, value)
-    except InvalidRequestError as error:
-        raise Refusal(Kind.INVALID, str(error), field) from None
-    return value
-
-
-def _read_message(where: str, value: object) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise _wrong(f"{where} must be an object, not {show_value(value)}")
-    role = value.get("role")
-    for name, item in value.items():
-        is_known = name in _FIELDS and (name not in REASONING or role == "assistant")
-        if not is_known and item is not None and item != _EMPTY.get(name):
-            known = nearest(name, _FIELDS)
-            raise _wrong(f"{where}: {show_value(name)} is unknown or not supported{known}")
-    if role not in ROLES:
-        raise _wrong(f"{where}.role must be one of {', '.join(ROLES)}, not {show_value(role)}")
-    content = value.get("content")
-    if content is None and role == "assistant":
-        content = ""  # an answer that is all thoughts
-    if isinstance(content, list):
-        content = "\n".join(_read_part(f"{where}.content[{place}]", part) for place, part in enumerate(content))
-    if not isinstance(content, str):
-        raise _wrong(f"{where}.content must be a text or a list of text parts, not {show_value(content)}")
-    message = {"role": role, "content": read_text(f"{where}.content", "messages", content)}
-    for name in ("name", *REASONING):
-        text = value.get(name)
-        if text is not None:
-            message[name] = _read_own_text(f"{where}.{name}", text)
-    return message
-
-
-def _read_own_text(where: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _wrong(f"{where} must be a text, not {show_value(value)}")
-    return read_text(where, "messages", value)
-
-
-def _read_part(where: str, value: Any) -> str:
-    text = value.get("text") if isinstance(value, dict) and value.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise _wrong(f'{where} must be {{"type": "text", "text": "…"}}: this model reads text alone')
-    return text
-
-
-def _wrong(line: str) -> Refusal:
-    return Refusal(Kind.INVALID, line, "messages")
 
 
 @dataclass(frozen=True)
@@ -127,6 +32,8 @@ class Answering:
         request_id: that the answer's own ends with; None for a new one.
         echo: choices begin with their prompt.
         prompt_logprobs: alternatives of each token of the prompt, in the field of that name; None for no such field.
+        parsing: how a chat's texts are read.
+        echoed: what a response says of its request, each field as JSON.
     """
 
     sampling: SamplingParams
@@ -141,6 +48,8 @@ class Answering:
     request_id: str | None = None
     echo: bool = False
     prompt_logprobs: int | None = None
+    parsing: Parsing = field(default_factory=Parsing)
+    echoed: Mapping[str, str] = field(default_factory=dict)
 
     def with_draft(self, token_ids: Sequence[int]) -> Answering:
         """The same with a draft for its choices, where it has none of its own and may be drafted for."""
@@ -208,13 +117,19 @@ class ChatCall:
     """A request to /v1/chat/completions.
 
     Attributes:
-        messages: each has `role`, `content` as text, and perhaps `name` and what the assistant thought.
+        messages: each has `role`, `content` as text, and perhaps `name`, what the assistant thought and called, and
+            which call a tool answers.
         prediction: a draft for the answer; empty where there is none.
         rendering, encoding, answering: how it becomes a prompt, and what is wanted of the answer.
+        tools: that may be called; None where there are none.
+        tells_thoughts, parts_thoughts: what is thought is told, and told apart from text.
     """
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     prediction: str
     rendering: Rendering
     encoding: Encoding
     answering: Answering
+    tools: ToolUse | None = None
+    tells_thoughts: bool = True
+    parts_thoughts: bool = True

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import pass_context
+from jinja2 import Template, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
@@ -36,21 +36,24 @@ class ChatTemplate:
 
     Attributes:
         source: of the template.
+        tool_source: of the one for chats with tools, where there is another.
         tokens: texts of special tokens, by the names that templates know them by.
         names: of the values that it looks at.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Compile a template.
+    def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """Compile a template, and the one for chats with tools.
 
         Raises:
             TemplateError: it is none.
         """
         environment = _environment()
         self.source = source
+        self.tool_source = tool_source
         self.tokens = dict(tokens)
         self.names = frozenset(find_undeclared_variables(environment.parse(source)))
         self._template = environment.from_string(source)
+        self._tool_template = None if tool_source is None else environment.from_string(tool_source)
 
     def render(
         self,
@@ -59,6 +62,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         values: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt's text.
 
@@ -68,6 +72,7 @@ class ChatTemplate:
             continue_final_message: it ends in the last message.
             documents: that the model may answer from.
             values: further ones that the template may look at; they go before special tokens of the same names.
+            tools: that the model may call, as OpenAI's API has them; None where there are none.
 
         Raises:
             InvalidRequestError: the template refuses these messages, or cannot make anything of them.
@@ -75,13 +80,14 @@ class ChatTemplate:
         told = [_with_thoughts(message) for message in messages]
         if continue_final_message:
             told[-1]["content"] += _MARK
-        given = {**self.tokens, **(values or {}), "messages": told, "tools": None, "documents": documents}
-        text = self._render({**given, "add_generation_prompt": add_generation_prompt})
+        given = {**self.tokens, **(values or {}), "messages": told, "tools": tools, "documents": documents}
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        text = self._render(template, {**given, "add_generation_prompt": add_generation_prompt})
         return _cut_at_mark(text, messages[-1]["content"]) if continue_final_message else text
 
-    def _render(self, values: Mapping[str, Any]) -> str:
+    def _render(self, template: Template, values: Mapping[str, Any]) -> str:
         try:
-            return "".join(_bounded(self._template.generate(values)))
+            return "".join(_bounded(template.generate(values)))
         except (InvalidRequestError, MemoryError):
             raise  # the second is the process's own, which says so
         except Exception as error:  # whatever a template does with messages that it was not made for

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from typing import Any
 
 OPENAI, VLLM, SGLANG, LLAMA_CPP, OTHERS, OWN = "OpenAI", "vLLM", "SGLang", "llama.cpp", "others", "trtrun"
@@ -106,6 +107,9 @@ FIELDS: tuple[Field, ...] = (
         max_completion_tokens="goes before max_tokens",
         top_logprobs="0 to 20",
         prediction="a draft for the answer, as text: verified as draft_token_ids are, it changes no text",
+        tools="functions that may be called: tools.md",
+        tool_choice="none, auto, required, a function, or allowed_tools",
+        parallel_tool_calls="false: one call at most",
         reasoning_effort="goes to the chat template; refused where the template has no such setting. none also sets "
         "enable_thinking to false, where the template has that",
     ),
@@ -115,6 +119,7 @@ FIELDS: tuple[Field, ...] = (
         min_p="",
         prompt_logprobs="0 to 20, not in streams: log probabilities of the prompt's tokens; below",
         repetition_penalty="",
+        skip_special_tokens="false: texts have special tokens as they are written, but for those that end them",
         include_stop_str_in_output="whether the stop string that ends a text is left at its end",
         min_tokens="",
         ignore_eos="",
@@ -142,7 +147,9 @@ FIELDS: tuple[Field, ...] = (
         continue_final_message="the last message is gone on with",
         chat_template_kwargs="further values for the chat template",
         documents="to the chat template",
+        include_reasoning="false: what is thought is not told",
     ),
+    *_read(SGLANG, Endpoint.CHATS, separate_reasoning="false: what is thought is told as text"),
     *_read(
         OWN,
         draft_len="most draft tokens a round for this request: 0 is plain decoding; at most speculation.draft_len",
@@ -165,7 +172,6 @@ FIELDS: tuple[Field, ...] = (
         "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
-        "parallel_tool_calls",
     ),
     *_ignored(
         VLLM,
@@ -176,7 +182,7 @@ FIELDS: tuple[Field, ...] = (
         "stream_interval",
         "mm_payload",
     ),
-    *_ignored(SGLANG, "rid", "separate_reasoning", "stream_reasoning", "custom_labels"),
+    *_ignored(SGLANG, "rid", "stream_reasoning", "custom_labels"),
     *_ignored(
         LLAMA_CPP,
         "cache_prompt",
@@ -197,19 +203,16 @@ FIELDS: tuple[Field, ...] = (
         OPENAI,
         suffix=("",),
         best_of=(1,),
-        tools=([],),
-        tool_choice=("none", "auto"),
-        functions=([],),
-        function_call=("none", "auto"),
         modalities=(["text"],),
         audio=(),
         verbosity=("medium",),
         web_search_options=(),
         moderation=(),
     ),
+    *_instead(OPENAI, "tools", functions=([],)),
+    *_instead(OPENAI, "tool_choice", function_call=("none", "auto")),
     *_only(
         VLLM,
-        skip_special_tokens=(True,),
         logprob_token_ids=(),
         allowed_token_ids=(),
         length_penalty=(1,),
@@ -217,7 +220,6 @@ FIELDS: tuple[Field, ...] = (
         use_beam_search=(False,),
         priority=(0,),
         watermarking=(False,),
-        include_reasoning=(True,),
         thinking_token_budget=(),
         chat_template=(),
         media_io_kwargs=({},),
@@ -292,6 +294,7 @@ FIELDS: tuple[Field, ...] = (
 BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
 
 
-def names_of(endpoint: Endpoint) -> frozenset[str]:
-    """Names that a body may have."""
-    return frozenset(field.name for field in FIELDS if field.endpoint in (None, endpoint))
+@cache
+def fields_of(endpoint: Endpoint) -> Mapping[str, Field]:
+    """Those that a body may have, by name."""
+    return {field.name: field for field in FIELDS if field.endpoint in (None, endpoint)}

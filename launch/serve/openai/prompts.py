@@ -75,7 +75,12 @@ class PromptMaker:
         values, asked = _template_values(call.rendering, self._template), call.rendering
         with refusing():
             text = self._template.render(
-                call.messages, asked.add_generation_prompt, asked.continue_final_message, asked.documents, values
+                call.messages,
+                asked.add_generation_prompt,
+                asked.continue_final_message,
+                asked.documents,
+                values,
+                tools=None if call.tools is None else call.tools.shown,
             )
             if call.encoding.most_tokens is None:
                 check_text(text, self._tokenizer, most_tokens)

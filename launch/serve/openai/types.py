@@ -8,7 +8,6 @@ values, and no HTTP.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
@@ -21,19 +20,16 @@ from launch.serve.openai.calls import (
     CompletionCall,
     Encoding,
     Rendering,
-    read_messages,
-    read_prediction,
-    read_text,
 )
-from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, names_of
+from launch.serve.openai.fields import Endpoint, fields_of
 from launch.serve.openai.guided import read_guided
+from launch.serve.openai.messages import read_messages, read_prediction, read_text
+from launch.serve.openai.taking import take_fields
+from launch.serve.openai.tools import read_tools
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError, nearest
-
-_ALLOWING = {"tools": "tool_choice", "functions": "function_call"}
-"""Fields that ask for nothing where another one is "none"."""
 
 
 class ModelNames(NamedTuple):
@@ -41,58 +37,6 @@ class ModelNames(NamedTuple):
 
     model: str
     adapters: Sequence[str] = ()
-
-
-def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
-    """The fields of a body that have an effect, each with a value that is not null.
-
-    Raises:
-        Refusal: the body is no object, or has a field that is unknown, or asks for what there is not.
-    """
-    if not isinstance(values, dict):
-        raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
-    taken = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        field = BY_NAME.get(name)
-        if field is None or field.endpoint not in (None, endpoint):
-            raise _unknown(name, endpoint)
-        if field.treatment is Treatment.EFFECT:
-            taken[name] = value
-        elif field.treatment is Treatment.NEUTRAL and not _asks_for_nothing(field, value, values):
-            raise _unsupported(field)
-    return taken
-
-
-def _asks_for_nothing(field: Field, value: object, values: Mapping[str, Any]) -> bool:
-    if field.name == "best_of" and value == values.get("n"):
-        return True
-    if values.get(_ALLOWING.get(field.name, "")) == "none":
-        return True
-    # To Python true is 1, and false is 0.
-    return any(value == neutral and (type(value) is bool) == (type(neutral) is bool) for neutral in field.neutral)
-
-
-def _unsupported(field: Field) -> Refusal:
-    line = f"{field.name} is not supported here: leave it out"
-    if field.says:
-        line = f"{field.name} is not supported here: give {field.says}"
-    elif field.neutral:
-        line += f", or give {' or '.join(map(show_value, field.neutral))}"
-    if field.name in _ALLOWING:
-        line += f', or give {_ALLOWING[field.name]} "none"'
-    return Refusal(Kind.INVALID, line, field.name, "unsupported_field")
-
-
-def _unknown(name: str, endpoint: Endpoint) -> Refusal:
-    told = name[:100].encode(errors="backslashreplace").decode()  # half a character cannot be sent back
-    match = difflib.get_close_matches(name[:100], sorted(names_of(endpoint)), n=1, cutoff=0.5)
-    hint = f" (did you mean '{match[0]}'?)" if match else ": leave it out"
-    if name in BY_NAME:
-        others = next(other for other in Endpoint if other is not endpoint)
-        hint = f" of {endpoint.value}: {others.value} have it"
-    return Refusal(Kind.INVALID, f"unknown field {show_value(name)}{hint}", told, "unknown_field")
 
 
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs", "stop_sequences", "guided"}
@@ -161,12 +105,21 @@ def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -
     logprobs = (0 if most is None else most) if wants else None
     answering = _read_answering(given, logprobs, LARGEST_COUNT, sent_as)
     prediction = read_prediction(given.get("prediction"))
-    return ChatCall(messages, prediction, _read_rendering(given), encoding, answering)
+    return ChatCall(
+        messages,
+        prediction,
+        _read_rendering(given),
+        encoding,
+        answering,
+        read_tools(given),
+        tells_thoughts=_flag(given, "include_reasoning", True),
+        parts_thoughts=_flag(given, "separate_reasoning", True),
+    )
 
 
 def _read_fields(values: object, endpoint: Endpoint, model_name: str, adapters: Collection[str]) -> dict[str, Any]:
     """The fields that have an effect, as SamplingParams has them."""
-    given = take_fields(values, endpoint)
+    given = take_fields(values, fields_of(endpoint), endpoint.value)
     model = given.get("model", model_name)
     if model != model_name:
         if not isinstance(model, str) or model not in adapters:

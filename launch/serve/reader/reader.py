@@ -35,9 +35,11 @@ from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.processing import process
 from launch.serve.kserve.requests import check_request, is_stopping
 from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
-from launch.serve.openai.calls import Answering
+from launch.serve.openai.calls import Answering, ChatCall
 from launch.serve.openai.chat_template import ChatTemplate
+from launch.serve.openai.planning import AnswerPlanner
 from launch.serve.openai.prompts import PromptMaker
+from launch.serve.openai.responses.requests import in_words_of_responses, read_response
 from launch.serve.openai.tokenizing import detokenize, tokenize
 from launch.serve.openai.types import ModelNames, read_chat, read_completion
 from launch.serve.reading.messages import (
@@ -69,8 +71,17 @@ class Reader:
     def __init__(self, facts: Facts, tokenizer: Tokenizer | None) -> None:
         self._facts = facts
         self._tokenizer = tokenizer
-        template = None if facts.template is None else ChatTemplate(facts.template, facts.template_tokens)
+        template = None
+        if facts.template is not None:
+            template = ChatTemplate(facts.template, facts.template_tokens, facts.tool_template)
         self._prompts = PromptReader(facts, tokenizer)
+        self._planner = AnswerPlanner(
+            facts.tool_format,
+            facts.reasoning_format,
+            facts.tool_template or facts.template,
+            tokenizer,
+            self._prompts,
+        )
         self._makes_prompts = PromptMaker(facts.model_name, tokenizer, template)
         self._model_facts = ModelFacts(
             tokenizer,
@@ -87,7 +98,9 @@ class Reader:
             if task.kind == "completion":
                 return self._read_completion(task, body)
             if task.kind == "chat":
-                return self._read_chat(task, body)
+                return self._read_chat(task, read_chat(parse_json(body), *self._names(task)))
+            if task.kind == "response":
+                return self._read_response(task, body)
             if task.kind in ("tokenize", "detokenize"):
                 return self._answer_tokens(task, body)
             return self._read_tensors(task, body)
@@ -99,10 +112,16 @@ class Reader:
         prompts = self._makes_prompts.of_completion(call, task.most_tokens)
         return self._encode(task, prompts, [call.answering.sampling], _others(call.answering))
 
-    def _read_chat(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-        call = read_chat(parse_json(body), *self._names(task))
+    def _read_response(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+        call = read_response(parse_json(body), *self._names(task))
+        try:
+            return self._read_chat(task, call)
+        except Refusal as refusal:
+            raise in_words_of_responses(refusal) from None
+
+    def _read_chat(self, task: Task, call: ChatCall) -> tuple[Result, list[bytes]]:
         prompt, draft = self._makes_prompts.of_chat(call, task.most_tokens)
-        answering = call.answering.with_draft(draft)
+        answering = self._planner.plan(call, prompt).with_draft(draft)
         return self._encode(task, [prompt], [answering.sampling], _others(answering))
 
     def _answer_tokens(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:

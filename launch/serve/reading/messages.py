@@ -31,6 +31,8 @@ class Facts(_Message, frozen=True, tag="facts"):
         tokenizer: its directory; None where there is none.
         tokenizer_hash: of the files that the front has read it from; see hash_tokenizer_files.
         template, template_tokens: of chats; None where there is none.
+        tool_template: of chats with tools, where it is another one.
+        tool_format, reasoning_format: in which chats' texts have calls and thoughts; empty where there are none.
         model_name: what OpenAI's clients call the model.
         vocab_size, eos_token_ids: of the model.
         draft_len, excludes_prompt, lora_tasks: see kserve's ModelFacts.
@@ -49,6 +51,9 @@ class Facts(_Message, frozen=True, tag="facts"):
     excludes_prompt: bool | None
     max_batch_size: int
     tokenizer_hash: str = ""
+    tool_template: str | None = None
+    tool_format: str = ""
+    reasoning_format: str = ""
     most_bytes: int = 0
     niceness: int = 0
     lora_tasks: tuple[str, ...] = ()
@@ -58,8 +63,8 @@ class Task(_Message, frozen=True, tag="task"):
     """Read the request whose bytes follow.
 
     Attributes:
-        kind: of the request: `completion`, `chat`, `tokenize`, `detokenize`, `infer`, `generate`, or `call` for a
-            message of gRPC.
+        kind: of the request: `completion`, `chat`, `response`, `tokenize`, `detokenize`, `infer`, `generate`, or
+            `call` for a message of gRPC.
         seconds: of processor time that it may take.
         most_tokens: of a prompt; longer ones are counted, and not sent.
         model: of KServe, by its name.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft, make_tokenizer
-from pipelines import LLM_VOCABULARY, Reference, make_llm, prompt_of, text_of, tokens_of
+from pipelines import LLM_VOCABULARY, Reference, configuration, make_llm, prompt_of, text_of, tokens_of
 
 import trtrun
 from trtrun import LLM, SamplingParams
@@ -192,11 +192,14 @@ def test_without_a_tokenizer_token_ids_are_all_there_is(tmp_path: Path) -> None:
         assert all(isinstance(chunk, CompletionDelta) and chunk.text == "" for chunk in chunks)
 
 
-def test_a_draft_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_refused_where_it_must_have_the_same(folder: Path, tmp_path: Path) -> None:
     draft = make_draft(tmp_path / "draft", folder / "target", 1)
     make_tokenizer(draft, merges=25)
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        make_llm(folder / "target", draft)
+    config = configuration(folder / "target", draft)
+    assert config.draft is not None and config.draft.vocabulary == "intersection"
+    same = config.model_copy(update={"draft": config.draft.model_copy(update={"vocabulary": "same"})})
+    with pytest.raises(CheckpointError, match="different tokenizers"):
+        LLM(config=same)
 
 
 def test_wrong_models_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_tokenizer
 from pipelines import make_llm, text_of
 from tokenizer_layouts import layout
 
@@ -226,3 +226,27 @@ def test_text_is_what_the_tokenizer_makes_of_prompt_and_output(tmp_path: Path, n
             stop = text[len(text) // 2 :][:3]
             stopped = llm.generate([prompt], replace(alone, stop=(stop,)))[0].completions[0]
             assert (stopped.text, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+# Special tokens.
+
+
+def test_special_tokens_are_in_a_text_where_they_are_asked_for(tmp_path: Path) -> None:
+    names = ("<mark>", "<|end|>")
+    make_checkpoint(tmp_path, seed=1, vocab_size=257 + len(names), eos_token_id=[0, 2])
+    make_tokenizer(tmp_path, special=names)
+    with make_llm(tmp_path) as llm:
+        assert llm.tokenizer is not None
+        letter = llm.tokenizer.encode("a")[0]
+        likely = {1: 100.0, letter: 100.0, 2: 100.0}
+        sampling = SamplingParams(max_tokens=40, temperature=5.0, seed=3, logit_bias=likely, ignore_eos=True)
+        found = llm.generate(["x"], replace(sampling, skip_special_tokens=False))[0].completions[0]
+        skipped = llm.generate(["x"], sampling)[0].completions[0]
+        assert found.token_ids == skipped.token_ids and {1, 2} <= set(found.token_ids)
+        # Those that end a text are never in it.
+        shown = [token for token in found.token_ids if token not in (0, 2)]
+        assert found.text == llm.tokenizer.decode(shown, skip_special_tokens=False)
+        assert skipped.text == llm.tokenizer.decode(shown) == found.text.replace("<mark>", "")
+        chunks = list(llm.stream("x", replace(sampling, skip_special_tokens=False, stop=("<mark>",))))
+        assert "".join(chunk.text for chunk in chunks) == found.text.partition("<mark>")[0]
+        assert chunks[-1].finish_reason == "stop"

@@ -19,7 +19,7 @@ OPTIONS = (
     "--max-tokens 90 --min-tokens 2 --temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --seed 3 --n 2 "
     "--stop a --stop b --include-stop-str-in-output --stop-token-id 5 --stop-token-id 6 --ignore-eos "
     "--stop-sequence 5,6 --stop-sequence 7 "
-    "--repetition-penalty 1.2 "
+    "--no-skip-special-tokens --repetition-penalty 1.2 "
     "--presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 5=-100 --logit-bias 7=2.5 --bad-word no --logprobs 4 "
     "--prompt-logprobs 2 "
     "--draft-len 3 --draft-token-id 8 --draft-token-id 9 --lookahead-config 5 4 3 "
@@ -28,7 +28,7 @@ OPTIONS = (
 VALUES = {
     "max_tokens": 90, "min_tokens": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3, "n": 2,
     "stop": ["a", "b"], "include_stop_str_in_output": True, "stop_token_ids": [5, 6], "stop_sequences": [[5, 6], [7]],
-    "ignore_eos": True,
+    "ignore_eos": True, "skip_special_tokens": False,
     "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     "logit_bias": {"5": -100.0, "7": 2.5}, "bad_words": ["no"], "logprobs": 4, "prompt_logprobs": 2, "draft_len": 3,
     "draft_token_ids": [8, 9], "lookahead_config": [5, 4, 3],

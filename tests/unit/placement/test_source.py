@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_tokenizer
 
+from launch.placement import run_config
 from launch.placement.run_config import (
     check_started_together,
     check_world_size,
@@ -199,3 +201,21 @@ def test_a_world_that_mpi_sees_otherwise_than_the_launcher_is_refused() -> None:
     check_world_size(MpiRank(3, 4), 4)
     with pytest.raises(PlacementError, match="4 processes were started together, but MPI sees a world of 1"):
         check_world_size(MpiRank(0, 4), 1)
+
+
+def test_rank_0_says_how_drafts_are_translated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of other hosts have no say in it."""
+    for name, merges in (("target", 5), ("draft", 3)):
+        (tmp_path / name).mkdir()
+        make_tokenizer(tmp_path / name, merges=merges)
+    file = tmp_path / "run.yaml"
+    file.write_text("target: {model: target, devices: ['cpu:0']}\ndraft: {model: draft, devices: ['cpu:1']}\n")
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_config, "find_mpi_rank", lambda: MpiRank(0, 3))
+    monkeypatch.setattr(run_config, "_share", lambda source, place: (told.append(source), source)[1])
+    monkeypatch.setattr(run_config, "agree_on", lambda make, place: make())
+    config = load_run_config(file, [])
+    assert config.draft is not None and config.draft.vocabulary == "intersection"
+    (tmp_path / "draft" / "tokenizer.json").write_bytes((tmp_path / "target" / "tokenizer.json").read_bytes())
+    other = make_run_config(told[0], MpiRank(2, 3))
+    assert other.draft is not None and other.draft.vocabulary == "intersection"

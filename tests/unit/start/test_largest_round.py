@@ -192,7 +192,7 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     for_graphs = graphs.MOST_GRAPHS * (MIB + largest_round._GRAPH_TENSORS_BYTES)
     expected = (210 + 2 + 35) * MIB + for_graphs
     assert loaded._working_bytes == expected
-    demand = loaded._demand()
+    demand = loaded._parts.demand()
     most_useful = 4 * -(-65 // 4)
     assert blocks == min((1000 * MIB - expected) // demand.bytes_per_block, most_useful + 1)
 
@@ -233,7 +233,7 @@ def test_a_cpu_reckons_a_round_and_refuses_what_does_not_fit(tmp_path: Path, mon
     settings = {"scheduler": {"max_batch_size": 64, "max_num_tokens": 512}, "kv_cache": {"max_tokens": 1024}}
     config = configuration(target, None, **settings)
     loaded = start(config)
-    demand = loaded._demand()
+    demand = loaded._parts.demand()
     assert demand.working_bytes > 10 * demand.shard_bytes > 0, "a tiny model in large batches"
     free = demand.shard_bytes + demand.working_bytes // 2
     monkeypatch.setattr(startup, "free_bytes_of_slot", lambda device, host_slots: free)
@@ -265,7 +265,7 @@ rehearsal = loaded._made.rehearsal(round_shape(config, 512))
 before = peak()
 for plan in largest_rounds(round_shape(config, 512)):
     rehearsal.play(plan)
-print(json.dumps([loaded._demand().working_bytes, peak() - before]))
+print(json.dumps([loaded._parts.demand().working_bytes, peak() - before]))
 """
 
 

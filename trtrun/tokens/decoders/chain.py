@@ -190,7 +190,7 @@ def read_chain(decoder: Any) -> Chain:
         return Chain([Mapped(lambda name: " " + name, lambda name: name)])
     steps: list[Step] = []
     is_joined, are_tokens = False, True
-    kinds = _flatten(_describe(decoder))
+    kinds = decoder_kinds(decoder)
     for place, kind in enumerate(kinds):
         if kind["type"] == "Fuse":
             is_joined = True
@@ -249,6 +249,11 @@ def _strip(text: str, content: str, start: int, stop: int) -> str:
     begin = min(start, len(text) - len(text.lstrip(content)))
     end = len(text) - min(stop, len(text) - len(text.rstrip(content)))
     return text[begin:end]
+
+
+def decoder_kinds(decoder: Any) -> list[dict[str, Any]]:
+    """The steps of one of `tokenizers.decoders` in their order, each as tokenizer.json has it."""
+    return _flatten(_describe(decoder))
 
 
 def _describe(decoder: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Self
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are not (yet) UTF-8."""
 
-_BYTES = {
+BYTES = {
     f"<0x{first}{second}>": int(first + second, 16)
     for first, second in product("+" + hexdigits, hexdigits)  # with all that the library reads as a number
 }
@@ -159,16 +159,16 @@ class BytesAsTokens(Step):
     def feed(self, elements: list[str]) -> list[str]:
         """As every step."""
         found: list[str] = []
-        for is_byte, run in groupby(elements, _BYTES.__contains__):
+        for is_byte, run in groupby(elements, BYTES.__contains__):
             if is_byte:
-                self._bytes += bytes(map(_BYTES.__getitem__, run))
+                self._bytes += bytes(map(BYTES.__getitem__, run))
             else:
                 found += [*self._end_run(), *run]
         return found
 
     def close(self, element: str) -> list[str]:
         """As every step."""
-        return [] if element in _BYTES else self._end_run()
+        return [] if element in BYTES else self._end_run()
 
     def _end_run(self) -> list[str]:
         if not self._bytes:
@@ -205,7 +205,7 @@ class BytesAsTokens(Step):
 
     def anchor(self, element: str) -> str | None:
         """As every step."""
-        return None if element in _BYTES else element
+        return None if element in BYTES else element
 
     @property
     def is_neutral(self) -> bool:

@@ -34,14 +34,14 @@ class JoinedBytes(Step):
 
     def feed(self, elements: list[str]) -> list[str]:
         """As every step."""
-        data = self._kept + b"".join(map(_spelled, elements))
+        data = self._kept + b"".join(map(spelled_bytes, elements))
         text, num_read = codecs.utf_8_decode(data, "replace", False)
         self._kept = data[num_read:]
         return [text] if text else []
 
     def close(self, element: str) -> list[str]:
         """As every step."""
-        first = _spelled(element)[:1]
+        first = spelled_bytes(element)[:1]
         if not self._kept or not first:
             return []
         text, _ = codecs.utf_8_decode(self._kept + first, "replace", False)
@@ -57,7 +57,7 @@ class JoinedBytes(Step):
     def anchor(self, element: str) -> str | None:
         """As every step."""
         # A byte that continues a character tells nothing of where the next one begins; all others do.
-        spelled = _spelled(element)
+        spelled = spelled_bytes(element)
         return element if any(byte & 0xC0 != 0x80 for byte in spelled) else None
 
     @property
@@ -66,7 +66,7 @@ class JoinedBytes(Step):
         return not self._kept
 
 
-def _spelled(element: str) -> bytes:
+def spelled_bytes(element: str) -> bytes:
     """The bytes of a token; one that is no spelling of bytes, such as an added one, is itself."""
     try:
         return bytes([_ALPHABET[character] for character in element])

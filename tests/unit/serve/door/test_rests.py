@@ -12,8 +12,9 @@ from starlette.responses import Response
 from launch.serve.door.stretches import MOST_SECONDS, Rests
 from launch.serve.front.front import Usage
 from launch.serve.http.answers import JOINED_BYTES, answer_in_parts, make_parts
-from launch.serve.openai.answers import ChatAnswer, CompletionAnswer
+from launch.serve.openai.answers import CompletionAnswer
 from launch.serve.openai.calls import Answering
+from launch.serve.openai.chat_answers import ChatAnswer
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta

@@ -183,3 +183,46 @@ def test_a_message_that_the_template_does_not_write_cannot_be_gone_on_with(tmp_p
 def test_a_template_tells_which_values_it_looks_at(tmp_path: Path) -> None:
     assert {"enable_thinking", "messages"} <= template_of(tmp_path, CHATML).names
     assert "enable_thinking" not in template_of(tmp_path, TRIMMING).names
+
+
+TOOL_USE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.id }} {{ call.function.name }}"
+    "{% for key, value in call.function.arguments.items() %} {{ key }}={{ value | tojson }}{% endfor %}]{% endfor %}"
+    "{{ message.tool_call_id or '' }}{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"type": "object"}}}]
+CALLS = [
+    {"role": "user", "content": "x"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é", "b": [1]}}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "y"},
+]
+
+
+def test_tools_and_calls_are_what_they_are_to_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    for tools in (TOOLS, None):
+        (theirs,), _ = transformers.render_jinja_template(conversations=[CALLS], chat_template=TOOL_USE, tools=tools)
+        assert template_of(tmp_path, TOOL_USE).render(CALLS, add_generation_prompt=False, tools=tools) == theirs
+
+
+def test_chats_with_tools_have_the_template_for_them(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    template = template_of(tmp_path, named)
+    assert (template.render(MESSAGES, tools=TOOLS), template.render(MESSAGES)) == ("tools", "default")
+    assert (template.source, template.tool_source) == ("default", "tools")
+    (tmp_path / "chat_template.jinja").write_text("file")  # which is of all chats
+    assert template_of(tmp_path, named).render(MESSAGES, tools=TOOLS) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file for tools")
+    template = template_of(tmp_path, "plain")
+    assert (template.render(MESSAGES, tools=TOOLS), template.render(MESSAGES)) == ("file for tools", "file")
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
+    with pytest.raises(CheckpointError, match="chat_template must be a text, not 5"):
+        template_of(tmp_path, [{"name": "default", "template": "x"}, {"name": "tool_use", "template": 5}])

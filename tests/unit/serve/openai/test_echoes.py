@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from launch.serve.front.front import Usage
-from launch.serve.openai.answers import ChatAnswer, CompletionAnswer
+from launch.serve.openai.answers import CompletionAnswer
 from launch.serve.openai.calls import Answering
+from launch.serve.openai.chat_answers import ChatAnswer
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta, PromptLogprobs

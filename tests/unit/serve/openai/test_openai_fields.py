@@ -9,16 +9,22 @@ import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.serve.door.refusals import Refusal
-from launch.serve.openai.fields import BY_NAME, FIELDS, Endpoint, Field, Treatment, names_of
-from launch.serve.openai.types import SAMPLING_FIELDS, take_fields
+from launch.serve.openai.fields import BY_NAME, FIELDS, Endpoint, Field, Treatment, fields_of
+from launch.serve.openai.taking import take_fields as take
+from launch.serve.openai.types import SAMPLING_FIELDS
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "serve.md"
 BEGINNING, END = "<!-- fields: tests/unit/serve/openai/test_openai_fields.py -->\n", "<!-- end of fields -->\n"
 NEUTRAL = [field for field in FIELDS if field.treatment is Treatment.NEUTRAL]
+
+
+def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
+    return take(values, fields_of(endpoint), endpoint.value)
 
 
 def of_owners(treatment: Treatment) -> Iterator[tuple[str, list[Field]]]:
@@ -67,7 +73,7 @@ def test_each_name_stands_once_and_each_parameter_has_its_own() -> None:
 def test_every_parameter_of_openais_own_client_is_known(module: str, endpoint: Endpoint) -> None:
     parameters = pytest.importorskip(module)
     names = {*parameters.CompletionCreateParamsBase.__annotations__, "stream"}
-    assert len(names) > 15 and names <= names_of(endpoint)
+    assert len(names) > 15 and names <= fields_of(endpoint).keys()
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
@@ -88,12 +94,11 @@ def test_what_would_change_the_answer_is_taken_where_it_does_not(field: Field) -
             assert caught.value.code == "unsupported_field" and caught.value.field == field.name
 
 
-def test_tools_are_taken_where_none_may_be_called() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert take_fields({"tools": tools, "tool_choice": "none"}, Endpoint.CHATS) == {}
-    assert take_fields({"functions": tools, "function_call": "none"}, Endpoint.CHATS) == {}
-    with pytest.raises(Refusal, match="tools is not supported"):
-        take_fields({"tools": tools, "function_call": "none"}, Endpoint.CHATS)
+def test_functions_are_taken_where_none_may_be_called() -> None:
+    functions = [{"name": "f"}]
+    assert take_fields({"functions": functions, "function_call": "none"}, Endpoint.CHATS) == {}
+    with pytest.raises(Refusal, match="functions is not supported here: give tools"):
+        take_fields({"functions": functions, "tool_choice": "none"}, Endpoint.CHATS)
 
 
 def test_what_is_ignored_is_not_looked_at() -> None:

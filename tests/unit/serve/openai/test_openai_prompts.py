@@ -135,3 +135,24 @@ def test_prompts_keep_as_many_tokens_as_they_may(tokenizer: Tokenizer, most: int
     values = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": most, "truncation_side": side}
     (prompt,) = maker.of_completion(read_completion(values, "m"), 2)
     assert list(prompt) == ([1, 2, 3, 4, 5][-kept:] if side == "left" else [1, 2, 3, 4, 5][:kept])
+
+
+def test_templates_see_calls_with_arguments_as_objects_and_the_tools() -> None:
+    def call(number: str, arguments: object) -> dict[str, Any]:
+        return {"id": number, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    told = [call("1", '{"a": 1}'), call("2", "{broken"), call("3", "[1]"), call("4", ""), call("5", {"b": 2})]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": told, "parsed": None, "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": [{"type": "text", "text": "a"}]},
+    ]
+    function = {"name": "f", "description": None, "parameters": {"type": "object"}, "strict": True}
+    read = read_chat({"messages": messages, "tools": [{"type": "function", "function": function}]}, "m")
+    assert [item["function"]["arguments"] for item in read.messages[1]["tool_calls"]] == [
+        {"a": 1}, "{broken", "[1]", {}, {"b": 2},
+    ]  # fmt: skip
+    assert read.messages[1]["content"] == "" and "parsed" not in read.messages[1]
+    assert read.messages[2] == {"role": "tool", "content": "a", "name": "f", "tool_call_id": "1"}
+    assert read.tools is not None
+    assert read.tools.shown == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -58,7 +58,7 @@ def test_offsets_are_where_tokens_stand_in_the_text(size: int) -> None:
         logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in part)
         reason = "length" if start + size >= len(tokens) else None
         pieces.append(CompletionDelta(1, 1, part, "", RequestStatistics(), logprobs, reason, None, ""))
-    chunks = [answer.chunk(piece) for piece in pieces]
+    chunks = [chunk for piece in pieces for chunk in answer.chunks(piece)]
     streamed = [offset for chunk in chunks if chunk for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
     answer = CompletionAnswer("model", tokenizer, answering, [[5]])
     for piece in pieces:

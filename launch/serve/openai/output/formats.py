@@ -1,0 +1,151 @@
+"""The forms in which families of models write calls and thoughts: by name, and by what their chat templates hold.
+
+It knows names, marks and parsers. What grammars make a model write them is in `grammars`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from launch.serve.openai.output import harmony, hermes, llama3, mistral
+from launch.serve.openai.output.machine import Machine
+from trtrun.errors import nearest
+
+NONE = "none"
+"""What a configuration says where nothing is to be looked for."""
+
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+def new_id() -> str:
+    """Of a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    """Of a call, as Mistral's templates want it back."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How calls are written.
+
+    Attributes:
+        make_parser: for a request with tools of these names.
+        marks: of which some are special tokens, that a text usually lacks.
+        argument_key: of arguments in a call that is an object.
+        new_id: of a call.
+        is_harmony: messages with heads; thoughts are in some of them.
+    """
+
+    make_parser: Callable[[Collection[str]], Machine]
+    marks: tuple[str, ...] = ()
+    argument_key: str = "arguments"
+    new_id: Callable[[], str] = new_id
+    is_harmony: bool = False
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How thoughts are written.
+
+    Attributes:
+        open_mark, close_mark: around them.
+        always_thinks: an answer begins with thoughts, unless the prompt ends them.
+        is_harmony: messages with heads.
+    """
+
+    open_mark: str = "<think>"
+    close_mark: str = "</think>"
+    always_thinks: bool = False
+    is_harmony: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Of which some are special tokens."""
+        return _HARMONY_MARKS if self.is_harmony else (self.open_mark, self.close_mark)
+
+
+_HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
+
+JSON = "json"
+"""A list of calls alone: what a model without a family's form is made to write."""
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda names: hermes.HermesParser(), (hermes.OPEN, hermes.CLOSE)),
+    "llama3_json": ToolFormat(llama3.Llama3Parser, (llama3.TAG,), "parameters"),
+    "mistral": ToolFormat(
+        lambda names: mistral.MistralParser(), (mistral.MARK, mistral.ARGS, mistral.CALL_ID), new_id=_short_id
+    ),
+    "gpt-oss": ToolFormat(lambda names: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True),
+    JSON: ToolFormat(lambda names: mistral.ListParser(), argument_key="parameters"),
+}
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "qwen3": ReasoningFormat(),
+    "deepseek_r1": ReasoningFormat(always_thinks=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gpt-oss": ReasoningFormat(is_harmony=True),
+}
+
+_TOOL_ALIASES = {"openai": "gpt-oss", "qwen": "hermes", "llama3": "llama3_json"}
+_REASONING_ALIASES = {"openai_gptoss": "gpt-oss", "deepseek-r1": "deepseek_r1"}
+
+
+def find_tool_format(asked: str | None, template: str | None) -> str:
+    """The name of a checkpoint's form of calls; empty where none is known.
+
+    Args:
+        asked: by the configuration; None leaves it to the template.
+        template: the source of its chat template; None without one.
+
+    Raises:
+        ValueError: there is no such form; the message names the nearest.
+    """
+    return _find(asked, TOOL_FORMATS, _TOOL_ALIASES, lambda: _tools_of(template or ""))
+
+
+def find_reasoning_format(asked: str | None, template: str | None) -> str:
+    """The same of thoughts."""
+    return _find(asked, REASONING_FORMATS, _REASONING_ALIASES, lambda: _reasoning_of(template or ""))
+
+
+def _find(
+    asked: str | None, known: Mapping[str, object], aliases: Mapping[str, str], by_template: Callable[[], str]
+) -> str:
+    if asked is None:
+        return by_template()
+    name = aliases.get(asked, asked)
+    if name == NONE:
+        return ""
+    if name not in known:
+        raise ValueError(f"there is no {asked!r}{nearest(asked, [*known, *aliases, NONE])}")
+    return name
+
+
+def _tools_of(template: str) -> str:
+    """By the marks that a template puts around calls of earlier messages. Some families have the same marks, with
+    something else between them than an object."""
+    if harmony.CHANNEL in template and harmony.START in template:
+        return "gpt-oss"
+    if hermes.OPEN in template and "<function=" not in template and "<arg_key>" not in template:
+        return "hermes"
+    if mistral.MARK in template:
+        return "mistral"
+    if llama3.TAG in template or '"parameters": dictionary of argument name' in template:
+        return "llama3_json"
+    return ""
+
+
+def _reasoning_of(template: str) -> str:
+    if harmony.CHANNEL in template and harmony.START in template:
+        return "gpt-oss"
+    if "[THINK]" in template:
+        return "mistral"
+    if "</think>" not in template:
+        return ""
+    return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"

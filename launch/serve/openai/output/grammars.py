@@ -1,0 +1,277 @@
+"""Grammars in Lark of what a model must write: calls in its family's form, thoughts before them, text beside them.
+
+Marks that are special tokens cannot be spelled, and stand as their ids. It knows forms, tools and llguidance's Lark,
+and no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.serve.openai.output import harmony, hermes, llama3, mistral
+from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
+from launch.serve.openai.tools import Tool
+from trtrun.core.guide import Guide
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
+_VALUES = ("enum", "const")
+_ANY: Mapping[str, Any] = {"type": "object"}
+_SPACES = "x-guidance"
+"""How a schema has its blanks; at its root alone."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a text may be.
+
+    Attributes:
+        tools: that may be called.
+        must_call: it is calls, and nothing else.
+        in_parallel: several calls are allowed.
+        other: what it must be otherwise, in Lark; None for any text.
+        other_schema: the same, where it is JSON of a schema.
+        has_arguments_in_brackets: a call is a name and its arguments, in Mistral's newer form.
+    """
+
+    tools: Sequence[Tool] = ()
+    must_call: bool = False
+    in_parallel: bool = True
+    other: str | None = None
+    other_schema: Any = None
+    has_arguments_in_brackets: bool = False
+
+
+class _Lark:
+    """Rules of a grammar, as they are put down."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._rules: dict[str, str] = {"TEXT": r"/(.|\n)*/", "BLANKS": r"/\s*/"}
+
+    def put(self, name: str, rule: str) -> str:
+        """Put down a rule; returns its name."""
+        self._rules[name] = rule
+        return name
+
+    def mark(self, text: str) -> str:
+        """A mark."""
+        return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
+
+    def until(self, text: str) -> str:
+        """Any text, and a mark, which the text does not hold."""
+        if text in self._special:
+            return f"TEXT {self.mark(text)}"
+        name = f"until_{len(self._rules)}"
+        return self.put(f"{name}[lazy]", f"TEXT {self.mark(text)}").removesuffix("[lazy]")
+
+    def without(self, text: str) -> str:
+        """Any text that does not hold a mark."""
+        if text in self._special:
+            return "TEXT"
+        escaped = re.escape(text).replace("/", r"\/")
+        return self.put(f"PLAIN_{len(self._rules)}", rf"/(.|\n)*/ & ~/(.|\n)*{escaped}(.|\n)*/")
+
+    def whole(self, start: str) -> str:
+        """All of it."""
+        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])
+
+
+def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted, special: Mapping[str, int]) -> str:
+    """The grammar of an answer.
+
+    Args:
+        tools, reasoning: forms, by their names; empty for none.
+        is_thinking: thoughts have begun in the prompt.
+        wanted: of it.
+        special: marks that are special tokens, with their ids.
+    """
+    lark = _Lark(special)
+    if "gpt-oss" in (tools, reasoning):
+        return lark.whole(_harmony(lark, wanted))
+    thoughts = _thoughts(lark, REASONING_FORMATS[reasoning], is_thinking) if reasoning else ""
+    if not wanted.tools:
+        return lark.whole(f"{thoughts} {wanted.other}")
+    calls = lark.put("calls", _CALLS[tools or JSON](lark, wanted))
+    if wanted.must_call:
+        return lark.whole(f"{thoughts} {calls}")
+    if wanted.other is not None and wanted.other_schema is not None and tools == "llama3_json":
+        return lark.whole(f"{thoughts} {_call_or_object(wanted, wanted.other_schema)}")
+    if wanted.other is not None:
+        return lark.whole(f"{thoughts} ({calls} | {wanted.other})")
+    return lark.whole(f"{thoughts} {_FREE[tools](lark, wanted)}")
+
+
+def is_free(tools: str) -> bool:
+    """Whether there is a grammar of text with calls in a form."""
+    return tools in _FREE or tools == "gpt-oss"
+
+
+def as_lark(guide: Guide) -> str | None:
+    """What a guide allows as a part of a rule; None of one that is a grammar itself."""
+    if guide.kind == "json":
+        schema = json.loads(guide.text)
+        return f"%json {json.dumps({} if schema is True else without_notes(schema), ensure_ascii=False)}"
+    if guide.kind == "choice":
+        return f"({' | '.join(map(json.dumps, json.loads(guide.text)))})"
+    if guide.kind == "regex":
+        return (
+            "/" + re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], guide.text) + "/"
+        )
+    return None
+
+
+def _thoughts(lark: _Lark, form: ReasoningFormat, is_thinking: bool) -> str:
+    end = f"{lark.until(form.close_mark)} BLANKS"
+    return (
+        lark.put("thoughts", end) if is_thinking else f"{lark.put('thoughts', f'{lark.mark(form.open_mark)} {end}')}?"
+    )
+
+
+def _arguments(lark: _Lark, number: int, tool: Tool, must_call: bool) -> str:
+    """The arguments of a call: as the tool's schema says, where it is strict or a call is wanted."""
+    schema = without_notes(tool.parameters) if tool.is_strict or must_call else _ANY
+    return lark.put(f"arguments_{number}", f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+
+def _objects(lark: _Lark, wanted: Wanted, key: str) -> str:
+    """A call of one of the tools, as an object."""
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        rules.append(lark.put(f"call_{number}", f'{json.dumps(opening, ensure_ascii=False)} {arguments} "}}"'))
+    return lark.put("call", " | ".join(rules))
+
+
+def _call_or_object(wanted: Wanted, other: Any) -> str:
+    """One call, or JSON of another schema, which may begin alike: one schema is of both, as of two rules that begin
+    alike the lexer takes one."""
+    parts, key = [other], TOOL_FORMATS["llama3_json"].argument_key
+    for tool in wanted.tools:
+        schema = without_notes(tool.parameters) if tool.is_strict else _ANY
+        properties = {"name": {"const": tool.name}, key: schema}
+        parts.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    # References are of a schema's own parts, which stand deeper now.
+    placed = [_moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
+    placed += [_moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
+    spaces = {_SPACES: other[_SPACES]} if isinstance(other, Mapping) and _SPACES in other else {}
+    return f"%json {json.dumps({**spaces, 'anyOf': placed}, ensure_ascii=False)}"
+
+
+def _moved(schema: Any, root: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    told = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
+    for key in ("$ref", "$dynamicRef"):
+        if isinstance(told.get(key), str) and told[key].startswith("#"):
+            told[key] = root + told[key].removeprefix("#")
+    return told
+
+
+def _repeated(rule: str, between: str, wanted: Wanted) -> str:
+    return f"{rule} ({between} {rule})*" if wanted.in_parallel else rule
+
+
+def _hermes_rest(lark: _Lark, wanted: Wanted) -> str:
+    """A call behind its opening mark."""
+    call = _objects(lark, wanted, TOOL_FORMATS["hermes"].argument_key)
+    return lark.put("marked", f'"\\n" {call} "\\n" {lark.mark(hermes.CLOSE)}')
+
+
+def _hermes_calls(lark: _Lark, wanted: Wanted) -> str:
+    return _repeated(f"{lark.mark(hermes.OPEN)} {_hermes_rest(lark, wanted)}", '"\\n"', wanted)
+
+
+def _hermes_free(lark: _Lark, wanted: Wanted) -> str:
+    often = "*" if wanted.in_parallel else "?"
+    return f"({lark.until(hermes.OPEN)} marked){often} {lark.without(hermes.OPEN)}"
+
+
+def _llama_calls(lark: _Lark, wanted: Wanted) -> str:
+    return _repeated(_objects(lark, wanted, TOOL_FORMATS["llama3_json"].argument_key), '"; "', wanted)
+
+
+def _llama_free(lark: _Lark, wanted: Wanted) -> str:
+    other = lark.put("OTHER", r"/[^\s{](.|\n)*/")
+    return f"BLANKS ({lark.mark(llama3.TAG)}? calls | {other}?)"
+
+
+def _mistral_calls(lark: _Lark, wanted: Wanted) -> str:
+    return f"{lark.mark(mistral.MARK)} {_mistral_rest(lark, wanted)}"
+
+
+def _mistral_rest(lark: _Lark, wanted: Wanted) -> str:
+    """What stands behind the first mark."""
+    if not wanted.has_arguments_in_brackets:
+        call = _objects(lark, wanted, TOOL_FORMATS["mistral"].argument_key)
+        items = _repeated(call, '", "', wanted)
+        return lark.put("listed", f'/ ?/ "[" {items} "]"')  # some tokenizers have a blank in the bracket's token
+    call_id = f"({lark.mark(mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        name = json.dumps(tool.name, ensure_ascii=False)
+        rules.append(lark.put(f"call_{number}", f"{name} {call_id} {lark.mark(mistral.ARGS)} {arguments}"))
+    return lark.put("listed", _repeated(lark.put("call", " | ".join(rules)), lark.mark(mistral.MARK), wanted))
+
+
+def _mistral_free(lark: _Lark, wanted: Wanted) -> str:
+    return f"({lark.until(mistral.MARK)} listed | {lark.without(mistral.MARK)})"
+
+
+def _list_calls(lark: _Lark, wanted: Wanted) -> str:
+    items = _repeated(_objects(lark, wanted, TOOL_FORMATS[JSON].argument_key), '", "', wanted)
+    return f'"[" {items} "]"'
+
+
+_CALLS: Mapping[str, Callable[[_Lark, Wanted], str]] = {
+    "hermes": _hermes_calls,
+    "llama3_json": _llama_calls,
+    "mistral": _mistral_calls,
+    JSON: _list_calls,
+}
+_FREE: Mapping[str, Callable[[_Lark, Wanted], str]] = {
+    "hermes": _hermes_free,
+    "llama3_json": _llama_free,
+    "mistral": _mistral_free,
+}
+
+
+def _harmony(lark: _Lark, wanted: Wanted) -> str:
+    """Messages: thoughts and words to the user, each followed by another one; then calls, or the answer."""
+    channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
+    again = f'{lark.until(harmony.ENDS[0])} {lark.mark(harmony.START)} "assistant"'
+    lark.put("before", f'{channel} ("analysis" | "commentary") {message} {again}')
+    final = lark.put("final", f'{channel} "final" {message} {wanted.other or "TEXT"}')
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        head = json.dumps(f"commentary to=functions.{tool.name} ", ensure_ascii=False)
+        constrain = f'{lark.mark(harmony.CONSTRAIN)} "json"'
+        rules.append(lark.put(f"call_{number}", f"{channel} {head} {constrain} {message} {arguments}"))
+    return f"before* ({' | '.join(rules if wanted.must_call else [*rules, final])})"
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without what says nothing of values: it may be long, and hold names of special tokens."""
+    if isinstance(schema, list):
+        return [without_notes(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    told = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            told[key] = {name: without_notes(inner) for name, inner in value.items()}
+        elif key not in _NOTES:
+            told[key] = value if key in _VALUES else without_notes(value)
+    return told

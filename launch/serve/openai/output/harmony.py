@@ -1,0 +1,99 @@
+"""Answers of gpt-oss: messages, each with a head that names its channel and perhaps a tool, and a body.
+
+    <|channel|>analysis<|message|>…<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
+
+What is thought comes in `analysis`, calls are messages to a tool, and the rest is the answer.
+
+Source: OpenAI's harmony response format, https://cookbook.openai.com/articles/openai-harmony.
+"""
+
+from __future__ import annotations
+
+import re
+
+from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
+from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_TO = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_BEGINNINGS = (CHANNEL, START, "to=")
+_MOST_HEAD = 1024
+"""Characters of a head: what is longer is none."""
+
+
+class HarmonyParser(CallMachine):
+    """Finds what is in which message."""
+
+    def __init__(self, finds_calls: bool = True, splits_reasoning: bool = True) -> None:
+        """Begin behind `<|start|>assistant`.
+
+        Args:
+            finds_calls: messages to tools are calls; else they are text.
+            splits_reasoning: what is thought is told as that; else as text.
+        """
+        super().__init__()
+        self._finds_calls = finds_calls
+        self._splits_reasoning = splits_reasoning
+        self._head = ""
+        self._kind = "final"
+
+    def _begin(self) -> bool:
+        """In front of a head, or of text that has none."""
+        self._head += self._skip_blanks()
+        if self._is_over and not self._text:
+            self._say(self._head)
+            return False
+        if not self._text or (any(may_become(self._text, mark) for mark in _BEGINNINGS) and not self._is_over):
+            return False
+        if self._text.startswith(_BEGINNINGS):
+            return self._go(self._read_head)
+        self._say(self._head)
+        self._kind = "final"
+        return self._go(self._read_body)
+
+    def _read_head(self) -> bool:
+        place, mark = find_mark(self._text, (MESSAGE, *ENDS))
+        if place <= _MOST_HEAD and not mark and not self._is_over:
+            return False
+        if place > _MOST_HEAD or mark != MESSAGE:  # none: all of it is text
+            self._say(self._head + self._take(1))  # so that it does not begin again
+            self._kind = "final"
+            return self._go(self._read_body)
+        head = self._take(place)
+        self._take(len(MESSAGE))
+        channel, to = _CHANNEL_NAME.search(head), _TO.search(head)
+        self._kind = "analysis" if channel is not None and channel[1] == "analysis" else "final"
+        if to is not None and self._finds_calls and to[1].startswith("functions."):
+            self._kind = "call"
+            self._name = to[1].removeprefix("functions.")
+            self._has_arguments = False
+        return self._go(self._read_body)
+
+    def _read_body(self) -> bool:
+        place, mark = find_mark(self._text, (START, *ENDS))
+        body = self._take(len(self._text) if self._is_over and not mark else place)
+        if self._kind == "call":
+            self._tell_arguments(body, is_whole=mark != "" or self._is_over)
+        elif self._kind == "analysis" and self._splits_reasoning:
+            self._events.append(Reasoning(body))
+        else:
+            self._say(body)
+        if not mark:
+            return False
+        if mark != START:
+            self._take(len(mark))
+        self._head = ""
+        return self._go(self._begin)
+
+    def _tell_arguments(self, body: str, is_whole: bool) -> None:
+        if not self._has_arguments:
+            body = body.lstrip()
+            if not body and not is_whole:
+                return
+            self._has_arguments = True
+            self._tell([CallBegin(self._name), Arguments(body or "{}")])
+        elif body:
+            self._tell([Arguments(body)])

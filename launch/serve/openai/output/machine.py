@@ -1,0 +1,115 @@
+"""A parser of text that comes in parts: what it finds depends on the text, and not on where it is cut.
+
+A state looks at what is there and takes some of it, or waits for more. What may become a mark is held back until it is
+one, or cannot be one any more. It knows texts and events, and no family's marks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from launch.serve.openai.output.events import Event, Text, joined
+
+
+def find_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """Where the first mark begins in a text, and which it is; where there is none, where one may begin at the text's
+    end, and nothing. Of two at one place it is the longer one."""
+    found = [(text.find(mark), -len(mark), mark) for mark in marks]
+    whole = min((item for item in found if item[0] >= 0), default=None)
+    if whole is not None:
+        return whole[0], whole[2]
+    return len(text) - max((_num_begun(text, mark) for mark in marks), default=0), ""
+
+
+def _num_begun(text: str, mark: str) -> int:
+    """Characters at the end of a text that a mark begins with, but not all of it."""
+    return next((count for count in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:count])), 0)
+
+
+def may_become(text: str, mark: str) -> bool:
+    """Whether a mark begins with a text that is not all of it."""
+    return len(text) < len(mark) and mark.startswith(text)
+
+
+class Machine(ABC):
+    """The parser of one text."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._is_over = False
+        self._events: list[Event] = []
+        self._state: Callable[[], bool] = self._begin
+
+    def feed(self, text: str) -> list[Event]:
+        """What is certain with the next part."""
+        self._text += text
+        return self._work()
+
+    def finish(self) -> list[Event]:
+        """The rest, once no part follows."""
+        self._is_over = True
+        return self._work()
+
+    def _work(self) -> list[Event]:
+        while self._state():
+            pass
+        found, self._events = joined(self._events), []
+        return found
+
+    def _go(self, state: Callable[[], bool]) -> bool:
+        self._state = state
+        return True
+
+    def _take(self, count: int) -> str:
+        """Some of what is there."""
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
+
+    @abstractmethod
+    def _begin(self) -> bool:
+        """The first state. Each does what it can, and says whether another one can do something. Where the text is over
+        it leaves nothing of it."""
+
+
+class CallMachine(Machine):
+    """A parser that finds calls in text. Blanks beside a call are nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blanks = ""
+        self._is_behind_call = False
+
+    def _say(self, text: str) -> None:
+        """Some of the answer; blanks at its end wait for what follows."""
+        if self._is_behind_call:
+            text = text.lstrip()
+            if not text:
+                return
+            self._is_behind_call = False
+        kept = text.rstrip()
+        if kept:
+            self._events.append(Text(self._blanks + kept))
+            self._blanks = ""
+        self._blanks += text[len(kept) :]
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        """Events of a call."""
+        if events:
+            self._events += events
+            self._blanks, self._is_behind_call = "", True
+
+    def finish(self) -> list[Event]:
+        """See `Machine`."""
+        found = super().finish()
+        return joined([*found, Text(self._blanks)])
+
+    def _say_until(self, *marks: str) -> str:
+        """Say what stands before the first mark, and say which that is; nothing where there is none yet."""
+        place, mark = find_mark(self._text, marks)
+        self._say(self._take(len(self._text) if self._is_over and not mark else place))
+        return mark
+
+    def _skip_blanks(self) -> str:
+        """Take blanks."""
+        return self._take(len(self._text) - len(self._text.lstrip()))

@@ -1,0 +1,145 @@
+"""Calls as Mistral's models write them behind `[TOOL_CALLS]`: a list of objects, or, newer, a name, `[ARGS]` and its
+arguments, once for each call. And a list of calls alone, as a model without a family's form is made to write it."""
+
+from __future__ import annotations
+
+import re
+
+from launch.serve.openai.output.events import Arguments, CallBegin
+from launch.serve.openai.output.json_values import CallObject, JsonObject
+from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
+
+MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[^\s\[\]{}\"]{1,256}")
+_MOST_ID = 64
+
+
+class ListParser(CallMachine):
+    """Finds calls in an answer that is a list of objects. One that is none, and what follows it, is text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opening = ""
+
+    def _begin(self) -> bool:
+        self._opening += self._skip_blanks()
+        if not self._text and not self._is_over:
+            return False
+        if self._text.startswith("["):
+            self._opening += self._take(1)
+            return self._go(self._read_item)
+        self._say(self._opening)
+        return self._go(self._read_text)
+
+    def _read_text(self) -> bool:
+        self._say(self._take(len(self._text)))
+        return False
+
+    def _read_item(self) -> bool:
+        """In a list: an object, what parts two, or the end."""
+        self._opening += self._skip_blanks()
+        if not self._text and not self._is_over:
+            return False
+        if self._text.startswith(","):
+            self._opening += self._take(1)
+            return True
+        if self._text.startswith("{"):
+            return self._go(self._begin_call)
+        if self._text.startswith("]") and self._is_behind_call:
+            self._take(1)
+        elif self._text or not self._is_behind_call:
+            self._say(self._opening)
+        return self._go(self._read_text)
+
+    def _begin_call(self) -> bool:
+        self._call = CallObject()
+        return self._go(self._read_call)
+
+    def _read_call(self) -> bool:
+        self._tell(self._call.feed(self._take(len(self._text))))
+        if self._call.is_over:
+            self._text, self._opening = self._call.rest, ""
+            return self._go(self._read_item)
+        if self._call.is_failed or (self._is_over and not self._call.is_begun):
+            self._say(self._opening)
+            self._text = self._call.text
+            return self._go(self._read_text)
+        return False
+
+
+class MistralParser(ListParser):
+    """Finds them behind the mark, in both forms."""
+
+    def _begin(self) -> bool:
+        return self._go(self._read_text)
+
+    def _read_text(self) -> bool:
+        if not self._say_until(MARK):
+            return False
+        self._opening, self._name = self._take(len(MARK)), ""
+        return self._go(self._read_form)
+
+    def _read_form(self) -> bool:
+        self._opening += self._skip_blanks()
+        if not self._text and not self._is_over:
+            return False
+        if self._text.startswith("["):
+            self._opening += self._take(1)
+            return self._go(self._read_item)
+        return self._go(self._begin_call if self._text.startswith("{") else self._read_name)
+
+    def _read_name(self) -> bool:
+        found = _NAME.match(self._text)
+        if found is None:
+            return self._give_up()
+        rest = self._text[found.end() :]
+        if not rest and not self._is_over:
+            return False
+        if any(may_become(rest, mark) for mark in (ARGS, CALL_ID)) and not self._is_over:
+            return False
+        if not rest.startswith((ARGS, CALL_ID, "{")):
+            return self._give_up()
+        self._name = found[0]
+        self._opening += self._take(found.end())
+        return self._go(self._read_id if rest.startswith(CALL_ID) else self._read_arguments)
+
+    def _read_id(self) -> bool:
+        """The model's own id of the call, which nobody has a use for."""
+        place, mark = find_mark(self._text, (ARGS,))
+        if not mark and place <= _MOST_ID and not self._is_over:
+            return False
+        if not mark or place > _MOST_ID:
+            return self._give_up()
+        self._opening += self._take(place)
+        return self._go(self._read_arguments)
+
+    def _read_arguments(self) -> bool:
+        if self._text.startswith(ARGS):
+            self._opening += self._take(len(ARGS))
+        self._opening += self._skip_blanks()
+        if not self._text and not self._is_over:
+            return False
+        self._object, self._held = JsonObject(), ""
+        return self._go(self._read_object)
+
+    def _read_object(self) -> bool:
+        taken = self._take(len(self._text))
+        was_begun = self._object.is_begun
+        told, rest = self._object.feed(taken)
+        if not was_begun:
+            self._held += taken
+        if self._object.is_begun and not was_begun:
+            self._tell([CallBegin(self._name)])
+        if self._object.is_begun:
+            self._tell([Arguments(told)])
+            self._text = rest
+            return self._go(self._read_text) if self._object.is_over else False
+        if self._object.is_failed or self._is_over:
+            self._text = self._held
+            return self._give_up()
+        return False
+
+    def _give_up(self) -> bool:
+        """No call: what was taken is text."""
+        self._say(self._opening)
+        return self._go(self._read_text)

@@ -1,0 +1,170 @@
+"""How a chat's answer is made and read: what guides it, which special tokens its text has, and how thoughts and calls
+are told apart. It knows a chat's request and the checkpoint's forms.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from launch.serve.door.refusals import Kind, Refusal, refusing
+from launch.serve.openai.calls import Answering, ChatCall
+from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS
+from launch.serve.openai.output.grammars import Wanted, as_lark, is_free, without_notes, write_grammar
+from launch.serve.openai.output.mistral import ARGS
+from launch.serve.openai.output.parsing import Parsing
+from launch.serve.openai.tools import Choice, Tool, ToolUse
+from trtrun.api.prompts import PromptReader
+from trtrun.core.guide import Guide
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.errors import InvalidRequestError
+from trtrun.tokens.text import Tokenizer
+
+_ONE_CALL = "only supports single tool-calls"
+"""What Llama 3's templates say to conversations with several calls in one answer: there must not be one."""
+
+_LAST_TOKENS = 16
+"""Of a prompt, in which thoughts may begin."""
+
+
+class AnswerPlanner:
+    """Plans the answers of one model."""
+
+    def __init__(
+        self, tools: str, reasoning: str, template: str | None, tokenizer: Tokenizer | None, prompts: PromptReader
+    ) -> None:
+        """Plan.
+
+        Args:
+            tools, reasoning: the checkpoint's forms, by their names; empty for none.
+            template: the source of its chat template, or of that for tools.
+            tokenizer: of it.
+            prompts: checks what guides.
+        """
+        self._tools = tools
+        self._reasoning = reasoning
+        self._has_arguments_in_brackets = ARGS in (template or "")
+        self._calls_one = _ONE_CALL in (template or "")
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+
+    def plan(self, call: ChatCall, prompt: Sequence[int]) -> Answering:
+        """How a chat is answered, whose prompt is known.
+
+        Raises:
+            Refusal: a tool's schema cannot be followed.
+        """
+        try:
+            return self._plan(call, prompt)
+        except RecursionError:
+            line = "a JSON schema is nested too deeply: make it simpler"
+            raise Refusal(Kind.INVALID, line, None if call.tools is None else "tools") from None
+
+    def _plan(self, call: ChatCall, prompt: Sequence[int]) -> Answering:
+        sampling, use = call.answering.sampling, call.tools
+        if use is not None and self._calls_one:
+            use = replace(use, in_parallel=False)
+        parsing = self._parsing(use, self._is_thinking(call, prompt))
+        if sampling.guided is not None and as_lark(sampling.guided) is None:
+            # A grammar of the request's own is all of the text.
+            if use is not None and _must_call(use):
+                line = "a grammar and tool_choice both say what the text must be: leave one of them out"
+                raise Refusal(Kind.INVALID, line, "tool_choice")
+            parsing, wanted = replace(parsing, reasoning=""), None
+        else:
+            wanted = self._wanted(sampling, use, parsing)
+        if wanted is not None:
+            own, sampling = sampling.guided, self._guide(sampling, wanted, parsing)
+            followed = [tool for tool in wanted.tools if tool.is_strict or wanted.must_call]
+            self._check(sampling, followed, own)
+        if parsing.is_needed and self._hides_marks(parsing):
+            sampling = replace(sampling, skip_special_tokens=False)
+        parsing = replace(
+            parsing,
+            reasoning=parsing.reasoning if call.parts_thoughts else "",
+            tells_thoughts=call.tells_thoughts,
+        )
+        return replace(call.answering, sampling=sampling, parsing=parsing)
+
+    def _parsing(self, use: ToolUse | None, is_thinking: bool) -> Parsing:
+        reasoning = self._reasoning
+        if use is None or use.choice is Choice.NONE:
+            return Parsing(reasoning=reasoning, is_thinking=is_thinking)
+        tools = self._tools or (JSON if _must_call(use) else "")
+        names = tuple(tool.name for tool in use.tools)
+        return Parsing(tools, reasoning, is_thinking, names, keeps_one=not use.in_parallel)
+
+    def _wanted(self, sampling: SamplingParams, use: ToolUse | None, parsing: Parsing) -> Wanted | None:
+        """What is to be guided; None where nothing more is than the request's own guide."""
+        other = None if sampling.guided is None else as_lark(sampling.guided)
+        if use is None or not parsing.tools:
+            return Wanted(other=other) if other is not None and parsing.reasoning else None
+        is_guided = _must_call(use) or other is not None
+        is_bound = any(tool.is_strict for tool in use.callable) or len(use.callable) < len(use.tools)
+        if not is_guided and not (is_bound and use.callable and is_free(parsing.tools)):
+            return None
+        schema = json.loads(sampling.guided.text) if sampling.guided and sampling.guided.kind == "json" else None
+        return Wanted(use.callable, _must_call(use), use.in_parallel, other, schema, self._has_arguments_in_brackets)
+
+    def _guide(self, sampling: SamplingParams, wanted: Wanted, parsing: Parsing) -> SamplingParams:
+        with refusing():
+            special = self._prompts.ids_in_guides(_marks(parsing))
+        grammar = write_grammar(parsing.tools, parsing.reasoning, parsing.is_thinking, wanted, special)
+        try:
+            return replace(sampling, guided={"grammar": grammar})  # type: ignore[arg-type]
+        except InvalidRequestError as error:
+            line = str(error).removeprefix("guided.grammar ")
+            raise Refusal(Kind.INVALID, f"tools: what guides the answer {line}", "tools") from None
+
+    def _check(self, sampling: SamplingParams, tools: Sequence[Tool], own: Guide | None) -> None:
+        """Refuse what guides an answer and cannot be followed, by the name of what it is made of: a tool, or the guide
+        of the request's own."""
+        try:
+            self._prompts.check(sampling)
+        except InvalidRequestError as error:
+            if not str(error).startswith("guided"):
+                raise Refusal(Kind.INVALID, str(error)) from None
+            for tool in tools:
+                self._check_tool(tool)
+            if own is not None:
+                with refusing():
+                    self._prompts.check(replace(sampling, guided=own))
+            line = str(error).removeprefix("guided: ")
+            raise Refusal(Kind.INVALID, f"tools: what guides the answer cannot be followed: {line}", "tools") from None
+
+    def _check_tool(self, tool: Tool) -> None:
+        schema: Mapping[str, Any] = {"json": without_notes(tool.parameters)}
+        try:
+            self._prompts.check(SamplingParams(guided=schema))  # type: ignore[arg-type]
+        except InvalidRequestError as error:
+            line = str(error).removeprefix("guided: ")
+            raise Refusal(Kind.INVALID, f"{tool.place}.function.parameters: {line}", "tools") from None
+
+    def _is_thinking(self, call: ChatCall, prompt: Sequence[int]) -> bool:
+        """Whether the answer begins within thoughts."""
+        if not self._reasoning or self._tokenizer is None:
+            return False
+        form = REASONING_FORMATS[self._reasoning]
+        if call.rendering.continue_final_message:
+            text = str(call.messages[-1]["content"])
+            return text.rfind(form.open_mark) > text.rfind(form.close_mark)
+        end = self._tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False).rstrip()
+        if form.always_thinks:
+            return not end.endswith(form.close_mark)
+        return end.endswith(form.open_mark)
+
+    def _hides_marks(self, parsing: Parsing) -> bool:
+        """Whether texts lack marks, as special tokens are left out."""
+        return self._tokenizer is not None and not self._tokenizer.special_tokens.isdisjoint(_marks(parsing))
+
+
+def _must_call(use: ToolUse) -> bool:
+    return use.choice is Choice.REQUIRED
+
+
+def _marks(parsing: Parsing) -> list[str]:
+    tools = TOOL_FORMATS[parsing.tools].marks if parsing.tools else ()
+    reasoning = REASONING_FORMATS[parsing.reasoning].marks if parsing.reasoning else ()
+    return list(dict.fromkeys([*tools, *reasoning]))

@@ -1,0 +1,30 @@
+"""Chat templates as families of models have them, as far as calls and thoughts go; none of their wording."""
+
+_HEAD = "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
+_TOOLS = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+_TAIL = "\n{% endfor %}{% if add_generation_prompt %}# answer\n{% endif %}"
+PLAIN = _TOOLS + _HEAD + _TAIL
+HERMES = (
+    _TOOLS + _HEAD + "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}" + _TAIL
+)
+QWEN3 = HERMES + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+DEEPSEEK = PLAIN + "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}{# </think> #}"
+LLAMA = (
+    _TOOLS + _HEAD + '{# <|python_tag|> #}{% for call in message.tool_calls or [] %}{"name": "'
+    '{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}{% endfor %}' + _TAIL
+)
+MISTRAL = (
+    _TOOLS + _HEAD + "{% if message.tool_calls %}[TOOL_CALLS] [{% for call in message.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
+    "{% endfor %}]{% endif %}" + _TAIL
+)
+MISTRAL_NEW = (
+    _TOOLS + _HEAD + "{% for call in message.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
+    "{{ call.function.arguments | tojson }}{% endfor %}" + _TAIL
+)
+HARMONY = (
+    _TOOLS + "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>{{ message.content }}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)

@@ -1,0 +1,197 @@
+"""Grammars of what a model must write: which texts they allow, where marks are special tokens and where they are text;
+and that parsers find in them what they were asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chat_server import MARKS
+from checkpoints import make_tokenizer
+
+from launch.serve.openai.output.events import Arguments, CallBegin
+from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
+from launch.serve.openai.output.grammars import Wanted, as_lark, without_notes, write_grammar
+from launch.serve.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.openai.tools import read_tools
+from trtrun.api.prompts import PromptReader
+from trtrun.core.guide import Guide
+from trtrun.guiding.grammars import grammars_of
+from trtrun.guiding.vocabulary import Spelling
+from trtrun.tokens.text import Tokenizer, read_tokenizer
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ARGUMENTS, WRONG = '{"a": 1}', '{"a": "x"}'
+F, G = f'{{"name": "f", "arguments": {ARGUMENTS}}}', '{"name": "g", "arguments": {"free": 1}}'
+LLAMA_F, LLAMA_G = F.replace("arguments", "parameters"), G.replace("arguments", "parameters")
+HERMES_F, HERMES_G = f"<tool_call>\n{F}\n</tool_call>", f"<tool_call>\n{G}\n</tool_call>"
+HEAD, CALL = "<|channel|>", " <|constrain|>json<|message|>"
+HARMONY_F = f"{HEAD}commentary to=functions.f{CALL}{ARGUMENTS}"
+HARMONY_G = f'{HEAD}commentary to=functions.g{CALL}{{"free": 1}}'
+COMMENTARY = f"{HEAD}commentary<|message|>I ask.<|end|><|start|>assistant"
+ANALYSIS = f"{HEAD}analysis<|message|>so<|end|><|start|>assistant"
+
+
+@pytest.fixture(scope="module", params=["special", "added", "text"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Marks are special tokens, such as Llama's; tokens that are added, and text, such as Qwen's; or no tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder, special=() if request.param == "text" else MARKS)
+    if request.param == "added":
+        file = folder / "tokenizer.json"
+        values = json.loads(file.read_text(encoding="utf-8"))
+        for token in values["added_tokens"][1:]:
+            token["special"] = False
+        file.write_text(json.dumps(values), encoding="utf-8")
+    found = read_tokenizer(folder)
+    assert found is not None
+    return found
+
+
+def allows(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether a text is a whole sentence of a grammar."""
+    tokens = grammars_of(Spelling.of(tokenizer, tokenizer.vocab_size, (0,)).read())
+    tokens.check(Guide("grammar", grammar))
+    matcher = tokens.matcher(Guide("grammar", grammar))
+    ids = tokenizer.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def wanted(choice: str = "auto", in_parallel: bool = True, **others: Any) -> Wanted:
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
+    ]
+    use = read_tools({"tools": tools, "tool_choice": choice})
+    assert use is not None
+    return Wanted(use.callable, choice == "required", in_parallel, **others)
+
+
+def write(tokenizer: Tokenizer, tools: str, reasoning: str, is_thinking: bool, asked: Wanted) -> str:
+    reader = PromptReader(SimpleNamespace(vocab_size=tokenizer.vocab_size, eos_token_ids=(0,)), tokenizer)
+    marks = [*TOOL_FORMATS[tools].marks, *(REASONING_FORMATS[reasoning].marks if reasoning else ())]
+    return write_grammar(tools, reasoning, is_thinking, asked, reader.ids_in_guides(marks))
+
+
+# The form; texts that are calls and nothing else; texts with no call or one beside text; and texts that are neither.
+FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
+    ("hermes", [HERMES_F, f"{HERMES_F}\n{HERMES_G}"], ["", "text", f"text\n{HERMES_F}", f"{HERMES_F} text {HERMES_G}"],
+     [HERMES_F.replace(ARGUMENTS, WRONG), "<tool_call>", f"<tool_call>{F}", HERMES_F.replace('"f"', '"h"')]),
+    ("llama3_json", [LLAMA_F, f"{LLAMA_F}; {LLAMA_G}"], ["", "text", f" {LLAMA_F}", "a {b}"],
+     [LLAMA_F.replace(ARGUMENTS, WRONG), "{", f"{LLAMA_F} text", '{"name": "h"}']),
+    ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS] [{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
+     [f"[TOOL_CALLS][{F.replace(ARGUMENTS, WRONG)}]", "[TOOL_CALLS]", f"[TOOL_CALLS][{F}] text"]),
+    ("json", [f"[{LLAMA_F}]", f"[{LLAMA_F}, {LLAMA_G}]"], [], ["text", "[]", LLAMA_F]),
+    ("gpt-oss", [HARMONY_F, ANALYSIS + HARMONY_F, f"{COMMENTARY}{HARMONY_G}"],
+     [f"{HEAD}final<|message|>text", f"{ANALYSIS}{HEAD}final<|message|>"],
+     [HARMONY_F.replace(ARGUMENTS, WRONG), "text", f"{HEAD}analysis<|message|>so", HARMONY_F.replace("s.f", "s.h")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "calls", "free", "wrong"), FORMS, ids=[form for form, *_ in FORMS])
+def test_what_may_be_written_in_a_form(
+    tokenizer: Tokenizer, form: str, calls: list[str], free: list[str], wrong: list[str]
+) -> None:
+    must = write(tokenizer, form, "", False, wanted("required"))
+    for text in calls:
+        assert allows(tokenizer, must, text), text
+    for text in [*free, *wrong]:
+        assert not allows(tokenizer, must, text) or text in (f" {LLAMA_F}",), text
+    one = write(tokenizer, form, "", False, wanted("required", in_parallel=False))
+    assert allows(tokenizer, one, calls[0])
+    assert form == "gpt-oss" or not allows(tokenizer, one, calls[1])
+    if form != "json":
+        may = write(tokenizer, form, "", False, wanted())
+        for text in [*calls, *free]:
+            assert allows(tokenizer, may, text), text
+        for text in wrong:
+            assert not allows(tokenizer, may, text), text
+    # What is allowed is found.
+    for text in [*calls, *free]:
+        events = ChoiceParser(Parsing(form, names=("f", "g"))).feed(text, True)
+        assert [event.name for event in events if isinstance(event, CallBegin)] == [
+            name for name in ("f", "g") if f'"{name}"' in text or f"functions.{name}" in text
+        ]
+        assert all(json.loads(event.text) for event in events if isinstance(event, Arguments))
+
+
+def test_mistrals_newer_form(tokenizer: Tokenizer) -> None:
+    asked = wanted("required", has_arguments_in_brackets=True)
+    grammar = write(tokenizer, "mistral", "", False, asked)
+    text = f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}"
+    assert allows(tokenizer, grammar, text) and allows(tokenizer, grammar, f"{text}[TOOL_CALLS]g[ARGS]{{}}")
+    assert allows(tokenizer, grammar, text.replace("[ARGS]", "[CALL_ID]abcDEF123[ARGS]"))
+    assert not allows(tokenizer, grammar, text.replace(ARGUMENTS, WRONG))
+    assert not allows(tokenizer, grammar, f"[TOOL_CALLS][{F}]")
+
+
+@pytest.mark.parametrize("is_thinking", [True, False])
+def test_thoughts_come_first(tokenizer: Tokenizer, is_thinking: bool) -> None:
+    grammar = write(tokenizer, "hermes", "qwen3", is_thinking, wanted("required"))
+    thoughts = "so it is\n</think>\n\n" if is_thinking else "<think>so</think>"
+    assert allows(tokenizer, grammar, thoughts + HERMES_F)
+    assert allows(tokenizer, grammar, HERMES_F) == (not is_thinking)
+    assert not allows(tokenizer, grammar, thoughts)
+    for guide, text in (
+        (Guide("json", '{"const":1}'), "1"),
+        (Guide("regex", "a/b\\/\\n+"), "a/b/\n\n"),
+        (Guide("choice", '["x\\"y","z"]'), 'x"y'),
+    ):
+        other = as_lark(guide)
+        assert other is not None
+        grammar = write(tokenizer, "hermes", "qwen3", is_thinking, Wanted(other=other))
+        assert allows(tokenizer, grammar, thoughts + text) and not allows(tokenizer, grammar, thoughts + HERMES_F)
+        grammar = write(tokenizer, "hermes", "qwen3", is_thinking, wanted(other=other))
+        assert allows(tokenizer, grammar, thoughts + text) and allows(tokenizer, grammar, thoughts + HERMES_F)
+        grammar = write(tokenizer, "gpt-oss", "gpt-oss", False, Wanted(other=other))
+        assert allows(tokenizer, grammar, f"{ANALYSIS}{HEAD}final<|message|>{text}")
+    assert as_lark(Guide("grammar", "start: A")) is None
+
+
+def test_an_object_that_begins_as_a_call_does_may_be_written_beside_it(tokenizer: Tokenizer) -> None:
+    references = {"$ref": "#/$defs/x", "$defs": {"x": {"enum": ["a", "b"]}}}
+    for schema, text, wrong in (
+        ({"properties": {"name": {"type": "string"}, "x": {"type": "integer"}}}, '{"name": "f", "x": 1}', "1."),
+        ({"type": "object", "properties": {"name": {"enum": ["g", "other"]}}}, '{"name":"other"}', '{"name":"h"}'),
+        ({"type": "object"}, '{"nam": 5}', "5"),
+        ({"const": {"a": 1}}, '{"a":1}', '{"a":2}'),
+        (references, '"b"', '"c"'),
+    ):
+        other = as_lark(Guide("json", json.dumps(schema)))
+        asked = replace(wanted(other=other), other_schema=schema)
+        parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": references["$defs"]}
+        tool = replace(asked.tools[0], parameters=parameters)
+        grammar = write(tokenizer, "llama3_json", "", False, replace(asked, tools=[tool, *asked.tools[1:]]))
+        call = '{"name":"f","parameters":{"a":"b"}}'
+        for allowed in (text, call, LLAMA_G):
+            assert allows(tokenizer, grammar, allowed), allowed
+        if "const" in schema or schema is references:
+            assert not allows(tokenizer, grammar, call.replace('"b"', '"c"'))
+        assert not allows(tokenizer, grammar, wrong)
+
+
+def test_notes_are_left_out_of_schemas_and_values_are_not() -> None:
+    schema = {
+        "title": "t", "properties": {"title": {"description": "d", "enum": ["title"]}, "default": {"default": 1}},
+        "anyOf": [{"const": {"title": 1}, "examples": [1]}], "$defs": {"description": True},
+    }  # fmt: skip
+    assert without_notes(schema) == {
+        "properties": {"title": {"enum": ["title"]}, "default": {}},
+        "anyOf": [{"const": {"title": 1}}],
+        "$defs": {"description": True},
+    }
+
+
+def test_many_tools_are_no_rules_too_many(tokenizer: Tokenizer) -> None:
+    """Colons of schemas are none of the grammar's."""
+    properties = {f"key_{number}": {"type": "string", "maxLength": 5} for number in range(20)}
+    function = {"parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": {"name": f"f{number}", **function}} for number in range(60)]
+    use = read_tools({"tools": tools, "tool_choice": "required"})
+    assert use is not None
+    grammar = write(tokenizer, "hermes", "", False, Wanted(use.callable, must_call=True))
+    assert grammar.count(":") > 2000
+    assert allows(tokenizer, grammar, HERMES_F.replace('"f"', '"f59"').replace(ARGUMENTS, "{}"))

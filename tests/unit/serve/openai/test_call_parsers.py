@@ -1,0 +1,251 @@
+"""Parsers of what models write: calls in each family's form, thoughts, and text, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
+from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
+from launch.serve.openai.output.parsing import ChatText, ChoiceParser, Parsing
+
+
+def parse(parsing: Parsing, parts: Sequence[str]) -> list[Event]:
+    parser = ChoiceParser(parsing)
+    found = [event for part in parts for event in parser.feed(part, False)]
+    return joined([*found, *parser.feed("", True)])
+
+
+def call(name: str, arguments: str = "{}") -> list[Event]:
+    return [CallBegin(name), Arguments(arguments)]
+
+
+OBJECT = '{"city": "a \\"}] <b>\\\\", "list": [1, {"x": null}], "empty": {}}'
+HERMES: list[tuple[str, list[Event]]] = [
+    ("hello  \n", [Text("hello  \n")]),
+    (
+        f'Let me see.\n<tool_call>\n{{"name": "f", "arguments": {OBJECT}}}\n</tool_call>\n<tool_call>{{"arguments": '
+        '{"a": 1}, "id": [1], "name": "g"}</tool_call>\n',
+        [Text("Let me see."), *call("f", OBJECT), *call("g", '{"a": 1}')],
+    ),
+    ('<tool_call>{"name": "f"}</tool_call> tail <tool', [*call("f"), Text("tail <tool")]),
+    ("<tool_call>none</tool_call> x", [Text("<tool_call>none</tool_call> x")]),
+    ("<tool_call>{'a': 1}</tool_call>", [Text("<tool_call>{'a': 1}</tool_call>")]),
+    ('<tool_call>{"a": 1}</tool_call>', [Text('<tool_call>{"a": 1}</tool_call>')]),
+    ('<tool_call>{"name": 5, "arguments": {}}', [Text('<tool_call>{"name": 5, "arguments": {}}')]),
+    ('<tool_call>{"name": "f", "arguments": [1]}', [Text('<tool_call>{"name": "f", "arguments": [1]}')]),
+    ('<tool_call>{"name": "f", "arguments": {a', [Text('<tool_call>{"name": "f", "arguments": {a')]),
+    ('<tool_call>{"name": "f", "argu', [Text('<tool_call>{"name": "f", "argu')]),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "b', call("f", '{"a": "b')),
+    ('<tool_call>{"x"<tool_call>{"name": "f"}</tool_call>', [Text('<tool_call>{"x"'), *call("f")]),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call("f", '{"a": 1}')),
+    ('<tool_call>{"name": "f", "arguments": null}}</tool_call>', call("f")),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>more', [*call("f", '{"a": 1}'), Text("more")]),
+    ('<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>', [*call("f"), *call("g")]),
+    (f'<tool_call>{{"{"n" * 600}": 1, "name": "f"}}', [Text(f'<tool_call>{{"{"n" * 600}": 1, "name": "f"}}')]),
+    (f'<tool_call>{{"name": "{"n" * 600}"}}', [Text(f'<tool_call>{{"name": "{"n" * 600}"}}')]),
+]
+LLAMA: list[tuple[str, list[Event]]] = [
+    (f'{{"name": "f", "parameters": {OBJECT}}}', call("f", OBJECT)),
+    (' {"type": "function", "name": "f", "parameters": {}};\n{"name": "g"}', [*call("f"), *call("g")]),
+    ('{"name": "Bob", "parameters": {}}', [Text('{"name": "Bob", "parameters": {}}')]),
+    ('{"a": {"name": "f"}}', [Text('{"a": {"name": "f"}}')]),
+    ('<|python_tag|>{"name": "other", "parameters": {"a": 1}}', call("other", '{"a": 1}')),
+    ('Well: <|python_tag|>{"name": "f"} so', [Text("Well:"), *call("f"), Text("so")]),
+    ("<|python_tag|>search.call()", [Text("<|python_tag|>search.call()")]),
+    ("the set {1, 2} <|py", [Text("the set {1, 2} <|py")]),
+    ('{"name": "f"}; and', [*call("f"), Text("; and")]),
+]
+MISTRAL: list[tuple[str, list[Event]]] = [
+    (
+        f'Yes. [TOOL_CALLS] [{{"name": "f", "arguments": {OBJECT}}}, {{"name": "g", "arguments": {{}}, "id": "1"}}]',
+        [Text("Yes."), *call("f", OBJECT), *call("g")],
+    ),
+    (f"[TOOL_CALLS]f[ARGS]{OBJECT}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{{}}", [*call("f", OBJECT), *call("g")]),
+    ('[TOOL_CALLS]f{"a": 2}', call("f", '{"a": 2}')),
+    ('[TOOL_CALLS]{"name": "f"}', call("f")),
+    ('[TOOL_CALLS][{"bad": 1}] x', [Text('[TOOL_CALLS][{"bad": 1}] x')]),
+    ("[TOOL_CALLS][]", [Text("[TOOL_CALLS][]")]),
+    ("[TOOL_CALLS]f [ARGS]", [Text("[TOOL_CALLS]f [ARGS]")]),
+    ("[TOOL_CALLS]f[ARGS]{bad}", [Text("[TOOL_CALLS]f[ARGS]{bad}")]),
+    ("[TOOL_CALLS]f[CALL_ID]" + "x" * 80, [Text("[TOOL_CALLS]f[CALL_ID]" + "x" * 80)]),
+    ("a list [1] and [TOOL", [Text("a list [1] and [TOOL")]),
+]
+LISTS: list[tuple[str, list[Event]]] = [
+    (
+        f'[{{"name": "f", "parameters": {OBJECT}}}, {{"name": "g", "parameters": {{}}}}]',
+        [*call("f", OBJECT), *call("g")],
+    ),
+    ("[1, 2]", [Text("[1, 2]")]),
+    ("[]", [Text("[]")]),
+    ("none", [Text("none")]),
+]
+ANALYSIS = "<|channel|>analysis<|message|>"
+HARMONY: list[tuple[str, list[Event]]] = [
+    (
+        f"{ANALYSIS}Hm <x>.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"a": 1}<|call|>',
+        [Reasoning("Hm <x>."), *call("f", '{"a": 1}')],
+    ),
+    (' to=functions.f<|channel|>commentary json<|message|>{"a"', call("f", '{"a"')),
+    (
+        f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello  \n<|return|>",
+        [Reasoning("Hm."), Text("Hello  \n")],
+    ),
+    (
+        "<|channel|>commentary<|message|>First: <|end|><|start|>assistant to=functions.g<|channel|>commentary"
+        "<|message|> ",
+        [Text("First:"), *call("g")],
+    ),
+    ("plain <| text", [Text("plain <| text")]),
+    ("<|channel|>analysis", [Text("<|channel|>analysis")]),
+    ("<|channel|>" + "x" * 2000, [Text("<|channel|>" + "x" * 2000)]),
+]
+TEXTS = [
+    *(("hermes", "", text, found) for text, found in HERMES),
+    *(("llama3_json", "", text, found) for text, found in LLAMA),
+    *(("mistral", "", text, found) for text, found in MISTRAL),
+    *(("json", "", text, found) for text, found in LISTS),
+    *(("gpt-oss", "gpt-oss", text, found) for text, found in HARMONY),
+]
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)
+def test_what_is_found_does_not_depend_on_where_the_text_is_cut(
+    tools: str, reasoning: str, text: str, found: list[Event]
+) -> None:
+    parsing = Parsing(tools, reasoning, names=("f", "g"))
+    assert parse(parsing, [text]) == found
+    assert parse(parsing, list(text)) == found
+    for place in range(len(text)):
+        assert parse(parsing, [text[:place], text[place:]]) == found, place
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
+    "<|start|>", "analysis", "commentary to=functions.f", "f", '{"name": "f", "arguments": {', '{"name": "g"}', "}",
+    "]", "{", "[", '"', "\\", ": ", ", ", " ", "\n", ";", "<think>", "</think>", "{}", '"a": 1', "x", "é",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral", "json", "gpt-oss", ""])
+def test_nonsense_is_the_same_wherever_it_is_cut_and_nothing_of_it_is_lost(tools: str) -> None:
+    for seed in range(150):
+        draw = random.Random(seed)
+        text = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
+        reasoning = "gpt-oss" if tools == "gpt-oss" else draw.choice(["", "qwen3", "deepseek_r1"])
+        parsing = Parsing(tools, reasoning, draw.random() < 0.5, ("f", "g"), draw.random() < 0.2)
+        whole = parse(parsing, [text])
+        assert parse(parsing, list(text)) == whole, (seed, text)
+        cuts = sorted(draw.choices(range(len(text) + 1), k=4))
+        parts = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert parse(parsing, parts) == whole, (seed, text)
+        if not any(isinstance(event, CallBegin) for event in whole) and tools != "gpt-oss":
+            told = "".join(event.text for event in whole if not isinstance(event, CallBegin))
+            left = text.replace("<think>", "").replace("</think>", "") if reasoning else text
+            told = told.replace("<think>", "").replace("</think>", "") if reasoning else told
+            assert "".join(told.split()) == "".join(left.split()), (seed, text)
+
+
+THOUGHTS = [
+    ("<think>\na b\n</think>\n\nHello ", [Reasoning("a b"), Text("Hello ")], [Reasoning("a b"), Text("Hello ")]),
+    ("a </think> b", [Text("a </think> b")], [Reasoning("a"), Text("b")]),
+    ("  plain", [Text("  plain")], [Reasoning("plain")]),
+    ("<think>cut off </thi", [Reasoning("cut off </thi")], [Reasoning("cut off </thi")]),
+    ("<thin", [Text("<thin")], [Reasoning("<thin")]),
+    ("<think></think>x", [Text("x")], [Text("x")]),
+    (
+        'why</think><tool_call>{"name": "f"}</tool_call>',
+        [Text("why</think>"), *call("f")],
+        [Reasoning("why"), *call("f")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "begun_by_itself", "begun_in_the_prompt"), THOUGHTS)
+def test_thoughts_are_told_apart(text: str, begun_by_itself: list[Event], begun_in_the_prompt: list[Event]) -> None:
+    for is_thinking, found in ((False, begun_by_itself), (True, begun_in_the_prompt)):
+        parsing = Parsing("hermes", "qwen3", is_thinking)
+        assert parse(parsing, [text]) == found
+        assert parse(parsing, list(text)) == found
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)
+def test_deltas_join_to_the_whole_message(tools: str, reasoning: str, text: str, found: list[Event]) -> None:
+    parsing = Parsing(tools, reasoning, names=("f", "g"))
+    whole, streamed = ChatText(parsing), ChatText(parsing)
+    whole.keep(text, True)
+    message = whole.message()
+    content, arguments, names = "", list[str](), list[str]()
+    for place, character in enumerate(text):
+        for delta in streamed.deltas(character, place == len(text) - 1):
+            content += delta.get("content", "")
+            for told in delta.get("tool_calls", ()):
+                if "id" in told:
+                    assert told["index"] == len(names) and told["type"] == "function"
+                    assert told["function"]["arguments"] == ""
+                    names.append(told["function"]["name"])
+                    arguments.append("")
+                else:
+                    arguments[told["index"]] += told["function"]["arguments"]
+    assert content == (message["content"] or "")
+    calls = message.get("tool_calls", [])
+    assert [(item["function"]["name"], item["function"]["arguments"]) for item in calls] == [
+        *zip(names, arguments, strict=True)
+    ]
+    assert len({item["id"] for item in calls}) == len(calls) and whole.has_calls == bool(calls)
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = ChoiceParser(Parsing("hermes"))
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"text": "on', False) == call("f", '{"text": "on')
+    assert parser.feed("ce upon", False) == [Arguments("ce upon")]
+    assert parser.feed(' a time"', False) == [Arguments(' a time"')]
+    assert parser.feed("}} </tool_call>", True) == [Arguments("}")]
+
+
+def test_one_call_is_kept_where_one_was_asked_for() -> None:
+    text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    assert parse(Parsing("hermes", keeps_one=True), list(text)) == call("f")
+
+
+def test_ids_of_calls_are_what_templates_want_back() -> None:
+    text = ChatText(Parsing("mistral"))
+    text.keep('[TOOL_CALLS][{"name": "f"}]', True)
+    call_id = text.message()["tool_calls"][0]["id"]
+    assert len(call_id) == 9 and call_id.isalnum()
+
+
+def test_forms_are_found_by_name_and_by_template() -> None:
+    for template, tools, reasoning in (
+        ("<tool_call>", "hermes", ""),
+        ("<tool_call> </think>", "hermes", "qwen3"),
+        ("<tool_call><function=", "", ""),
+        ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("<|python_tag|>", "llama3_json", ""),
+        ("<｜Assistant｜></think>", "", "deepseek_r1"),
+        ("<|start|><|channel|>", "gpt-oss", "gpt-oss"),
+        ("{{ messages }}", "", ""),
+        (None, "", ""),
+    ):
+        assert (find_tool_format(None, template), find_reasoning_format(None, template)) == (tools, reasoning)
+        assert (find_tool_format("none", template), find_reasoning_format("none", template)) == ("", "")
+    assert (find_tool_format("openai", ""), find_tool_format("mistral", "<tool_call>")) == ("gpt-oss", "mistral")
+    with pytest.raises(ValueError, match="there is no 'hermse' \\(did you mean 'hermes'"):
+        find_tool_format("hermse", None)
+    with pytest.raises(ValueError, match="deepseek_r1"):
+        find_reasoning_format("deepseek", None)
+
+
+def test_long_arguments_take_time_in_proportion() -> None:
+    """A call of a megabyte in pieces of a few characters: what was told is not looked at again."""
+    arguments = json.dumps({"text": "x" * (1 << 20)})
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    parser = ChoiceParser(Parsing("hermes"))
+    for begin in range(0, len(text), 64):
+        parser.feed(text[begin : begin + 64], False)
+        assert len(parser._calls._call.text) < 1024 if begin > 64 else True  # type: ignore[union-attr]
+    assert parser.num_calls == 1

@@ -1,0 +1,124 @@
+"""Chats with tools, and responses, in which something is wrong: each is read, or refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import templates
+from chat_server import MARKS
+from checkpoints import make_tokenizer
+
+from launch.serve.reader.reader import Reader
+from launch.serve.reading.messages import Facts, Read, Refused, Reply, Task, pack
+from trtrun.tokens.text import read_tokenizer
+
+Path = tuple[str | int, ...]
+FORMS = [
+    ("QWEN3", "hermes", "qwen3"),
+    ("LLAMA", "llama3_json", ""),
+    ("HARMONY", "gpt-oss", "gpt-oss"),
+    ("PLAIN", "", ""),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/x"}},
+    "required": ["a"],
+    "$defs": {"x": {"enum": ["p", "q"]}},
+}
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        ]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "ok"}]},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"name": {}}}}},
+}  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "o"},
+    ],
+    "instructions": "be brief",
+    "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+    "include": ["message.output_text.logprobs"],
+    "metadata": {"a": "b"},
+}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+ODD = [
+    None, True, 0, -1, 1.5, float("nan"), 2**70, "", "x", "\ud800", "<tool_call>", "</think>", "{", [], {}, [1],
+    {"a": 1}, {"type": "object"}, nested(60), nested(250), {"$ref": "#/$defs/a"}, {"type": "string", "pattern": "("},
+    [{}], [{"type": "text", "text": "\ud800"}], {"\ud800": 1},
+]  # fmt: skip
+
+
+def paths(value: Any, path: Path = ()) -> Iterator[Path]:
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from paths(item, (*path, key))
+
+
+def changed(body: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    found = body = copy.deepcopy(body)
+    for key in path[:-1]:
+        found = found[key]
+    found[path[-1]] = value
+    return body
+
+
+@pytest.mark.parametrize(("kind", "body"), [("chat", CHAT), ("response", RESPONSE)])
+@pytest.mark.parametrize("choice", ["as it is", "auto"])
+def test_what_is_odd_is_read_or_refused_in_a_line(
+    kind: str, body: dict[str, Any], choice: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder, special=MARKS)
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    readers = [
+        Reader(
+            Facts(
+                tokenizer=None, template=getattr(templates, family), template_tokens={}, model_name="m",
+                vocab_size=tokenizer.vocab_size, eos_token_ids=(0,), draft_len=4, excludes_prompt=None,
+                max_batch_size=8, tool_format=tools, reasoning_format=reasoning,
+            ),
+            tokenizer,
+        )
+        for family, tools, reasoning in FORMS
+    ]  # fmt: skip
+    body = body if choice == "as it is" else {**body, "tool_choice": choice}
+    draw, counts = random.Random(7), {Read: 0, Refused: 0}
+    for path in paths(body):
+        for value in draw.sample(ODD, 6):
+            raw = json.dumps(changed(body, path, value)).encode()
+            result, blocks = draw.choice(readers).read(Task(kind=kind, seconds=1.0, most_tokens=1 << 20), raw)
+            pack(Reply(result=result, sizes=tuple(map(len, blocks))))  # it can travel
+            assert isinstance(result, Read | Refused)
+            counts[type(result)] += 1
+            if isinstance(result, Refused):
+                assert result.kind == "INVALID" and "\n" not in result.reason and len(result.reason) < 2000, path
+    assert counts[Read] > 20 and counts[Refused] > 100

@@ -1,0 +1,116 @@
+"""The engines of one rank before they are loaded: whose weights, in which group, and what they need of its device.
+
+It knows a configuration, groups and the configurations of models. It does not load anything.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from parallel.communicator import Communicator
+from parallel.groups import Groups
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_sections import ModelSection
+from trtrun.kvcache.sizing import SlotMemory
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.loading import heads_bytes, shard_bytes
+from trtrun.models.model_files import hash_model_files
+from trtrun.start.adapters import adapter_hashes
+from trtrun.start.corpora import corpus_bytes
+from trtrun.start.memory_requirements import (
+    adapter_slots_bytes,
+    engine_working_bytes,
+    kv_bytes_in_rings,
+    resolve_dtype,
+    store_bytes_per_block,
+)
+from trtrun.start.rank_heads import RankHeads, demand_apart
+
+
+class Part(NamedTuple):
+    """One engine of a rank: its role, section, model configuration and tensor-parallel group."""
+
+    role: str
+    section: ModelSection
+    model: ModelConfig
+    communicator: Communicator
+
+
+class RankParts:
+    """The engines of one rank, the draft's first."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        groups: Groups,
+        target: ModelConfig,
+        context: int,
+        heads: RankHeads,
+        device: torch.device,
+    ) -> None:
+        """Of a rank with these groups; `context` is the most tokens of a row."""
+        self._config = config
+        self._groups = groups
+        self._target = target
+        self._context = context
+        self._heads = heads
+        self._device = device
+
+    @cached_property
+    def all(self) -> list[Part]:
+        """Engines with weights here."""
+        parts: list[Part] = []
+        if self._groups.draft is not None and self._config.draft is not None:
+            model = read_model_config(self._config.draft.model)
+            parts.append(Part("draft", self._config.draft, model, self._groups.draft))
+        if self._groups.target is not None:
+            parts.append(Part("target", self._config.target, self._target, self._groups.target))
+        return parts
+
+    def demand(self) -> SlotMemory:
+        """What this rank's engines need; the memory of a round by its shapes."""
+        if self._heads.plan_apart is not None:
+            return demand_apart(self._config, self._context, self._target, self._heads.plan_apart, self._device)
+        weights = block = working = 0
+        for role, section, model, communicator in self.all:
+            dtype = resolve_dtype(section, model)
+            heads = self._heads.plan if role == "target" else None
+            heads_here = self._heads.plan_here if role == "target" else None
+            weights += self.shard_bytes(section, model, communicator)
+            weights += adapter_slots_bytes(self._config, role, section, model, communicator.rank)
+            if heads_here is not None:
+                weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
+            if role == "target":
+                weights += corpus_bytes(self._config)
+            block += store_bytes_per_block(self._config, model, heads_here, communicator.size, dtype)
+            working += engine_working_bytes(
+                self._config, self._context, role, section, model, communicator.rank, self._device, heads
+            )
+        return SlotMemory(weights, block, working, self.ring_bytes())
+
+    def shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
+        """Of the weights of one engine."""
+        dtype = resolve_dtype(section, model)
+        return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
+
+    def adapter_bytes(self) -> int:
+        """Of slots for adapters."""
+        return sum(
+            adapter_slots_bytes(self._config, role, section, model, communicator.rank)
+            for role, section, model, communicator in self.all
+        )
+
+    def ring_bytes(self) -> int:
+        """Of layers with a window, which the memory of a round counts, too."""
+        return sum(
+            kv_bytes_in_rings(self._config, model, communicator.size, resolve_dtype(section, model))
+            for _, section, model, communicator in self.all
+        )
+
+    def files_hash(self) -> str:
+        """Of the files of all models, heads and adapters, by which hosts find out that theirs differ."""
+        hashes = [hash_model_files(part.section.model, part.section.load_format != "dummy") for part in self.all]
+        return "+".join([*hashes, *self._heads.hashes(), *adapter_hashes(self._config)])
