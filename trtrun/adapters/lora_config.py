@@ -158,7 +158,12 @@ def _read_targets(file: Path, values: Mapping[str, Any]) -> Callable[[str], bool
     if values.get("layers_pattern") not in (None, [], "", "layers", ["layers"]):
         raise CheckpointError(f"{file}: layers_pattern is {shorten(values['layers_pattern'])}; leave it out")
     layers = values.get("layers_to_transform")
-    kept = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
+    listed = layers if isinstance(layers, list) else [layers]
+    if layers is not None and not all(type(number) is int for number in listed):
+        raise CheckpointError(
+            f"{file}: layers_to_transform must be a number of a layer or a list of them, not {shorten(layers)}"
+        )
+    kept = None if layers is None else set(listed)
 
     def is_target(module: str) -> bool:
         if not names(module) or (not_names is not None and not_names(module)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trtrun.adapters.lora_config import WEIGHTS_FILE, read_lora_config
-from trtrun.errors import CheckpointError, nearest, reading, shorten
+from trtrun.errors import CheckpointError, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.checkpoint import TORCH_NAMES, Checkpoint
 from trtrun.models.config import ModelConfig
@@ -57,8 +57,8 @@ class LoraFiles:
             module = name.removeprefix(PREFIX).removesuffix(end or "")
             if end is None or not name.startswith(PREFIX) or module not in known:
                 raise CheckpointError(
-                    f"{self.path}: tensor {shorten(name)} is not supported: adapters of the linear layers of this "
-                    f"model are{nearest(module, known) if len(known) < 1000 and end is not None else ''}"
+                    f"{self.path}: tensor {shorten(name)} is not supported; an adapter changes linear layers "
+                    f"of the base, in tensors such as '{PREFIX}{next(iter(known), 'NAME')}{DOWN}'"
                 )
             found.setdefault(module, set()).add(end)
         for module, ends in found.items():

@@ -17,7 +17,7 @@ not know how threads share the core (`shared_engine`), rounds or ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +59,7 @@ class LLM:
         dtype: str = "auto",
         draft_quantization: str = "none",
         target_quantization: str = "none",
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         device: str | None = None,
         on_load_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -74,6 +75,7 @@ class LLM:
             draft_quantization: 'none', or 'int8', 'fp8', 'fp8_with_head' or 'fp8_weight_only' for half the bytes of
                 bfloat16.
             target_quantization: 'none', 'fp8', 'fp8_with_head' or 'fp8_weight_only'.
+            adapters: LoRA adapters of the target: directories by name.
             device: one slot for both models, such as 'cuda:0'; None takes the first GPU, else the CPU.
             on_load_progress: called with the bytes of weights that are in place and that will be, over all ranks.
 
@@ -85,7 +87,7 @@ class LLM:
         if config is None:
             device = device or ("cuda:0" if torch.cuda.is_available() else "cpu:0")
             config = make_one_device_config(
-                target, draft, draft_len, use_logits, dtype, draft_quantization, device, target_quantization
+                target, draft, draft_len, use_logits, dtype, draft_quantization, device, target_quantization, adapters
             )
         engine = LLMEngine.open(config, on_load_progress)
         if engine is None:

@@ -343,6 +343,7 @@ def make_one_device_config(
     draft_quantization: str,
     device: str,
     target_quantization: str = "none",
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> RuntimeConfig:
     """The configuration of both models on one device.
 
@@ -350,6 +351,7 @@ def make_one_device_config(
         target, draft: directories; a draft of None runs the target alone.
         draft_len, use_logits, dtype, draft_quantization, target_quantization: as in the YAML file.
         device: such as "cuda:0".
+        adapters: directories by name.
 
     Raises:
         TrtrunError: no target, or something in it is wrong.
@@ -368,4 +370,5 @@ def make_one_device_config(
         raise ConfigError("LLM needs `target`, the directory of a model, or `config`")
     if draft is not None:
         values["draft"] = model(draft, draft_quantization)
+    values["adapters"] = {name: str(path) for name, path in (adapters or {}).items()}
     return make_config(values, base=Path.cwd(), where="LLM")

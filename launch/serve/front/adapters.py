@@ -6,10 +6,13 @@ and no protocol.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.serve.door.limits import out_of_time
 from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.engine.adapters import AdapterChange
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
 from launch.serve.front.front import Front
 from trtrun.configuration.server_config import ServerSection
@@ -22,13 +25,17 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class AdapterDesk:
-    """Attributes:
-    front: that takes requests.
-    directory: below which adapters lie; None where none are loaded.
+    """Who loads and drops them.
+
+    Attributes:
+        front: that takes requests.
+        directory: below which adapters lie; None where none are loaded.
+        timeout: seconds that the engine may take.
     """
 
     front: Front
     directory: Path | None
+    timeout: float
 
     @classmethod
     def of(cls, front: Front, section: ServerSection) -> AdapterDesk:
@@ -40,7 +47,7 @@ class AdapterDesk:
         directory = section.adapter_directory
         if directory is not None and not directory.is_dir():
             raise ConfigError(f"server.adapter_directory: no such directory: {shorten_path(directory)}")
-        return cls(front, None if directory is None else directory.resolve())
+        return cls(front, None if directory is None else directory.resolve(), section.request_timeout_s)
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter.
@@ -59,7 +66,7 @@ class AdapterDesk:
         if name == self.front.model_name or name in self.front.adapters:
             line = f"the name {show_value(name)} is taken: unload that adapter first, or give another name"
             raise Refusal(Kind.INVALID, line, "lora_name")
-        await self.front.client.change_adapters(LoadAdapter(lora_name=name, path=str(found)))
+        await self._change(LoadAdapter(lora_name=name, path=str(found)))
 
     async def drop(self, name: str) -> None:
         """Forget an adapter; requests that have it go on.
@@ -72,7 +79,15 @@ class AdapterDesk:
             known = nearest(name, self.front.adapters) if self.front.adapters else ""
             line = f"there is no adapter {show_value(name)}{known}"
             raise Refusal(Kind.UNKNOWN_MODEL, line, "lora_name", "model_not_found")
-        await self.front.client.change_adapters(DropAdapter(lora_name=name))
+        await self._change(DropAdapter(lora_name=name))
+
+    async def _change(self, change: AdapterChange) -> None:
+        """Have the engine do it. Whoever is told that it took too long may find it done later."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self.front.client.change_adapters(change)
+        except TimeoutError:
+            raise out_of_time(self.timeout) from None
 
     def _check(self) -> Path:
         if self.directory is None:

@@ -15,8 +15,10 @@ from native import PATHS, compute_as, leave_to_torch
 from permuted import permuted_copy
 from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
 
+from launch.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.model_paths import ASSETS
+from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import RequestOutput
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 
@@ -277,6 +279,8 @@ def test_requests_for_adapters_that_there_are_not(folder: Path) -> None:
         refused = llm.generate([[1, 2]], SamplingParams(lora_name="sme"))[0]
         assert refused.error == "unknown lora_name \"sme\" (did you mean 'some'?)"
         llm.check_idle()
+    with LLM(folder / "target", adapters={"all": folder / "all"}, device="cpu:0") as llm:
+        assert llm.generate([[1, 2]], SamplingParams(lora_name="all"))[0].error is None
     with make_llm(folder / "target") as llm:
         refused = llm.generate([[1, 2]], SamplingParams(lora_name="all"))[0]
         assert refused.error == 'lora_name is "all", but no adapters are loaded here: leave it out'
@@ -354,9 +358,11 @@ def used(llm: LLM) -> int:
 
 
 def test_slots_count_as_weights(folder: Path) -> None:
+    """At the start, and where it is planned."""
     with make_llm(folder / "target") as llm:
         without = used(llm)
     with make_llm(folder / "target", adapters={}, adapter_slots={"max_loaded": 3, "max_rank": 16}) as llm:
         # Of each layer: q, k, v; o; gate, up; down.
         inputs, outputs = 3 * 64 + 64 + 2 * 64 + 112, (64 + 32 + 32) + 64 + 2 * 112 + 64
         assert used(llm) - without == 2 * 3 * 16 * (inputs + outputs) * 4
+        assert used(llm) == sum(JobMemory.read(llm.config, make_topology(llm.config)).shard_bytes(0))

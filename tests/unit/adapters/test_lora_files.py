@@ -95,6 +95,8 @@ def test_ranks_and_scales_of_modules(tmp_path: Path, target: Path) -> None:
         ({"target_modules": [3]}, "target_modules must be a list of names or a regular expression, not [3]"),
         ({"target_modules": ["up_proj"]}, f"tensors of {Q}, which target_modules does not name"),
         ({"target_modules": ["q_proj", "up_proj"]}, "target_modules names model.layers.0.mlp.up_proj, of"),
+        ({"layers_to_transform": "1"}, "layers_to_transform must be a number of a layer or a list of them, not '1'"),
+        ({"exclude_modules": 3}, "exclude_modules must be a list of names or a regular expression, not 3"),
         ({"layers_pattern": "blocks"}, "layers_pattern is 'blocks'; leave it out"),
         ({"r": 8}, "has shape [4, 64], but the base model and a rank of 8 call for [8, 64]"),
         ({"r": 32}, "q_proj has rank 32, more than adapter_slots.max_rank, which is 16: set that to 32 or more"),

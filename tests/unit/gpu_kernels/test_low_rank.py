@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapters import make_adapter
 from checkpoints import make_checkpoint
-from gpus import needs_gpu
+from gpus import needs_fp8, needs_gpu
 from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
 from trtrun import SamplingParams
@@ -63,7 +63,10 @@ def test_a_line_has_the_same_bits_in_any_company(
         assert torch.equal(added(slice(300 - lines, 300)), whole[-lines:])
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float16", "none"), ("bfloat16", "fp8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("bfloat16", "none"), ("float16", "none"), pytest.param("bfloat16", "fp8", marks=needs_fp8)],
+)
 def test_texts_with_adapters_are_plain_ones_through_graphs(tmp_path: Path, dtype: str, quantization: str) -> None:
     """Alone, together, and drafted for."""
     target = make_checkpoint(tmp_path / "target", head_dim=64, dtype=getattr(torch, dtype))
