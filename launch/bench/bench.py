@@ -73,6 +73,7 @@ def _make_report(
         "draft": str(drafting.model) if drafting is not None else None,
         "target_quantization": config.target.quantization,
         "draft_quantization": config.draft.quantization if config.draft is not None else None,
+        "draft_vocabulary": config.draft.vocabulary if config.draft is not None else None,
         "dtype": resolve_dtype_name(config.target, read_model_config(config.target.model)),
         "load_format": _load_formats(config),
         "ranks": [job.topology.describe(rank) for rank in range(job.topology.world_size)],

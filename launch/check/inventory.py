@@ -38,6 +38,7 @@ from trtrun.models.config import read_model_config
 from trtrun.models.quantization_config import QUANTIZATION_FILE, configuration_bytes
 from trtrun.models.target_ends import check_ends
 from trtrun.models.weight_check import check_model_weights
+from trtrun.start.draft_translation import read_draft_vocabularies
 from trtrun.start.model_settings import read_target_heads
 
 PACKAGES = ("launch", "trtrun", "parallel")
@@ -124,6 +125,8 @@ def take_inventory(
             heads = read_target_heads(config, model)
             if heads is not None and config.heads_apart and rank in topology.draft_ranks:
                 check_ends(config.target, model, heads.ends_of(model))
+            if config.translates_drafts and rank in topology.draft_ranks:
+                read_draft_vocabularies(config)
             if rank in topology.target_ranks:
                 for name, path in config.adapters.items():
                     open_adapter(name, path, model, config.adapter_slots.max_rank)

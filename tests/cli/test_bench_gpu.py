@@ -19,6 +19,7 @@ from drains import wait_for_end_of, wait_until
 from test_cli_peer import peer_python
 
 sys.path.append(str(ROOT / "scripts"))
+from gpu_bench import workbench
 from gpu_bench.parts import list_parts
 from gpu_bench.placement_parts import _add_sums
 from gpu_bench.placements import PLACEMENTS, find_apart
@@ -76,6 +77,39 @@ def check_placement(printed: str, output: Path) -> None:
     job, end = (line for line in lines if line["part"] == part)
     assert job["report"]["results"][1]["speculative"]["tokens_per_s"] > 0
     assert title in end["tables"][0]
+
+
+SIDE_BY_SIDE = """
+import pathlib, sys, time
+config = pathlib.Path(sys.argv[sys.argv.index("--config") + 1])
+config.with_suffix(".started").touch()
+while len(list(config.parent.glob("*.started"))) < 2:
+    time.sleep(0.01)
+print(config.with_name("report").read_text())
+"""
+"""A job that does not end before another has begun."""
+
+
+def check_two_jobs(report: dict[str, Any], tmp_path: Path) -> None:
+    """A part of four devices, whose two jobs are played: each says `report`, which is of a draft and a target."""
+    folder = tmp_path / "four"
+    folder.mkdir()
+    (folder / "report").write_text(json.dumps(report))
+    bench = Workbench(Options("cpu", 4), folder, deadline=time.monotonic() + 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workbench, "TRTRUN", [sys.executable, "-c", SIDE_BY_SIDE])
+        list_parts(bench.options)["8b:two-draft1-target1"].play(bench)
+    configs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.yaml"))]
+    devices = [device for config in configs for role in ("draft", "target") for device in config[role]["devices"]]
+    assert devices == [f"cpu:{number}" for number in range(4)]
+    speeds, memory = bench.tables
+    assert [row[:2] for row in speeds.rows] == [[f"2 x {rows}", mode] for rows in (1, 2) for mode in ("plain", "ahead")]
+    for entry, (plain, ahead) in zip(report["results"], (speeds.rows[:2], speeds.rows[2:]), strict=True):
+        for mode, row in (("plain", plain), ("speculative", ahead)):
+            assert float(row[2]) == pytest.approx(2 * entry[mode]["tokens_per_s"], rel=0.01)
+            assert float(row[3]) == pytest.approx(entry[mode]["tokens_per_s"] / 2, rel=0.01)
+        assert ahead[speeds.columns.index("equal texts")] == f"{2 * entry['equal_rows']} of {2 * entry['rows']}"
+    assert len(memory.rows) == 2 * len(report["memory"])
 
 
 def test_texts_are_compared_greedy_and_sampled_and_a_failing_part_costs_no_other(trtrun: Run) -> None:
@@ -238,6 +272,9 @@ def test_a_part_of_every_kind_on_two_devices(trtrun: Run, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(PARTS, "done")
     check_placement(done.stdout, output)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    *_, of_ahead = [line["report"] for line in lines if line["part"] == "8b:draft1-target1" and "report" in line]
+    check_two_jobs(of_ahead, tmp_path)
     (killed,) = rows_of(done.stdout, "A draft rank is killed")
     assert (killed["exit status"], killed["equal texts"]) == ("0", "40 of 40")
     (killed,) = rows_of(done.stdout, "A target rank is killed")
@@ -251,15 +288,9 @@ def test_a_part_of_every_kind_on_two_devices(trtrun: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("count", "parts"),
-    [
-        (1, "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv"),
-        (4, "8b:two-draft1-target1"),
-    ],
-)
-def test_parts_of_other_hosts(trtrun: Run, count: int, parts: str) -> None:
-    done = trtrun(*GPUS[count], "--parts", parts, words=WORDS, timeout=900)
+def test_parts_of_one_device(trtrun: Run) -> None:
+    parts = "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv"
+    done = trtrun(*GPUS[1], "--parts", parts, words=WORDS, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(parts.split(","), "done")
 

@@ -131,7 +131,7 @@ def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
         if starter != "mpirun":  # whose own words nobody filters
             assert len(errors.splitlines()) == 2, errors
         assert not output.exists()
-    last = trtrun(*arguments, output)
+    last = trtrun(*arguments, output, *ONE_SLOT)  # the second one of mpirun has gone on with all ranks
     assert last.returncode == DONE, last.stderr
     assert f"{len(CHAIN) - len(done)} prompts, " in last.stderr
     assert f"; {len(done)} rows were done before" in last.stderr

@@ -20,7 +20,7 @@ Local = Callable[[int, int], Rows]
 pytestmark = pytest.mark.timeout(600)
 ONE_BY_ONE = {"max_batch_size": 1}
 """Rows that run one after another finish one after another, so that some are left at any moment."""
-SLOW = f"[ -e hurry ] || export PYTHONPATH={ROOT}/tests/cli/faults:$PYTHONPATH TRTRUN_TEST_FAULT='2 slow'"
+SLOW = f'[ -e hurry ] || export PYTHONPATH="{ROOT}/tests/cli/faults:$PYTHONPATH" TRTRUN_TEST_FAULT="2 slow"'
 """What a job does first: its target sleeps in each round, however fast the machine is, until `hurry` says that it need
 not. A row of 80 tokens takes 0.7 s at least, and hardly any of a core."""
 

@@ -37,7 +37,10 @@ def settle_vocabulary(
     if draft.vocabulary == "auto":
         from trtrun.tokens.vocabularies import choose_way
 
-        draft = draft.model_copy(update={"vocabulary": choose_way(tokenizer, draft.model)})
+        way = choose_way(tokenizer, draft.model)
+        if way == "text" and speculation.use_logits:
+            way = "intersection"  # which alone has probabilities
+        draft = draft.model_copy(update={"vocabulary": way})
     if draft.is_translated:
         for key in ("ahead", "parallel_drafting"):
             if getattr(speculation, key) == "on":
@@ -47,8 +50,8 @@ def settle_vocabulary(
                 )
     if draft.vocabulary == "text" and speculation.use_logits:
         raise ConfigError(
-            f"{where}: speculation.use_logits: does not go with draft.vocabulary text (this draft's tokenizer is not "
-            "the target's), which proposes tokens without probabilities: leave it out, as sampled output is the "
-            "target's own without it, or set draft.vocabulary to intersection"
+            f"{where}: speculation.use_logits: does not go with draft.vocabulary text, which proposes tokens "
+            "without probabilities: leave it out, as sampled output is the target's own without it, or set "
+            "draft.vocabulary to intersection"
         )
     return draft

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from trtrun.core.nouns import PrefillChunk, RoundPlan, Verdict
+from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, Verdict
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.guiding.host_copies import HostCopies
 from trtrun.kvcache.blocks import BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
@@ -32,6 +33,9 @@ _KEPT_TOKENS = 16
 
 _UNFED_BEHIND_DRAFTS = 2
 """Tokens that a row lacks as a rule when it is drafted for."""
+
+_SAMPLING = SamplingParams(seed=0)
+"""Of an engine's rows, which choose nothing."""
 
 _MOST_TOLD = 64
 """Verdicts that are kept before somebody needs them."""
@@ -69,6 +73,7 @@ class _Row:
     Attributes:
         text: in the draft's tokens.
         table: its blocks; None where the store has none.
+        adapter_slot: of the adapter that it is computed with; 0 for none.
         gained: tokens of the target that are not in the text yet.
         last: the target's last tokens of the text.
         fed: tokens whose keys and values are in the blocks: the text's front, and drafts behind it.
@@ -80,9 +85,15 @@ class _Row:
     table: BlockTable | None
     gained: list[int]
     is_made_up: bool
+    adapter_slot: int
     last: list[int] = field(default_factory=list)
     fed: list[int] = field(default_factory=list)
     is_new: bool = True
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether others may begin with its blocks, and it with theirs: a slot's adapter may be another later."""
+        return not self.is_made_up and not self.adapter_slot
 
     @property
     def num_unfed(self) -> int:
@@ -116,7 +127,8 @@ class TranslatedRows:
             if admission.sampling.draft_len == 0:  # nothing is ever drafted for it
                 continue
             text = TranslatedText(self._vocabularies, self._kept)
-            self._rows[admission.row] = _Row(text, self._new_table(), admission.tokens.tolist(), plan.is_rehearsed)
+            tokens, slot = admission.tokens.tolist(), admission.adapter_slot
+            self._rows[admission.row] = _Row(text, self._new_table(), tokens, plan.is_rehearsed, slot)
 
     def note_verdict(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Each of `rows` gains what the verdict says: it is waited for once somebody drafts."""
@@ -165,8 +177,7 @@ class TranslatedRows:
         updates: list[tuple[int, int, int]] = []
         asked = [row for row in (*rows, *beginning) if row in self._rows]
         known = [row for row in asked if self._update(row, draft_len, updates, is_drafted=row in rows)]
-        if updates:
-            self._announce(updates)
+        self._announce(updates, [row for row in known if self._rows[row].is_new])
         self._write(known)
         left, chunks = self._translation.most_tokens, list[PrefillChunk]()
         for row in known:
@@ -190,7 +201,7 @@ class TranslatedRows:
         for row in rows:
             entry = self._rows[row]
             entry.fed += entry.text.tokens[len(entry.fed) :]
-            if entry.table is not None and not entry.is_made_up:
+            if entry.table is not None and entry.shares_blocks:
                 # What is fed once more is written once more, with the same numbers.
                 entry.table.commit(entry.text.tokens, min(entry.text.num_final, len(entry.fed) - 2))
         return logits
@@ -227,8 +238,10 @@ class TranslatedRows:
         table = entry.table
         if table is None:
             return True
-        if entry.is_new:
-            self._share_blocks(row, entry, table)
+        if entry.is_new and not table.blocks and entry.shares_blocks:
+            found = table.match_prefix(text.tokens[: text.num_final + 1])
+            table.adopt(found)
+            entry.fed = text.tokens[: len(found) * self._engine.block_size]
         missing = -(-length // self._engine.block_size) - len(table.blocks)
         if self._pool is not None and missing > self._pool.num_available:
             return False
@@ -236,19 +249,22 @@ class TranslatedRows:
         updates += [(row, index, table.blocks[index]) for index in range(first, len(table.blocks))]
         return True
 
-    def _share_blocks(self, row: int, entry: _Row, table: BlockTable) -> None:
-        """Begin with blocks that hold the front of a new row's text."""
-        self._engine.rows.block_tables[row] = 0
-        blocks = table.match_prefix(entry.text.tokens[: entry.text.num_final + 1])
-        if blocks and not table.blocks:
-            table.adopt(blocks)
-            entry.fed = entry.text.tokens[: len(blocks) * self._engine.block_size]
-            self._engine.rows.block_tables[row, : len(blocks)] = device_integers(blocks, self._engine.device)
-
-    def _announce(self, updates: list[tuple[int, int, int]]) -> None:
-        none = np.zeros(0, dtype=np.int32)
-        table = np.array(updates, dtype=np.int32)
-        self._engine.begin_round(RoundPlan(0, (), (), table, (), none, none, none, max_context=1))
+    def _announce(self, updates: list[tuple[int, int, int]], new: Sequence[int]) -> None:
+        """Tell the engine of rows and blocks that are new."""
+        if not updates and not new:
+            return
+        none, first = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32)
+        admissions = tuple(
+            RowAdmission(row, row, first, 1, 0, True, _SAMPLING, adapter_slot=self._rows[row].adapter_slot)
+            for row in new
+        )
+        table = np.array(updates, dtype=np.int32).reshape(-1, 3)
+        self._engine.begin_round(RoundPlan(0, (), admissions, table, (), none, none, none, max_context=1))
+        for row in new:
+            blocks = self._rows[row].table
+            if blocks is not None:  # those that it shares, which are no news to the engine
+                held = device_integers(blocks.blocks, self._engine.device)
+                self._engine.rows.block_tables[row, : len(held)] = held
 
     def _write(self, rows: Sequence[int]) -> None:
         """Have the engine's rows say what the texts do."""

@@ -80,7 +80,7 @@ class Answer(ABC):
         skips = answering.sampling.skip_special_tokens
         self._token_texts = TokenTexts(tokenizer, prompts, n, skips, end_token_ids) if needs_texts else None
         self._scores = ScoredPrompts(n, are_awaited=is_scored and answering.echo)
-        self._echoes = EchoedPrompts(tokenizer, prompts, n) if answering.echo else None
+        self._echoes = EchoedPrompts(tokenizer, prompts, n, skips) if answering.echo else None
 
     def keep(self, delta: CompletionDelta) -> None:
         """Take a piece of an answer that comes whole."""

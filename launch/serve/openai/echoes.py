@@ -52,14 +52,18 @@ class ScoredPrompts:
 class EchoedPrompts:
     """The texts of a request's prompts."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]], n: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]], n: int, skip_special_tokens: bool = True
+    ) -> None:
         """Make none of them yet: that may take long.
 
         Args:
             tokenizer: None where there is no text.
             prompts: the tokens of each.
             n: choices of each.
+            skip_special_tokens: leave special tokens out of the texts.
         """
+        self._skips = skip_special_tokens
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._n = n
@@ -81,7 +85,7 @@ class EchoedPrompts:
         """Each token's part in the text of a choice's prompt, as the tokenizer writes it."""
         prompt = choice // self._n
         if prompt not in self._texts:
-            texts = TokenTexts(self._tokenizer, [()], 1)
+            texts = TokenTexts(self._tokenizer, [()], 1, self._skips)
             self._texts[prompt] = texts.take(0, self._prompts[prompt], is_end=True)
         return self._texts[prompt]
 

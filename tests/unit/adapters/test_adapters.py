@@ -12,6 +12,7 @@ from adapters import edit_adapter, make_adapter, merge_adapter, rank_stabilized
 from branching import branching_method
 from checkpoints import ARCHITECTURES, make_checkpoint, make_draft
 from native import PATHS, compute_as, leave_to_torch
+from permuted import permuted_copy
 from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
 
 from launch.placement.memory import JobMemory
@@ -173,6 +174,32 @@ def test_a_draft_may_have_adapters_of_its_own(folder: Path, tmp_path: Path) -> N
         llm.drop_adapter("all")
         llm.load_adapter("all", folder / "some")
         assert text_with(llm, prompts[0], "all") == tokens_of(outputs)[NAMES.index("some")][0]
+
+
+def test_a_draft_with_other_token_ids_has_them_too(folder: Path, tmp_path: Path) -> None:
+    """Shuffled ids change nothing, neither of rows with an adapter nor of those without, in blocks of each other."""
+    target = make_checkpoint(tmp_path / "target", tokenizer=True)
+    permuted_copy(tmp_path / "permuted", target)
+    adapters = {name: str(make_adapter(tmp_path / name, target, rank=4, seed=len(name))) for name in ("a", "bb")}
+    drafts = {"a": str(make_adapter(tmp_path / "draft", target, rank=4, seed=1))}
+    prompts = [prompt_of(length, seed=length) for length in (40, 40, 9, 70, 40, 23)]
+    names = (None, "a", "bb", "a", None, "bb")
+    sampling = [SamplingParams(max_tokens=COUNT, lora_name=name) for name in names]
+    settings: dict[str, Any] = {
+        "speculation": {"draft_len": 3},
+        "adapters": adapters,
+        "adapter_slots": SPACE,
+        "draft_adapters": drafts,
+        **TIGHT,
+    }
+
+    def run(draft: Path) -> list[Any]:
+        with make_llm(target, draft, **settings) as llm:
+            outputs = [output for _ in range(2) for output in llm.generate(prompts, sampling)]
+            counts = [output.completions[0].statistics.num_accepted_draft_tokens for output in outputs]
+            return [tokens_of(outputs), counts]
+
+    assert run(tmp_path / "permuted") == run(target)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pipelines import Reference, configuration, make_llm, noisy_copy, prompt_of,
 from launch.check.preflight import check_tokenizers
 from parallel.groups import open_groups
 from trtrun import LLM, SamplingParams
+from trtrun.configuration.config import make_config
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
@@ -275,17 +276,28 @@ def test_requests_drafts_texts_and_guides_go_with_it(folder: Path, way: str) -> 
             r"parallel_drafting: is on, but .*intersection.*step by step",
         ),
         ("few", {"ahead": "on"}, r"speculation\.ahead: is on, but .* drafts step by step"),
-        ("few", {"use_logits": True}, r"use_logits: does not go with draft\.vocabulary text"),
+        (
+            "few",
+            {"use_logits": True},
+            r"use_logits: does not go with draft\.vocabulary text, .* or set draft\.vocabulary",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(
     folder: Path, draft: str, speculation: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "use_logits" in speculation:
+    values: dict[str, Any] = {
+        "target": {"model": str(folder / "target"), "devices": ["cpu:0"]},
+        "draft": {"model": str(folder / draft), "devices": ["cpu:1"]},
+        "speculation": speculation,
+    }
+    if "use_logits" in speculation:  # with auto it is what goes with it
         monkeypatch.setattr("trtrun.tokens.vocabularies._LARGE_SHARE", 1.1)
-    devices = (("cpu:0",), ("cpu:1",)) if "ahead" in speculation else (("cpu:0",), ("cpu:0",))
+        config = make_config(values)
+        assert config.draft is not None and config.draft.vocabulary == "intersection"
+        values["draft"]["vocabulary"] = "text"
     with pytest.raises(ConfigError, match=said) as caught:
-        configuration(folder / "target", folder / draft, devices=devices, speculation=speculation)
+        make_config(values)
     assert "\n" not in str(caught.value)
 
 

@@ -97,7 +97,7 @@ def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted,
     thoughts = _thoughts(lark, REASONING_FORMATS[reasoning], is_thinking) if reasoning else ""
     if not wanted.tools:
         return lark.whole(f"{thoughts} {wanted.other}")
-    calls = lark.put("calls", _CALLS[tools or JSON](lark, wanted))
+    calls = lark.put("calls", _CALLS[tools](lark, wanted))
     if wanted.must_call:
         return lark.whole(f"{thoughts} {calls}")
     if wanted.other is not None and wanted.other_schema is not None and tools == "llama3_json":

@@ -174,6 +174,11 @@ def test_the_clients_own_helpers_work(server: ChatServer) -> None:
             kinds = [event.type async for event in stream]
             final = await stream.get_final_response()
         assert kinds[-1] == "response.completed" and "response.output_text.delta" in kinds
+        forced: dict[str, Any] = {**asked, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        async with client.responses.stream(**forced) as stream:
+            snapshots = [event.snapshot async for event in stream if event.type.endswith("arguments.delta")]
+            (call,) = (await stream.get_final_response()).output
+        assert call.type == "function_call" and snapshots[-1] == call.arguments == called.output[0].arguments
         return parsed, called, final
 
     parsed, called, final = server.ask(templates.HERMES, work)
