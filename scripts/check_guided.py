@@ -104,14 +104,13 @@ def main() -> int:
     started = time.perf_counter()
     with LLM(config=make_config(values)) as llm:
         schemas = followed(llm, arguments, counts)
-        for turn in itertools.count():
-            complete = sum(counts[kind] for kind in ("valid", "invalid"))
-            if not (arguments.answers and schemas) or (turn and complete >= arguments.complete):
+        for number in itertools.count() if schemas and arguments.answers else ():
+            if number >= len(schemas) and counts["valid"] + counts["invalid"] >= arguments.complete:
                 break
-            for number, (name, schema) in enumerate(schemas):
-                ask(llm, name, schema, arguments, 1000 * (turn * len(schemas) + number), counts)
-                if (number + 1) % 20 == 0:
-                    print(f"{number + 1} of {len(schemas)} schemas: {dict(counts)}", file=sys.stderr)
+            name, schema = schemas[number % len(schemas)]
+            ask(llm, name, schema, arguments, 1000 * number, counts)
+            if (number + 1) % 20 == 0:
+                print(f"asked {number + 1} times: {dict(counts)}", file=sys.stderr)
     print(json.dumps({**counts, "schemas": len(schemas), "seconds": round(time.perf_counter() - started, 1)}))
     return 1 if counts["invalid"] or counts["unequal"] or counts["failed"] else 0
 
