@@ -67,6 +67,8 @@ def _find_wrong_part(text: str, said: str) -> tuple[str, str]:
     """A pointer to the innermost part of a schema of which by itself the same is said as of the whole, and that."""
     where, part, budget, found = "", json.loads(text), _MOST_LOOKED_AT, True
     beside = _beside(text)
+    if _kind(_error_of(beside)) == _kind(said):  # of what holds for all parts
+        return _ROOT, said
     while found:
         found = False
         for step, inner in _parts(part):

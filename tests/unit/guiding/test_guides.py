@@ -152,6 +152,7 @@ def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None
         ({"json": {**BESIDE, "properties": {"a": {"$ref": "#/x/y"}, "b": WRONG}}}, "at /properties/b: Unimplemented"),
         ({"json": {**BESIDE, "$defs": {"a": NOTHING}, "patternProperties": {"^[a%]": WRONG}}}, "/^[a%]: Unimplemented"),
         ({"json": {"$id": "http://x/y", "items": {"$ref": "http://x/y#/z"}, "z": WRONG}}, "at /items: Unimplemented"),
+        ({"json": {"x-guidance": 5, "properties": {"a": BESIDE["x"]["y"]}}}, "at its root: "),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "Use anyOf, or set coerce_one_of"),
         ({"regex": "a{9999}"}, "leaves no choice for 9999 tokens; 8192 are the most"),
     ],
