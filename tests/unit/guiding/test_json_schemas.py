@@ -65,6 +65,11 @@ def test_what_is_not_of_the_schema_is_not_allowed(
     assert is_allowed(grammars, tokenizer, schema, text) == expected
 
 
+def test_patterns_of_names_stay_within_bounds(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "patternProperties": {"[A-Za-z0-9-_.:]{1,255}": {"type": "integer"}}}
+    assert is_allowed(grammars, tokenizer, schema, '{"child1":1}')
+
+
 def test_each_day_that_there_is_is_a_date(grammars: Grammars, tokenizer: Tokenizer) -> None:
     for day in range(date(2023, 1, 1).toordinal(), date(2025, 1, 1).toordinal()):
         assert is_allowed(grammars, tokenizer, DAY, json.dumps(date.fromordinal(day).isoformat()))
