@@ -1,5 +1,6 @@
-"""What a guide may have of things for which the grammar engine has no bound of its own: it follows rules and references
-within one another on the stack, whose end would end the process, and has a state for each remainder of a multiple.
+"""What a guide may take: the grammar engine's own bounds, and of things for which it has none: it follows rules and
+references within one another on the stack, whose end would end the process, and has a state for each remainder of a
+multiple.
 
 It knows guides' forms, and no tokens.
 """
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from llguidance import LLParserLimits
+
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
 
@@ -22,6 +25,20 @@ _RULE = re.compile(r":+=?")
 _SCHEMA = re.compile(r"%json\s*")
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9.eE+-]+)')
+
+
+def limits() -> LLParserLimits:
+    """What a grammar may take: about 20 ms to build, 15 ms and 10 ms at worst for the lexer and the parser of a
+    position, and memory for 50,000 states of the lexer, of one to two kilobytes each."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=20_000,
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
 
 
 def check_bounds(guide: Guide) -> None:

@@ -8,59 +8,27 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from threading import Lock
-from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from trtrun.core.guide import Guide
-from trtrun.core.values import cut_text
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding.bounds import check_bounds
+from trtrun.guiding.bounds import check_bounds, limits
+from trtrun.guiding.complaints import WORDS, complaint, in_words
+from trtrun.guiding.json_schemas import closed
 from trtrun.guiding.literals import literals
 
 _MOST_KEPT = 64
 _MOST_SECONDS_KEPT = 4.0
 """Which those that are kept took to build: what takes long takes much memory, too, some 200 MB a second."""
-_MOST_LOOKED_AT = 200
-"""Parts of a schema that are tried on their own to find the one that is wrong."""
-_MOST_SAID = 300
 _MOST_FORCED = 8192
 _MOST_SECONDS = 2.0
 """Of processor time, to build what is let in: the target builds it again, and rows wait for it there."""
-_SHOWN = re.compile(r"\d+ \|")
-"""A line of a grammar that the library shows around an error."""
-
-_WORDS = {
-    "json": "JSON schema",
-    "regex": "regular expression",
-    "choice": "list of texts",
-    "grammar": "grammar",
-}
-_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-_NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
-"""Where a JSON schema has others in a list, by name, and one."""
-
-
-def limits() -> LLParserLimits:
-    """What a grammar may take: about 20 ms to build, 15 ms and 2.5 ms at worst for the lexer and the parser of a
-    position, and memory for 50,000 states of the lexer, of one to two kilobytes each."""
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=20_000,
-        max_items_in_row=1_000,
-        max_lexer_states=50_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
 
 
 @lru_cache(maxsize=2)
@@ -103,7 +71,7 @@ class Grammars:
             with self._lock:
                 self._kept.pop(guide, None)
             raise InvalidRequestError(
-                f"guided: the {_WORDS[guide.kind]} takes longer than {_MOST_SECONDS:g} s to build: make it smaller"
+                f"guided: the {WORDS[guide.kind]} takes longer than {_MOST_SECONDS:g} s to build: make it smaller"
             )
 
     def matcher(self, guide: Guide, *, anew: bool = False) -> LLMatcher:
@@ -127,7 +95,7 @@ class Grammars:
         started = time.thread_time()
         matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
         if matcher.is_error():
-            raise InvalidRequestError(_complaint(guide, matcher.get_error()))
+            raise InvalidRequestError(complaint(guide, matcher.get_error()))
         if not anew:
             self._check_first(guide, matcher.deep_copy())
         with self._lock:
@@ -148,7 +116,7 @@ class Grammars:
         name = next((name for name in self._special_names if name in texts), None)
         if name is not None:
             raise InvalidRequestError(
-                f"guided: the {_WORDS[guide.kind]} has {name} in a text, which is a special token to the target's "
+                f"guided: the {WORDS[guide.kind]} has {name} in a text, which is a special token to the target's "
                 "tokenizer, and cannot be written as text: leave it out"
             )
 
@@ -160,12 +128,12 @@ class Grammars:
         matcher.unsafe_compute_mask_ptr(address, len(bits))
         if matcher.is_error() or not any(bits):
             raise InvalidRequestError(
-                f"guided: the {_WORDS[guide.kind]} cannot be followed: no text is as it says, or it takes too much"
+                f"guided: the {WORDS[guide.kind]} cannot be followed: no text is as it says, or it takes too much"
             )
         forced = len(matcher.compute_ff_tokens())
         if forced > _MOST_FORCED:
             raise InvalidRequestError(
-                f"guided: the {_WORDS[guide.kind]} leaves no choice for {forced} tokens; {_MOST_FORCED} are the most"
+                f"guided: the {WORDS[guide.kind]} leaves no choice for {forced} tokens; {_MOST_FORCED} are the most"
             )
 
 
@@ -176,7 +144,7 @@ def _grammar(guide: Guide) -> str:
         InvalidRequestError: it is a grammar in no form that can be read.
     """
     if guide.kind == "json":
-        return LLMatcher.grammar_from_json_schema(guide.text)
+        return LLMatcher.grammar_from_json_schema(closed(guide.text))
     if guide.kind == "regex":
         if _ends_with_escape(guide.text):  # which the library leaves out
             raise InvalidRequestError(
@@ -190,77 +158,8 @@ def _grammar(guide: Guide) -> str:
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(guide.text))
     except Exception as error:  # the library's own of a text that is neither
-        raise InvalidRequestError(f"guided: the grammar cannot be followed: {_in_words(str(error))}") from None
+        raise InvalidRequestError(f"guided: the grammar cannot be followed: {in_words(str(error))}") from None
 
 
 def _ends_with_escape(regex: str) -> bool:
     return (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
-
-
-def _complaint(guide: Guide, error: str) -> str:
-    """What is wrong with a guide, in one line."""
-    said = _in_words(error)
-    if guide.kind != "json":
-        return f"guided: the {_WORDS[guide.kind]} cannot be followed: {said}"
-    where, said = _find_wrong_part(json.loads(guide.text), said)
-    return f"guided: the {_WORDS['json']} cannot be followed at {cut_text(where, _MOST_SAID)}: {said}"
-
-
-def _in_words(error: str) -> str:
-    """The line of an error, without what the library shows around it."""
-    lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
-    kept = [line for line in lines if line.strip("^ ") and not _SHOWN.match(line)]
-    return cut_text(" ".join(kept or ["it cannot be followed"]), _MOST_SAID)
-
-
-def _find_wrong_part(schema: Any, said: str) -> tuple[str, str]:
-    """A pointer to the innermost part of a schema that is wrong on its own, and what is said of it."""
-    where, budget = "", _MOST_LOOKED_AT
-    named = {} if not isinstance(schema, Mapping) else {key: schema[key] for key in _NAMED[:2] if key in schema}
-    part, found = schema, True
-    while found:
-        found = False
-        for step, inner in _parts(part):
-            if budget <= 0:
-                break
-            if inner is False:  # which forbids what it is of, and is right where that may be left out
-                continue
-            budget -= 1
-            error = _error_of(json.dumps({**named, **inner} if isinstance(inner, Mapping) else inner))
-            if error:
-                where, part, said, found = f"{where}/{step}", inner, _in_words(error), True
-                break
-    return where or "its root", said
-
-
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Schemas within a schema, each with the steps to it."""
-    if not isinstance(schema, Mapping):
-        return
-    for name in _NAMED:
-        inner = schema.get(name)
-        for key, of_key in inner.items() if isinstance(inner, Mapping) else ():
-            yield f"{name}/{_escaped(key)}", of_key
-    for name in _LISTED:
-        inner = schema.get(name)
-        for place, of_place in enumerate(inner if isinstance(inner, list) else ()):
-            yield f"{name}/{place}", of_place
-    for name in _SINGLE:
-        if name in schema and not isinstance(schema[name], list):
-            yield name, schema[name]
-
-
-def _escaped(key: str) -> str:
-    """A key as a step of a JSON pointer (RFC 6901)."""
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-@lru_cache(maxsize=_MOST_LOOKED_AT)
-def _error_of(schema: str) -> str:
-    """Why a schema cannot be followed; nothing where it can."""
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(schema)
-        is_wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
-        return said[0] if is_wrong else ""
-    except ValueError as error:
-        return str(error)

@@ -14,6 +14,21 @@ _FEW_TOKENS = 64
 """Between two matchers that are made anew for a row: it takes as long as a round."""
 SLOW_SECONDS, _MOST_SLOW = 0.05, 4
 """What a mask may take, but for a few: the first ones of a grammar find things out that are kept."""
+_MOST_UNMASKED = 16
+"""Tokens of a text that are followed from one mask to the next."""
+
+
+def go_on(matcher: LLMatcher, output: Sequence[int]) -> bool:
+    """Have a matcher follow what a row has already; whether it could. It is of no more use where it could not.
+
+    What the lexer may take is measured out anew with each mask, and one that has taken all of it never goes on, nor
+    do the matchers that share it. So masks are made on the way, as they were when the text came to be.
+    """
+    for start in range(0, len(output), _MOST_UNMASKED):
+        matcher.deep_copy().compute_bitmask()
+        if not all(map(matcher.consume_token, output[start : start + _MOST_UNMASKED])):
+            return False
+    return True
 
 
 class RowGuide:
@@ -63,7 +78,7 @@ class RowGuide:
         if len(self._output) - self._renewed_at >= _FEW_TOKENS:
             self._renewed_at = len(self._output)
             matcher = self._begin_anew()
-        if matcher is not None and not all(map(matcher.consume_token, self._output)):
+        if matcher is not None and not go_on(matcher, self._output):
             matcher = None
         self._begun = matcher
         return matcher

@@ -24,7 +24,7 @@ from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
 from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
-from trtrun.guiding.row_guide import SLOW_SECONDS, RowGuide
+from trtrun.guiding.row_guide import SLOW_SECONDS, RowGuide, go_on
 from trtrun.guiding.walk import Walk
 from trtrun.sampling.token_masks import TokenMasks
 
@@ -151,7 +151,7 @@ class RowGuides:
 
     def _go_on(self, guide: Guide, matcher: LLMatcher, output: list[int]) -> LLMatcher | None:
         """A matcher behind a row's output so far; None where it cannot follow."""
-        return matcher if all(map(matcher.consume_token, output)) else self._behind(guide, output)
+        return matcher if go_on(matcher, output) else self._behind(guide, output)
 
     def _behind(self, guide: Guide, output: list[int]) -> LLMatcher | None:
         return RowGuide(None, output, lambda: self._begin(guide, [], anew=True)).renew()

@@ -42,6 +42,9 @@ LOOSE = {
     "required": ["a", "b"],
 }
 
+BESIDE = {"x": {"y": {"type": "string"}}}
+NOTHING = {"allOf": [{"type": "string"}, {"type": "null"}]}
+WRONG = {"not": {"type": "null"}}
 REFERENCES = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(3999)} | {"4000": {"const": 1}}
 
 
@@ -146,6 +149,11 @@ def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None
         ({"json": {"type": "integer", "multipleOf": 1048576}}, "multipleOf takes too much"),
         ({"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (7, 11, 1.3, 17)]}}, "multipleOf takes"),
         ({"grammar": 'start: %json {"type": "integer", "multiple\\u004ff": 999983}'}, "multipleOf takes too much"),
+        ({"json": {**BESIDE, "properties": {"a": {"$ref": "#/x/y"}, "b": WRONG}}}, "at /properties/b: Unimplemented"),
+        ({"json": {**BESIDE, "$defs": {"a": NOTHING}, "patternProperties": {"^[a%]": WRONG}}}, "/^[a%]: Unimplemented"),
+        ({"json": {"$id": "http://x/y", "items": {"$ref": "http://x/y#/z"}, "z": WRONG}}, "at /items: Unimplemented"),
+        ({"json": {"x-guidance": 5, "properties": {"a": BESIDE["x"]["y"]}}}, "at its root: "),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "Use anyOf, or set coerce_one_of"),
         ({"regex": "a{9999}"}, "leaves no choice for 9999 tokens; 8192 are the most"),
     ],
 )
@@ -162,11 +170,18 @@ def test_what_cannot_be_followed_is_said_with_its_place(grammars: Grammars, valu
         {"json": {"properties": {"title": {"type": "string"}}}},
         {"grammar": 'start: "a" <|endoftext|>'},
         {"regex": r"a\\"},
+        {"grammar": "root ::= " + '"a"? ' * 600},
         {"json": {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 64000}, "c": {"multipleOf": 99}}}},
     ],
 )
-def test_what_names_no_special_token_in_a_text_is_followed(grammars: Grammars, value: object) -> None:
+def test_what_only_looks_like_one_of_these_is_followed(grammars: Grammars, value: object) -> None:
     grammars.check(guide_of(value))
+
+
+def test_a_schema_that_is_nested_deep_and_wrong_is_refused(grammars: Grammars) -> None:
+    depth = 300
+    with pytest.raises(InvalidRequestError, match="cannot be followed at"):
+        grammars.check(Guide("json", '{"items":' * depth + json.dumps(WRONG) + "}" * depth))
 
 
 def test_each_of_many_choices_can_be_written(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from pipelines import Reference, make_llm
 from transformers import LogitsProcessor
 
@@ -241,7 +241,7 @@ def test_the_end_of_the_grammar_is_the_end(drafts: bool) -> None:
 def test_a_grammar_that_becomes_too_expensive_ends_its_own_row(
     drafts: bool, monkeypatch: pytest.MonkeyPatch, plain: list[tuple[int, ...]]
 ) -> None:
-    few = grammars_module.LLParserLimits(max_items_in_row=100, verbose_errors=False)
+    few = LLParserLimits(max_items_in_row=100, verbose_errors=False)
     monkeypatch.setattr(grammars_module, "limits", lambda: few)
     growing: Any = {"grammar": 'start: x x x x\nx: "b"* | x x'}
     sampling = SamplingParams(max_tokens=60, guided=growing, logit_bias={0: -100.0})

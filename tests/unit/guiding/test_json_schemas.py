@@ -1,0 +1,81 @@
+"""Texts that the grammar engine would allow, and that are not of the schema."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from typing import Any
+
+import pytest
+
+from tests.unit.guiding.test_guides import EOS, VOCABULARY, guide_of
+from trtrun.configuration.model_paths import ASSETS
+from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.json_schemas import closed
+from trtrun.guiding.vocabulary import Spelling
+from trtrun.tokens.text import Tokenizer, read_tokenizer
+
+DAY = {"type": "string", "format": "date"}
+MOMENT = {"type": "string", "format": "date-time"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = read_tokenizer(ASSETS / "target")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+
+
+def is_allowed(grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str) -> bool:
+    matcher = grammars.matcher(guide_of({"json": schema}))
+    return all(map(matcher.consume_token, tokenizer.encode(text, add_special_tokens=False))) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        (DAY, '"2023-02-29"', False),
+        (DAY, '"1900-02-29"', False),
+        (DAY, '"2000-02-29"', True),
+        (DAY, '"2024-02-29"', True),
+        (MOMENT, '"2023-02-29T00:00:00Z"', False),
+        (MOMENT, '"2024-02-29T00:00:00Z"', True),
+        ({"format": "date"}, "5", True),
+        ({**DAY, "pattern": "^20", "allOf": [{"maxLength": 10}]}, '"2004-02-29"', True),
+        ({**DAY, "pattern": "^20", "allOf": [{"maxLength": 10}]}, '"1904-02-29"', False),
+        ({"enum": [{"format": "date"}]}, '{"format":"date"}', True),
+        ({"properties": {"enum": DAY, "format": DAY}}, '{"enum":"2024-02-29","format":"2024-02-29"}', True),
+        ({"properties": {"enum": DAY, "format": DAY}}, '{"enum":"2023-02-29"}', False),
+        ({"anyOf": [{"$ref": "#/x/y"}, {"type": "null"}], "x": {"y": DAY}}, '"2023-02-29"', False),
+        ({"properties": {"a": {"const": 1}}}, r'{"\u0061":2}', False),
+        ({"properties": {"a": {"const": 1}}}, r'{"a":1,"\n\"\\é":2}', True),
+        ({"properties": {"\x01": {"const": 1}}}, r'{"\u0001":1}', True),
+        ({"pattern": r"^\x7f$", "enum": ["\x7f"]}, r'"\u007f"', True),
+        ({"x-guidance": {"json_allowed_escapes": "u"}, "properties": {"a": {"const": 1}}}, r'{"\u0061":2}', True),
+    ],
+)
+def test_what_is_not_of_the_schema_is_not_allowed(
+    grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str, expected: bool
+) -> None:
+    assert is_allowed(grammars, tokenizer, schema, text) == expected
+
+
+def test_patterns_of_names_stay_within_bounds(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "patternProperties": {"[A-Za-z0-9-_.:]{1,255}": {"type": "integer"}}}
+    assert is_allowed(grammars, tokenizer, schema, '{"child1":1}')
+
+
+def test_each_day_that_there_is_is_a_date(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    for day in range(date(2023, 1, 1).toordinal(), date(2025, 1, 1).toordinal()):
+        assert is_allowed(grammars, tokenizer, DAY, json.dumps(date.fromordinal(day).isoformat()))
+
+
+def test_properties_keep_their_order() -> None:
+    schema = {"properties": {name: DAY for name in "zay"}, "required": ["y", "z"]}
+    read = json.loads(closed(json.dumps(schema)))
+    assert [*read["properties"]] == ["z", "a", "y"] and closed("true") == "true"
