@@ -95,7 +95,7 @@ def read_lora_config(path: Path) -> LoraConfig:
             _read_alpha(file, "lora_alpha", alpha),
             _read_patterns(file, values, "rank_pattern", _read_rank),
             _read_patterns(file, values, "alpha_pattern", _read_alpha),
-            bool(values.get("use_rslora")),
+            bool(values.get("use_rslora")),  # which is true, false or null
             _read_targets(file, values),
         )
 
@@ -115,6 +115,8 @@ def _check_kind(file: Path, values: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{file}: bias is {shorten(values['bias'])}; adapters without biases (none) are supported"
         )
+    if values.get("use_rslora") not in (None, True, False):
+        raise CheckpointError(f"{file}: use_rslora must be true or false, not {shorten(values['use_rslora'])}")
     if values.get("fan_in_fan_out"):
         raise CheckpointError(f"{file}: fan_in_fan_out is true, which the linear layers of these models are not")
     for key, value in values.items():
