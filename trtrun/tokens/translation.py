@@ -18,7 +18,7 @@ _MOST_BYTES = 128
 """At the end of a text that are spelled anew when it goes on: beyond the second a part is left as it is, up to where a
 word begins, at least the first from the end."""
 
-_ENDLESS_BYTES = 4096
+_ENDLESS_BYTES = 1024
 """After which a text in which no word begins is parted between any two tokens."""
 
 _LOOKED_BACK = 16

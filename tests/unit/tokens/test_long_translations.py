@@ -12,7 +12,7 @@ from trtrun.tokens.respelling import Respeller
 from trtrun.tokens.token_bytes import TokenBytes
 from trtrun.tokens.translation import TranslatedText, Vocabularies
 
-MOST_KEPT = 4096 + 128
+MOST_KEPT = 1024 + 128
 """Bytes that are spelled anew, at most."""
 
 
