@@ -10,9 +10,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trtrun.adapters.module_patterns import Matcher, end_matcher, is_plain, whole_matcher
 from trtrun.errors import CheckpointError, reading, shorten
 from trtrun.models.checkpoint import read_json
 from trtrun.models.model_files import hash_files
@@ -23,6 +25,12 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 MOST_RANK = 256
+
+_LAYER = re.compile(r".*\.layers\.(\d+)\.")
+
+_MOST_NAMES = 16384
+_MOST_PATTERN_CHARACTERS = 8192
+"""Of a key that names modules: names, and characters of regular expressions in all, so that matching takes no time."""
 
 _USED = (
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern",
@@ -43,7 +51,7 @@ class LoraConfig:
     Attributes:
         path: of the directory.
         rank, alpha: of modules without their own.
-        rank_pattern, alpha_pattern: of modules whose names match.
+        rank_pattern, alpha_pattern: of modules whose names match, the first that does; None where none does.
         is_rank_stabilized: whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732), not alpha / rank.
         is_target: whether a module, by its name in the base model, is changed.
     """
@@ -51,18 +59,20 @@ class LoraConfig:
     path: Path
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Callable[[str], int | None]
+    alpha_pattern: Callable[[str], float | None]
     is_rank_stabilized: bool
     is_target: Callable[[str], bool]
 
     def rank_of(self, module: str) -> int:
         """The rank of a module."""
-        return _find_pattern(self.rank_pattern, module, self.rank)
+        found = self.rank_pattern(module)
+        return self.rank if found is None else found
 
     def scale_of(self, module: str) -> float:
         """What up @ down of a module is multiplied by."""
-        rank, alpha = self.rank_of(module), _find_pattern(self.alpha_pattern, module, self.alpha)
+        rank, found = self.rank_of(module), self.alpha_pattern(module)
+        alpha = self.alpha if found is None else found
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
@@ -83,9 +93,9 @@ def read_lora_config(path: Path) -> LoraConfig:
             path,
             _read_rank(file, "r", rank),
             _read_alpha(file, "lora_alpha", alpha),
-            {key: _read_rank(file, "rank_pattern", value) for key, value in _mapping(file, values, "rank_pattern")},
-            {key: _read_alpha(file, "alpha_pattern", value) for key, value in _mapping(file, values, "alpha_pattern")},
-            bool(values.get("use_rslora")),
+            _read_patterns(file, values, "rank_pattern", _read_rank),
+            _read_patterns(file, values, "alpha_pattern", _read_alpha),
+            bool(values.get("use_rslora")),  # which is true, false or null
             _read_targets(file, values),
         )
 
@@ -105,6 +115,8 @@ def _check_kind(file: Path, values: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{file}: bias is {shorten(values['bias'])}; adapters without biases (none) are supported"
         )
+    if values.get("use_rslora") not in (None, True, False):
+        raise CheckpointError(f"{file}: use_rslora must be true or false, not {shorten(values['use_rslora'])}")
     if values.get("fan_in_fan_out"):
         raise CheckpointError(f"{file}: fan_in_fan_out is true, which the linear layers of these models are not")
     for key, value in values.items():
@@ -112,13 +124,27 @@ def _check_kind(file: Path, values: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{file}: {key} is {shorten(value, 60)}, which is not supported: train without it")
 
 
-def _mapping(file: Path, values: Mapping[str, Any], key: str) -> Sequence[tuple[str, Any]]:
+def _read_patterns(
+    file: Path, values: Mapping[str, Any], key: str, read: Callable[[Path, str, object], T]
+) -> Callable[[str], T | None]:
+    """The value of the first pattern that matches the end of a module's name, or from "^" on its begin, as in PEFT."""
     found = values.get(key) or {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: {key} must be an object, not {shorten(found)}")
-    for pattern in found:
-        _compile(file, key, pattern)
-    return list(found.items())
+    _check_size(file, key, list(found))
+    pairs = [(_compile(file, key, pattern, end_matcher), read(file, key, value)) for pattern, value in found.items()]
+    return cache(lambda module: next((value for matches, value in pairs if matches(module)), None))
+
+
+def _check_size(file: Path, key: str, patterns: Sequence[str]) -> None:
+    if len(patterns) > _MOST_NAMES:
+        raise CheckpointError(f"{file}: {key} names {len(patterns)} modules; more than {_MOST_NAMES} are not supported")
+    length = sum(len(pattern) for pattern in patterns if not is_plain(pattern))
+    if length > _MOST_PATTERN_CHARACTERS:
+        raise CheckpointError(
+            f"{file}: {key} has regular expressions of {length} characters, more than {_MOST_PATTERN_CHARACTERS}: give "
+            "names of modules"
+        )
 
 
 def _read_rank(file: Path, key: str, value: object) -> int:
@@ -133,19 +159,13 @@ def _read_alpha(file: Path, key: str, value: object) -> float:
     return float(value)
 
 
-def _compile(file: Path, key: str, pattern: str) -> re.Pattern[str]:
+def _compile(file: Path, key: str, pattern: str, make: Callable[[str], Matcher]) -> Matcher:
     try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise CheckpointError(f"{file}: {key}: {shorten(pattern)} is no regular expression: {error}") from None
-
-
-def _find_pattern(patterns: Mapping[str, T], module: str, usual: T) -> T:
-    """The value of the first pattern that matches the end of a module's name, or from "^" on its begin, as in PEFT."""
-    for pattern, value in patterns.items():
-        if re.match(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})$", module):
-            return value
-    return usual
+        return make(pattern)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: {key}: {shorten(pattern)} is no regular expression that can be used: {error}"
+        ) from None
 
 
 def _read_targets(file: Path, values: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -168,19 +188,21 @@ def _read_targets(file: Path, values: Mapping[str, Any]) -> Callable[[str], bool
     def is_target(module: str) -> bool:
         if not names(module) or (not_names is not None and not_names(module)):
             return False
-        number = re.match(r".*\.layers\.(\d+)\.", module)
+        number = _LAYER.match(module)
         return kept is None or (number is not None and int(number[1]) in kept)
 
-    return is_target
+    return cache(is_target)
 
 
 def _read_names(file: Path, key: str, value: object) -> Callable[[str], bool]:
     if isinstance(value, str):
         if value == "all-linear" and key == "target_modules":
             return lambda module: True
-        whole = _compile(file, key, value)
-        return lambda module: whole.fullmatch(module) is not None
+        _check_size(file, key, [value])
+        return _compile(file, key, value, whole_matcher)
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise CheckpointError(f"{file}: {key} must be a list of names or a regular expression, not {shorten(value)}")
+    if len(value) > _MOST_NAMES:
+        raise CheckpointError(f"{file}: {key} names {len(value)} modules; more than {_MOST_NAMES} are not supported")
     ends = tuple(f".{name}" for name in value)
     return lambda module: f".{module}".endswith(ends)

@@ -45,6 +45,8 @@ class LoraFiles:
         self.config = read_lora_config(path)
         self.tensors = Checkpoint(path, (WEIGHTS_FILE,), "adapter")
         with reading(path, CheckpointError):
+            if self.tensors.list_files() != [path / WEIGHTS_FILE]:
+                raise CheckpointError(f"{path} has no {WEIGHTS_FILE} with tensors: save the adapter with PEFT again")
             self.modules = self._check_modules(adaptable_modules(model))
             for module, shape in self.modules.items():
                 self._check_shapes(module, shape, max_rank)

@@ -26,10 +26,11 @@ _SHARES_BYTES = 8 * 4
 
 
 def load_adapter(model: CausalLM, slot: int, path: Path | None) -> None:
-    """Fill a slot of a rank's model, or empty it where `path` is None; nothing changes where that fails.
+    """Fill a slot of a rank's model that no row has, or empty it where `path` is None.
 
     Raises:
-        CheckpointError: see LoraFiles; or a tensor holds values that are not finite, or not in the model's dtype.
+        CheckpointError: see LoraFiles; or a tensor holds values that are not finite, or not in the model's dtype; or
+            there is no memory for it. What the slot has then is nobody's.
     """
     layers = model.adapted
     assert layers is not None, "the configuration leaves room for adapters"
@@ -41,8 +42,8 @@ def load_adapter(model: CausalLM, slot: int, path: Path | None) -> None:
     with reading(path, CheckpointError):
         adapter = [[_read(files, part, model.dtype) for part in weight.parts] for weight, _ in layers.layers]
         files.tensors.close()
-    for (_, layer), factors in zip(layers.layers, adapter, strict=True):
-        layer.put(slot, factors)
+        for (_, layer), factors in zip(layers.layers, adapter, strict=True):
+            layer.put(slot, factors)
 
 
 def _read(files: LoraFiles, part: TensorSlice, dtype: torch.dtype) -> Factors | None:

@@ -47,8 +47,10 @@ class AdapterTable:
             in_use: slots that requests have, whose adapters may have been dropped.
 
         Raises:
-            InvalidRequestError: there is one of that name, or no slot is free.
+            InvalidRequestError: it is no name, there is one of that name, or no slot is free.
         """
+        if not isinstance(name, str) or not name.isprintable() or not name or name != name.strip():
+            raise InvalidRequestError(f"lora_name must be a name of one line, not {show_value(name)}")
         if name in self._by_name:
             raise InvalidRequestError(f"lora_name {show_value(name)} is loaded: drop it first, or give another name")
         taken = {adapter.slot for adapter in self._by_name.values()}.union(in_use)

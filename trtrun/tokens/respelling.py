@@ -5,7 +5,9 @@ It knows a tokenizer and what its tokens stand for. It does not know whose bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from trtrun.tokens.text import Tokenizer
 from trtrun.tokens.token_bytes import TokenBytes
@@ -13,6 +15,12 @@ from trtrun.tokens.token_bytes import TokenBytes
 _ANCHORS = ("\n", "a")
 """What stands in front of a text that goes on with another: tokenizers write the beginning of a text in another way.
 Hardly any token begins with a line's end, or with a letter and what follows no word."""
+
+_BEGIN_BYTES = 2
+"""Of a piece, by which it is looked for."""
+
+_RUNS = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
+"""Bytes that are no characters, as they are decoded, and characters."""
 
 
 class Respeller:
@@ -31,7 +39,7 @@ class Respeller:
         begin = next((place for place in places if with_opening[place : place + len(without)] == without), 0)
         self.opening: tuple[int, ...] = tuple(with_opening[:begin])
         self._pieces: dict[bytes, int] | None = None
-        self._longest = 1
+        self._lengths: dict[bytes, list[int]] = {}
 
     def spell(self, data: bytes, *, is_start: bool = False) -> list[int]:
         """Tokens that stand for `data`; special ones are not among them, and what the vocabulary lacks is left out.
@@ -85,28 +93,32 @@ class Respeller:
             self._pieces = {}
             for token, text in ranked:
                 self._pieces.setdefault(text, token)
-            self._longest = max(map(len, self._pieces), default=1)
+            self._lengths = _lengths_by_begin(self._pieces)
         tokens, place = [], 0
         while place < len(data):
-            lengths = range(min(self._longest, len(data) - place), 0, -1)
-            length = next((length for length in lengths if data[place : place + length] in self._pieces), 0)
+            lengths = self._lengths.get(data[place : place + _BEGIN_BYTES], ())
+            length = next((length for length in (*lengths, 1) if data[place : place + length] in self._pieces), 0)
             if length:
                 tokens.append(self._pieces[data[place : place + length]])
             place += max(1, length)
         return tokens
 
 
+def _lengths_by_begin(pieces: Iterable[bytes]) -> dict[bytes, list[int]]:
+    """Of pieces that begin with the same bytes, which lengths there are above 1, longest first."""
+    found: defaultdict[bytes, set[int]] = defaultdict(set)
+    for piece in pieces:
+        if len(piece) > 1:
+            found[piece[:_BEGIN_BYTES]].add(len(piece))
+    return {begin: sorted(lengths, reverse=True) for begin, lengths in found.items()}
+
+
 def _parts(data: bytes) -> Iterator[tuple[bytes, str | None]]:
     """Stretches of whole characters with their text, and bytes between them that are none."""
-    while data:
-        try:
-            yield data, data.decode()
-            return
-        except UnicodeDecodeError as error:
-            if error.start:
-                yield data[: error.start], data[: error.start].decode()
-            yield data[error.start : error.end], None
-            data = data[error.end :]
+    # At once: where each bad byte began another attempt, a long text of them would take time by its square.
+    for part in _RUNS.findall(data.decode(errors="surrogateescape")):
+        is_text = not "\udc80" <= part[0] <= "\udcff"
+        yield (part.encode(), part) if is_text else (part.encode(errors="surrogateescape"), None)
 
 
 def whole_characters(data: bytes) -> bytes:

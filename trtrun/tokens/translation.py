@@ -18,7 +18,7 @@ _MOST_BYTES = 128
 """At the end of a text that are spelled anew when it goes on: beyond the second a part is left as it is, up to where a
 word begins, at least the first from the end."""
 
-_ENDLESS_BYTES = 4096
+_ENDLESS_BYTES = 1024
 """After which a text in which no word begins is parted between any two tokens."""
 
 _LOOKED_BACK = 16
@@ -114,7 +114,7 @@ class TranslatedText:
         self._vocabularies = vocabularies
         self._kept = kept
         self._speller = vocabularies.draft_speller
-        self._tail = b""
+        self._tail = bytearray()
         self._is_start = self._is_target_start = True
         self.tokens: list[int] = []
         self.num_final = 0
@@ -161,24 +161,32 @@ class TranslatedText:
         """What follows is no part of the same text."""
         if self._tail:
             self._spell()
-            self._tail, self._is_start = b"", False
+            self._tail, self._is_start = bytearray(), False
         self.num_final = len(self.tokens)
 
     def _spell(self) -> None:
         """Spell what is not final yet, and leave its front as it is where it has become long."""
         if not self._tail:
             return
-        found = self._speller.spell(self._tail, is_start=self._is_start)
+        found = self._spell_behind(bytes(self._tail))
+        if len(self._tail) > _MOST_BYTES:
+            self._settle(found)
+
+    def _spell_behind(self, data: bytes) -> list[int]:
+        """Have tokens for `data` behind the final ones, and return them."""
+        found = self._speller.spell(data, is_start=self._is_start)
         num_before = 0 if self.tokens else len(self._speller.opening)
         self._put(found)
         self.num_final += num_before
-        if len(self._tail) > _MOST_BYTES:
-            self._settle(found)
+        return found
 
     def _settle(self, tokens: Sequence[int]) -> None:
         """Leave the front of the tail, which is spelled as `tokens`, as it is."""
         sizes = [self._speller.num_bytes(token) for token in tokens]
         place = len(self._tail) - sum(sizes)  # below 0 by a space that is not the text's
+        if place > 0:
+            self._settle_bytes()
+            return
         ends: list[int] = []
         for size in sizes:
             place += size
@@ -191,8 +199,21 @@ class TranslatedText:
             self.num_final += count
             self._tail, self._is_start = self._tail[ends[count - 1] :], False
 
+    def _settle_bytes(self) -> None:
+        """The same where the draft lacks some of the bytes, so that tokens do not tell where their ends are."""
+        last = len(self._tail) - _KEPT_BYTES
+        end = self._tail.rfind(b" ", 0, last + 1)
+        while end > 0 and not _begins_word(self._tail, end):
+            end = self._tail.rfind(b" ", 0, end)
+        if end <= 0 and len(self._tail) > _ENDLESS_BYTES:
+            end = len(whole_characters(bytes(self._tail[:last])))
+        if end > 0:
+            self.num_final += len(self._spell_behind(bytes(self._tail[:end])))
+            self._tail, self._is_start = self._tail[end:], False
+            self._spell_behind(bytes(self._tail))
 
-def _begins_word(text: bytes, place: int) -> bool:
+
+def _begins_word(text: bytes | bytearray, place: int) -> bool:
     """Whether at `place` a space stands alone, with a word behind it: there tokenizers part texts."""
     word = text[place + 1 : place + 2]
     return text[place : place + 1] == b" " and word.isalpha() and not text[max(0, place - 1) : place].isspace()

@@ -1,7 +1,7 @@
 """Adapters that clients load and drop while the server runs: which names and directories are let in.
 
-A path comes from outside: only what lies below one directory is looked at, links followed. It knows names and paths,
-and no protocol.
+A path comes from outside: only what lies below one directory is looked at, links followed, those of its files, too. It
+knows names and paths, and no protocol.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine.adapters import AdapterChange
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
 from launch.serve.front.front import Front
+from trtrun.adapters.lora_config import CONFIG_FILE, WEIGHTS_FILE
 from trtrun.configuration.server_config import ServerSection
 from trtrun.core.values import show_value
 from trtrun.errors import ConfigError, nearest, shorten_path
@@ -103,7 +104,9 @@ class AdapterDesk:
         directory = self._check()
         try:
             found = (directory / path).resolve()
-            is_there = found.is_relative_to(directory) and found != directory and found.is_dir()
+            files = [(found / name).resolve() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+            is_below = all(file.is_relative_to(directory) for file in (found, *files))
+            is_there = is_below and found != directory and found.is_dir()
         except (OSError, ValueError, RuntimeError):  # no path, or links in a circle
             is_there = False
         if not is_there:

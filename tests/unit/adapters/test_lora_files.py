@@ -78,6 +78,7 @@ def test_ranks_and_scales_of_modules(tmp_path: Path, target: Path) -> None:
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; LORA is supported"),
         ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
+        ({"use_rslora": "no"}, "use_rslora must be true or false, not 'no'"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"use_dora": True}, "use_dora is True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported"),
@@ -143,7 +144,13 @@ def test_what_is_no_adapter(tmp_path: Path, target: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         files_of(path, target)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "adapter_x.safetensors"}}')
+    make_adapter(tmp_path / "b", target)
+    (tmp_path / "b" / file.name).rename(path / "adapter_x.safetensors")
     file.rename(path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"a has no adapter_model\.safetensors with tensors"):
+        files_of(path, target)
+    (path / "model.safetensors.index.json").unlink()
     with pytest.raises(
         CheckpointError, match=r"pickle \(adapter_model\.bin\), which may run code.*save the adapter as"
     ):
