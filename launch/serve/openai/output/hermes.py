@@ -36,7 +36,7 @@ class HermesParser(CallMachine):
         if self._call.is_failed or (self._is_over and not self._call.is_begun):
             self._say(self._opening)
             self._text = self._call.text  # where another one may begin
-            return self._go(self._begin)
+            return self._go_behind_failure(self._call.num_read, self._begin)
         return False
 
     def _read_close(self) -> bool:

@@ -93,15 +93,18 @@ class JsonObject:
 
     def feed(self, text: str) -> tuple[str, str]:
         """What may be told with its next part, and what of the part is behind its end."""
+        if not self.is_begun:
+            begin = _BLANKS.match(text, 0 if self._held else 1).end()  # type: ignore[union-attr]
+            begun = text[begin : begin + 1]
+            self.is_failed = not (self._held or text).startswith("{") or (begun != "" and begun not in '"}')
+            self.is_begun = begun != "" and not self.is_failed
+            if self.is_failed:  # what follows is not looked at
+                return "", text
         place, self.is_over = self._end.find(text, 0)
-        own, rest = text[:place], text[place:]
-        if self.is_begun:
-            return own, rest
-        self._held += own
-        begun = self._held[1:].lstrip()
-        self.is_failed = not self._held.startswith("{") or (begun != "" and begun[0] not in '"}')
-        self.is_begun = begun != "" and not self.is_failed
-        return (self._held if self.is_begun else ""), rest
+        told, self._held = self._held + text[:place], ""
+        if not self.is_begun:
+            told, self._held = "", told
+        return told, text[place:]
 
 
 class CallObject:
@@ -147,6 +150,11 @@ class CallObject:
             self.text, self._place = self.text[self._place :], 0  # it may be long
         found, self._events = self._events, []
         return found
+
+    @property
+    def num_read(self) -> int:
+        """Characters of it that were looked at while nothing of it was told, wherever its text was cut."""
+        return self._place
 
     @property
     def rest(self) -> str:
@@ -226,6 +234,7 @@ class CallObject:
         self._place, is_over = self._end.find(self.text, self._place)
         is_name = self._key == "name" and self._name is None
         if is_name and self._place - self._begin_of_value > _MOST_NAME:
+            self._place = self._begin_of_value
             return self._fail()
         if not is_over:
             return False

@@ -32,8 +32,7 @@ class ListParser(CallMachine):
         return self._go(self._read_text)
 
     def _read_text(self) -> bool:
-        self._say(self._take(len(self._text)))
-        return False
+        return self._say_rest()
 
     def _read_item(self) -> bool:
         """In a list: an object, what parts two, or the end."""
@@ -63,7 +62,7 @@ class ListParser(CallMachine):
         if self._call.is_failed or (self._is_over and not self._call.is_begun):
             self._say(self._opening)
             self._text = self._call.text
-            return self._go(self._read_text)
+            return self._go_behind_failure(self._call.num_read, self._read_text)
         return False
 
 
