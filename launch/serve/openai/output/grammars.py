@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.serve.openai.output import harmony, hermes, llama3, mistral
@@ -92,6 +92,9 @@ def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted,
         special: marks that are special tokens, with their ids.
     """
     lark = _Lark(special)
+    if wanted.other is not None:
+        # A terminal for texts: of a rule each would be an item of its own to the parser, whose bound many would pass.
+        wanted = replace(wanted, other=lark.put("CHOICE" if wanted.other.startswith('"') else "other", wanted.other))
     if "gpt-oss" in (tools, reasoning):
         return lark.whole(_harmony(lark, wanted))
     thoughts = _thoughts(lark, REASONING_FORMATS[reasoning], is_thinking) if reasoning else ""
@@ -118,7 +121,7 @@ def as_lark(guide: Guide) -> str | None:
         schema = json.loads(guide.text)
         return f"%json {json.dumps({} if schema is True else without_notes(schema), ensure_ascii=False)}"
     if guide.kind == "choice":
-        return f"({' | '.join(map(json.dumps, json.loads(guide.text)))})"
+        return " | ".join(map(json.dumps, json.loads(guide.text)))
     if guide.kind == "regex":
         return (
             "/" + re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], guide.text) + "/"

@@ -17,6 +17,7 @@ _SCALAR = re.compile(r"[^\s,}\]]*")
 _BLANKS = re.compile(r"\s*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
 _NO_KEY = re.compile(r'"(?:[^"\\]|\\.)*"\s*[^:\s]', re.DOTALL)
+_KEYS = ("name", "arguments", "parameters", "type", "id")
 _MOST_NAME = 512
 """Characters of a key, or of a tool's name."""
 
@@ -125,7 +126,8 @@ class CallObject:
         """Begin in front of `{`.
 
         Args:
-            known: names that it may have; None for any.
+            known: names that it may have, where it may be another object as well, which it is with the first key that
+                calls do not have; None for any.
         """
         self.text = ""
         self.is_begun = self.is_failed = self.is_over = False
@@ -194,6 +196,8 @@ class CallObject:
         found = _KEY.match(rest)
         if found is None:
             return self._fail() if len(rest) == _MOST_NAME or _NO_KEY.match(rest) else False
+        if self._known is not None and found[1] not in _KEYS and not self.is_begun:
+            return self._fail()
         self._key, self._place = found[1], self._place + found.end()
         self._state = self._begin_value
         return True

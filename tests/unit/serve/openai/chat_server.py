@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,8 +46,23 @@ class HereReaders(Readers):
     def __init__(self, facts: Facts, most_body_bytes: int) -> None:
         self._reader = Reader(facts, None if facts.tokenizer is None else read_tokenizer(Path(facts.tokenizer)))
 
-    async def read(self, kind: str, body: bytes, most_tokens: int, model: str = "", json_length: int = 0) -> Found:
-        task = Task(kind=kind, seconds=1.0, most_tokens=most_tokens, model=model, json_length=json_length)
+    async def read(
+        self,
+        kind: str,
+        body: bytes,
+        most_tokens: int,
+        model: str = "",
+        json_length: int = 0,
+        adapters: Sequence[str] = (),
+    ) -> Found:
+        task = Task(
+            kind=kind,
+            seconds=1.0,
+            most_tokens=most_tokens,
+            model=model,
+            json_length=json_length,
+            adapters=tuple(adapters),
+        )
         result, blocks = self._reader.read(task, body)
         reply = unpack(pack(Reply(result=result))[HEAD_BYTES:], Reply)  # as it travels
         return found_of(reply.result, blocks)

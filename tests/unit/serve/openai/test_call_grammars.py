@@ -173,6 +173,14 @@ def test_an_object_that_begins_as_a_call_does_may_be_written_beside_it(tokenizer
         assert not allows(tokenizer, grammar, wrong)
 
 
+def test_many_choices_may_follow_thoughts(tokenizer: Tokenizer) -> None:
+    texts = [f'{number} is/was\n"{number * 7}"' for number in range(1000)]
+    other = as_lark(Guide("choice", json.dumps(texts)))
+    for reasoning, before in (("qwen3", "<think>so</think>"), ("gpt-oss", f"{ANALYSIS}{HEAD}final<|message|>")):
+        grammar = write(tokenizer, "hermes", reasoning, False, Wanted(other=other))
+        assert allows(tokenizer, grammar, before + texts[999]) and not allows(tokenizer, grammar, before + "1000 is")
+
+
 def test_notes_are_left_out_of_schemas_and_values_are_not() -> None:
     schema = {
         "title": "t", "properties": {"title": {"description": "d", "enum": ["title"]}, "default": {"default": 1}},

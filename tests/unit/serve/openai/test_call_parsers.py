@@ -207,6 +207,12 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.feed("}} </tool_call>", True) == [Arguments("}")]
 
 
+def test_an_object_that_is_no_call_is_told_as_it_comes() -> None:
+    parser = ChoiceParser(Parsing("llama3_json", names=("f",)))
+    assert parser.feed('{"answer": "on', False) == [Text('{"answer": "on')]
+    assert parser.feed("ce upon", False) == [Text("ce upon")]
+
+
 def test_one_call_is_kept_where_one_was_asked_for() -> None:
     text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
     assert parse(Parsing("hermes", keeps_one=True), list(text)) == call("f")
