@@ -84,7 +84,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         lambda names: mistral.MistralParser(), (mistral.MARK, mistral.ARGS, mistral.CALL_ID), new_id=_short_id
     ),
     "gpt-oss": ToolFormat(lambda names: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True),
-    JSON: ToolFormat(lambda names: mistral.ListParser(), argument_key="parameters"),
+    JSON: ToolFormat(mistral.ListParser, argument_key="parameters"),
 }
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {

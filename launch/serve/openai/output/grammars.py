@@ -237,6 +237,11 @@ def _list_calls(lark: _Lark, wanted: Wanted) -> str:
     return f'"[" {items} "]"'
 
 
+def _list_free(lark: _Lark, wanted: Wanted) -> str:
+    other = lark.put("OTHER", r"/[^\s\[](.|\n)*/")
+    return f"BLANKS (calls | {other}?)"
+
+
 _CALLS: Mapping[str, Callable[[_Lark, Wanted], str]] = {
     "hermes": _hermes_calls,
     "llama3_json": _llama_calls,
@@ -247,6 +252,7 @@ _FREE: Mapping[str, Callable[[_Lark, Wanted], str]] = {
     "hermes": _hermes_free,
     "llama3_json": _llama_free,
     "mistral": _mistral_free,
+    JSON: _list_free,
 }
 
 

@@ -80,6 +80,8 @@ LISTS: list[tuple[str, list[Event]]] = [
         [*call("f", OBJECT), *call("g")],
     ),
     ("[1, 2]", [Text("[1, 2]")]),
+    ('[{"name": "Bob", "parameters": {}}]', [Text('[{"name": "Bob", "parameters": {}}]')]),
+    ('[{"name": "f", "age": 1}]', [Text('[{"name": "f", "age": 1}]')]),
     ("[]", [Text("[]")]),
     ("none", [Text("none")]),
 ]
