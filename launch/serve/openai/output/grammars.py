@@ -174,7 +174,12 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    told = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
+    told = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            told[key] = {name: _moved(inner, root) for name, inner in value.items()}
+        elif key != "$id":  # against which references would be read
+            told[key] = value if key in _VALUES else _moved(value, root)
     for key in ("$ref", "$dynamicRef"):
         if isinstance(told.get(key), str) and told[key].startswith("#"):
             told[key] = root + told[key].removeprefix("#")

@@ -159,6 +159,13 @@ def test_an_object_that_begins_as_a_call_does_may_be_written_beside_it(tokenizer
         ({"type": "object"}, '{"nam": 5}', "5"),
         ({"const": {"a": 1}}, '{"a":1}', '{"a":2}'),
         (references, '"b"', '"c"'),
+        ({"$id": "https://x.org/y", **references}, '"b"', '"c"'),
+        ({"properties": {"const": references["$defs"]["x"]}}, '{"const":"a"}', '{"const":"c"}'),
+        (
+            {"properties": {"const": {"$ref": "#/$defs/x"}}, "required": ["const"], "$defs": references["$defs"]},
+            '{"const":"a"}',
+            '{"const":"c"}',
+        ),
     ):
         other = as_lark(Guide("json", json.dumps(schema)))
         asked = replace(wanted(other=other), other_schema=schema)
