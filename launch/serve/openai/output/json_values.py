@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from launch.serve.openai.output.events import Arguments, CallBegin, Event
 
 _IN_STRING = re.compile(r'[^"\\]*')
-_OUTSIDE = re.compile(r'[^"{}\[\]]*')
+_OUTSIDE = re.compile(r'[^"{}\[\]<]*')
 _SCALAR = re.compile(r"[^\s,}\]]*")
 _BLANKS = re.compile(r"\s*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
@@ -25,7 +25,14 @@ _MOST_NAME = 512
 class ValueEnd:
     """Finds where a value ends: brackets and quotes are counted, and nothing else of it is looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str = "") -> None:
+        """Begin in front of it.
+
+        Args:
+            mark: that ends it as well, where it stands in no string: what is open there is never closed. It begins with
+                `<`, which JSON has in strings alone. Empty for none.
+        """
+        self._mark = mark
         self._depth = 0
         self._is_string = self._is_scalar = self._is_escaped = self._has_begun = False
 
@@ -58,7 +65,13 @@ class ValueEnd:
                 place += 1
             elif not self._is_scalar:
                 place = _OUTSIDE.match(text, place).end()  # type: ignore[union-attr]
-                if place < size and text[place] in "}]":
+                if place < size and text[place] == "<":
+                    if self._mark and text.startswith(self._mark, place):
+                        return place, True
+                    if self._mark.startswith(text[place:]):  # perhaps, once more of it has come
+                        return place, False
+                    place += 1
+                elif place < size and text[place] in "}]":
                     self._depth, place = self._depth - 1, place + 1
                     if self._depth == 0:
                         return place, True
@@ -87,8 +100,9 @@ class JsonObject:
         is_over: it has ended.
     """
 
-    def __init__(self) -> None:
-        self._end = ValueEnd()
+    def __init__(self, mark: str = "") -> None:
+        """Begin in front of it; see `ValueEnd` for the mark."""
+        self._end = ValueEnd(mark)
         self._held = ""
         self.is_begun = self.is_failed = self.is_over = False
 
@@ -122,16 +136,18 @@ class CallObject:
         is_over: it has ended; see `rest`.
     """
 
-    def __init__(self, known: Container[str] | None = None) -> None:
+    def __init__(self, known: Container[str] | None = None, mark: str = "") -> None:
         """Begin in front of `{`.
 
         Args:
             known: names that it may have, where it may be another object as well, which it is with the first key that
                 calls do not have; None for any.
+            mark: that ends arguments that have gone wrong; see `ValueEnd`.
         """
         self.text = ""
         self.is_begun = self.is_failed = self.is_over = False
         self._known = known
+        self._mark = mark
         self._name: str | None = None
         self._whole_arguments: str | None = None
         self._object: JsonObject | None = None
@@ -209,7 +225,7 @@ class CallObject:
         self._state = self._read_value
         is_arguments = self._key in ("arguments", "parameters") and self._whole_arguments is None and not self.is_begun
         if is_arguments and self.text[self._place] == "{":
-            self._object = JsonObject()
+            self._object = JsonObject(self._mark)
             self._state = self._read_object
         elif is_arguments:
             self._key = "arguments"
