@@ -174,7 +174,7 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    told = {}
+    told: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
             told[key] = {name: _moved(inner, root) for name, inner in value.items()}
