@@ -5,6 +5,7 @@ are told apart. It knows a chat's request and the checkpoint's forms.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,11 +20,14 @@ from launch.serve.openai.tools import Choice, Tool, ToolUse
 from trtrun.api.prompts import PromptReader
 from trtrun.core.guide import Guide
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
 from trtrun.tokens.text import Tokenizer
 
 _ONE_CALL = "only supports single tool-calls"
 """What Llama 3's templates say to conversations with several calls in one answer: there must not be one."""
+
+_BARE_NAME = re.compile(r"[^\s\[\]{}<>\"]+")
 
 _LAST_TOKENS = 16
 """Of a prompt, in which thoughts may begin."""
@@ -67,6 +71,8 @@ class AnswerPlanner:
         if use is not None and self._calls_one:
             use = replace(use, in_parallel=False)
         parsing = self._parsing(use, self._is_thinking(call, prompt))
+        if use is not None and parsing.tools:
+            self._check_names(parsing.tools, use.callable)
         if sampling.guided is not None and as_lark(sampling.guided) is None:
             # A grammar of the request's own is all of the text.
             if use is not None and _must_call(use):
@@ -95,6 +101,15 @@ class AnswerPlanner:
         tools = self._tools or (JSON if _must_call(use) else "")
         names = tuple(tool.name for tool in use.tools)
         return Parsing(tools, reasoning, is_thinking, names, keeps_one=not use.in_parallel)
+
+    def _check_names(self, form: str, tools: Sequence[Tool]) -> None:
+        """Refuse names that cannot be told from what stands beside them in calls."""
+        if not (TOOL_FORMATS[form].has_bare_names or self._has_arguments_in_brackets):
+            return
+        for tool in tools:
+            if not _BARE_NAME.fullmatch(tool.name):
+                line = f"{tool.place}.function.name: this model's calls have names without blanks, brackets and quotes"
+                raise Refusal(Kind.INVALID, f"{line}, not {show_value(tool.name)}", "tools")
 
     def _wanted(self, sampling: SamplingParams, use: ToolUse | None, parsing: Parsing) -> Wanted | None:
         """What is to be guided; None where nothing more is than the request's own guide."""

@@ -166,6 +166,8 @@ def _read_allowed(value: Any, tools: Sequence[Tool]) -> tuple[Choice, Sequence[T
             f"{show_value(value)}",
         )
     names = {_find(item, f"tool_choice.allowed_tools.tools[{place}]", tools).name for place, item in enumerate(listed)}
+    if not names and value["mode"] == "auto":
+        return Choice.NONE, []
     return Choice(value["mode"]), [tool for tool in tools if tool.name in names]
 
 

@@ -40,6 +40,7 @@ class ToolFormat:
         argument_key: of arguments in a call that is an object.
         new_id: of a call.
         is_harmony: messages with heads; thoughts are in some of them.
+        has_bare_names: of tools, without quotes: they end at a blank, a bracket or a quote.
     """
 
     make_parser: Callable[[Collection[str]], Machine]
@@ -47,6 +48,7 @@ class ToolFormat:
     argument_key: str = "arguments"
     new_id: Callable[[], str] = new_id
     is_harmony: bool = False
+    has_bare_names: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": ToolFormat(
         lambda names: mistral.MistralParser(), (mistral.MARK, mistral.ARGS, mistral.CALL_ID), new_id=_short_id
     ),
-    "gpt-oss": ToolFormat(lambda names: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True),
-    JSON: ToolFormat(lambda names: mistral.ListParser(), argument_key="parameters"),
+    "gpt-oss": ToolFormat(lambda names: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True),
+    JSON: ToolFormat(mistral.ListParser, argument_key="parameters"),
 }
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {

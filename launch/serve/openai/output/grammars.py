@@ -174,7 +174,12 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    told = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
+    told: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            told[key] = {name: _moved(inner, root) for name, inner in value.items()}
+        elif key != "$id":  # against which references would be read
+            told[key] = value if key in _VALUES else _moved(value, root)
     for key in ("$ref", "$dynamicRef"):
         if isinstance(told.get(key), str) and told[key].startswith("#"):
             told[key] = root + told[key].removeprefix("#")
@@ -237,6 +242,11 @@ def _list_calls(lark: _Lark, wanted: Wanted) -> str:
     return f'"[" {items} "]"'
 
 
+def _list_free(lark: _Lark, wanted: Wanted) -> str:
+    other = lark.put("OTHER", r"/[^\s\[](.|\n)*/")
+    return f"BLANKS (calls | {other}?)"
+
+
 _CALLS: Mapping[str, Callable[[_Lark, Wanted], str]] = {
     "hermes": _hermes_calls,
     "llama3_json": _llama_calls,
@@ -247,6 +257,7 @@ _FREE: Mapping[str, Callable[[_Lark, Wanted], str]] = {
     "hermes": _hermes_free,
     "llama3_json": _llama_free,
     "mistral": _mistral_free,
+    JSON: _list_free,
 }
 
 

@@ -55,7 +55,7 @@ class HarmonyParser(CallMachine):
         return self._go(self._read_body)
 
     def _read_head(self) -> bool:
-        place, mark = find_mark(self._text, (MESSAGE, *ENDS))
+        place, mark = find_mark(self._text[: _MOST_HEAD + len(MESSAGE)], (MESSAGE, *ENDS))
         if place <= _MOST_HEAD and not mark and not self._is_over:
             return False
         if place > _MOST_HEAD or mark != MESSAGE:  # none: all of it is text

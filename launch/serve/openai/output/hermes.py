@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launch.serve.openai.output.events import Arguments
 from launch.serve.openai.output.json_values import CallObject
 from launch.serve.openai.output.machine import CallMachine, may_become
 
@@ -25,7 +26,7 @@ class HermesParser(CallMachine):
         if not self._text.startswith("{"):
             self._say(self._opening)
             return self._go(self._begin)
-        self._call = CallObject()
+        self._call = CallObject(mark=CLOSE)
         return self._go(self._read_call)
 
     def _read_call(self) -> bool:
@@ -33,10 +34,12 @@ class HermesParser(CallMachine):
         if self._call.is_over:
             self._text = self._call.rest
             return self._go(self._read_close)
+        if self._is_over and self._call.is_begun:
+            self._tell([Arguments(self._call.rest)])  # what might have become the mark
         if self._call.is_failed or (self._is_over and not self._call.is_begun):
             self._say(self._opening)
             self._text = self._call.text  # where another one may begin
-            return self._go(self._begin)
+            return self._go_behind_failure(self._call.num_read, self._begin)
         return False
 
     def _read_close(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from launch.serve.openai.output.events import Arguments, CallBegin, Event
 
 _IN_STRING = re.compile(r'[^"\\]*')
-_OUTSIDE = re.compile(r'[^"{}\[\]]*')
+_OUTSIDE = re.compile(r'[^"{}\[\]<]*')
 _SCALAR = re.compile(r"[^\s,}\]]*")
 _BLANKS = re.compile(r"\s*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
@@ -25,7 +25,14 @@ _MOST_NAME = 512
 class ValueEnd:
     """Finds where a value ends: brackets and quotes are counted, and nothing else of it is looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str = "") -> None:
+        """Begin in front of it.
+
+        Args:
+            mark: that ends it as well, where it stands in no string: what is open there is never closed. It begins with
+                `<`, which JSON has in strings alone. Empty for none.
+        """
+        self._mark = mark
         self._depth = 0
         self._is_string = self._is_scalar = self._is_escaped = self._has_begun = False
 
@@ -58,7 +65,13 @@ class ValueEnd:
                 place += 1
             elif not self._is_scalar:
                 place = _OUTSIDE.match(text, place).end()  # type: ignore[union-attr]
-                if place < size and text[place] in "}]":
+                if place < size and text[place] == "<":
+                    if self._mark and text.startswith(self._mark, place):
+                        return place, True
+                    if self._mark.startswith(text[place:]):  # perhaps, once more of it has come
+                        return place, False
+                    place += 1
+                elif place < size and text[place] in "}]":
                     self._depth, place = self._depth - 1, place + 1
                     if self._depth == 0:
                         return place, True
@@ -87,22 +100,26 @@ class JsonObject:
         is_over: it has ended.
     """
 
-    def __init__(self) -> None:
-        self._end = ValueEnd()
+    def __init__(self, mark: str = "") -> None:
+        """Begin in front of it; see `ValueEnd` for the mark."""
+        self._end = ValueEnd(mark)
         self._held = ""
         self.is_begun = self.is_failed = self.is_over = False
 
     def feed(self, text: str) -> tuple[str, str]:
         """What may be told with its next part, and what of the part is behind its end."""
+        if not self.is_begun:
+            begin = _BLANKS.match(text, 0 if self._held else 1).end()  # type: ignore[union-attr]
+            begun = text[begin : begin + 1]
+            self.is_failed = not (self._held or text).startswith("{") or (begun != "" and begun not in '"}')
+            self.is_begun = begun != "" and not self.is_failed
+            if self.is_failed:  # what follows is not looked at
+                return "", text
         place, self.is_over = self._end.find(text, 0)
-        own, rest = text[:place], text[place:]
-        if self.is_begun:
-            return own, rest
-        self._held += own
-        begun = self._held[1:].lstrip()
-        self.is_failed = not self._held.startswith("{") or (begun != "" and begun[0] not in '"}')
-        self.is_begun = begun != "" and not self.is_failed
-        return (self._held if self.is_begun else ""), rest
+        told, self._held = self._held + text[:place], ""
+        if not self.is_begun:
+            told, self._held = "", told
+        return told, text[place:]
 
 
 class CallObject:
@@ -119,16 +136,18 @@ class CallObject:
         is_over: it has ended; see `rest`.
     """
 
-    def __init__(self, known: Container[str] | None = None) -> None:
+    def __init__(self, known: Container[str] | None = None, mark: str = "") -> None:
         """Begin in front of `{`.
 
         Args:
             known: names that it may have, where it may be another object as well, which it is with the first key that
                 calls do not have; None for any.
+            mark: that ends arguments that have gone wrong; see `ValueEnd`.
         """
         self.text = ""
         self.is_begun = self.is_failed = self.is_over = False
         self._known = known
+        self._mark = mark
         self._name: str | None = None
         self._whole_arguments: str | None = None
         self._object: JsonObject | None = None
@@ -149,6 +168,11 @@ class CallObject:
             self.text, self._place = self.text[self._place :], 0  # it may be long
         found, self._events = self._events, []
         return found
+
+    @property
+    def num_read(self) -> int:
+        """Characters of it that were looked at while nothing of it was told, wherever its text was cut."""
+        return self._place
 
     @property
     def rest(self) -> str:
@@ -201,7 +225,7 @@ class CallObject:
         self._state = self._read_value
         is_arguments = self._key in ("arguments", "parameters") and self._whole_arguments is None and not self.is_begun
         if is_arguments and self.text[self._place] == "{":
-            self._object = JsonObject()
+            self._object = JsonObject(self._mark)
             self._state = self._read_object
         elif is_arguments:
             self._key = "arguments"
@@ -230,6 +254,7 @@ class CallObject:
         self._place, is_over = self._end.find(self.text, self._place)
         is_name = self._key == "name" and self._name is None
         if is_name and self._place - self._begin_of_value > _MOST_NAME:
+            self._place = self._begin_of_value
             return self._fail()
         if not is_over:
             return False

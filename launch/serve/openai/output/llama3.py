@@ -63,7 +63,7 @@ class Llama3Parser(CallMachine):
         if self._call.is_failed or (self._is_over and not self._call.is_begun):
             self._say(self._opening)
             self._text = self._call.text
-            return self._go(self._say_brace)
+            return self._go_behind_failure(self._call.num_read, self._say_brace)
         return False
 
     def _say_brace(self) -> bool:

@@ -6,8 +6,10 @@ one, or cannot be one any more. It knows texts and events, and no family's marks
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from launch.serve.openai.output.events import Event, Text, joined
 
@@ -15,11 +17,16 @@ from launch.serve.openai.output.events import Event, Text, joined
 def find_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
     """Where the first mark begins in a text, and which it is; where there is none, where one may begin at the text's
     end, and nothing. Of two at one place it is the longer one."""
-    found = [(text.find(mark), -len(mark), mark) for mark in marks]
-    whole = min((item for item in found if item[0] >= 0), default=None)
+    whole = _any_of(tuple(marks)).search(text)
     if whole is not None:
-        return whole[0], whole[2]
+        return whole.start(), whole[0]
     return len(text) - max((_num_begun(text, mark) for mark in marks), default=0), ""
+
+
+@lru_cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the first mark, and looks no further."""
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
 def _num_begun(text: str, mark: str) -> int:
@@ -72,11 +79,20 @@ class Machine(ABC):
         it leaves nothing of it."""
 
 
+_LONG = 1024
+"""Characters of what begins as a call and is none, from which on looking at them again takes time."""
+
+_MOST_LONG = 16
+"""So many of these a text may have, each in the one before: behind them it is text. Else the time that a text takes
+would grow with the square of its length."""
+
+
 class CallMachine(Machine):
     """A parser that finds calls in text. Blanks beside a call are nobody's."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._num_long = 0
         self._blanks = ""
         self._is_behind_call = False
 
@@ -109,6 +125,16 @@ class CallMachine(Machine):
         place, mark = find_mark(self._text, marks)
         self._say(self._take(len(self._text) if self._is_over and not mark else place))
         return mark
+
+    def _go_behind_failure(self, num_read: int, state: Callable[[], bool]) -> bool:
+        """Go on where something began as a call and was none, of which so much was read."""
+        self._num_long += num_read > _LONG
+        return self._go(state if self._num_long < _MOST_LONG else self._say_rest)
+
+    def _say_rest(self) -> bool:
+        """All of it is text."""
+        self._say(self._take(len(self._text)))
+        return False
 
     def _skip_blanks(self) -> str:
         """Take blanks."""

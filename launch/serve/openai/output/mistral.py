@@ -4,6 +4,7 @@ arguments, once for each call. And a list of calls alone, as a model without a f
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from launch.serve.openai.output.events import Arguments, CallBegin
 from launch.serve.openai.output.json_values import CallObject, JsonObject
@@ -17,8 +18,14 @@ _MOST_ID = 64
 class ListParser(CallMachine):
     """Finds calls in an answer that is a list of objects. One that is none, and what follows it, is text."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Container[str] | None = None) -> None:
+        """Begin.
+
+        Args:
+            known: names of the request's tools, where a list may also be what was asked for; None for any.
+        """
         super().__init__()
+        self._known = known
         self._opening = ""
 
     def _begin(self) -> bool:
@@ -32,8 +39,7 @@ class ListParser(CallMachine):
         return self._go(self._read_text)
 
     def _read_text(self) -> bool:
-        self._say(self._take(len(self._text)))
-        return False
+        return self._say_rest()
 
     def _read_item(self) -> bool:
         """In a list: an object, what parts two, or the end."""
@@ -52,7 +58,7 @@ class ListParser(CallMachine):
         return self._go(self._read_text)
 
     def _begin_call(self) -> bool:
-        self._call = CallObject()
+        self._call = CallObject(self._known)
         return self._go(self._read_call)
 
     def _read_call(self) -> bool:
@@ -63,7 +69,7 @@ class ListParser(CallMachine):
         if self._call.is_failed or (self._is_over and not self._call.is_begun):
             self._say(self._opening)
             self._text = self._call.text
-            return self._go(self._read_text)
+            return self._go_behind_failure(self._call.num_read, self._read_text)
         return False
 
 

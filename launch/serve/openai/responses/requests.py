@@ -54,10 +54,11 @@ def read_response(values: object, model_name: str, adapters: Collection[str] = (
     if "max_output_tokens" in given:
         asked["max_tokens"] = given["max_output_tokens"]
     tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    if tools:
+    if tools != []:
         asked |= {"tools": _read_tools(tools), "tool_choice": _read_choice(choice)}
     elif choice != "auto":
         asked["tool_choice"] = _read_choice(choice)
+    _object(given, "metadata")
     form = _read_text(given).get("format")
     if form is not None:
         asked["response_format"] = _read_format(form)

@@ -84,7 +84,8 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
      [LLAMA_F.replace(ARGUMENTS, WRONG), "{", f"{LLAMA_F} text", '{"name": "h"}']),
     ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS] [{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
      [f"[TOOL_CALLS][{F.replace(ARGUMENTS, WRONG)}]", "[TOOL_CALLS]", f"[TOOL_CALLS][{F}] text"]),
-    ("json", [f"[{LLAMA_F}]", f"[{LLAMA_F}, {LLAMA_G}]"], [], ["text", "[]", LLAMA_F]),
+    ("json", [f"[{LLAMA_F}]", f"[{LLAMA_F}, {LLAMA_G}]"], ["", "text [1]", ARGUMENTS],
+     ["[]", f"[{LLAMA_F}", f"[{LLAMA_F}] text", f"[{LLAMA_F.replace(ARGUMENTS, WRONG)}]"]),
     ("gpt-oss", [HARMONY_F, ANALYSIS + HARMONY_F, f"{COMMENTARY}{HARMONY_G}"],
      [f"{HEAD}final<|message|>text", f"{ANALYSIS}{HEAD}final<|message|>"],
      [HARMONY_F.replace(ARGUMENTS, WRONG), "text", f"{HEAD}analysis<|message|>so", HARMONY_F.replace("s.f", "s.h")]),
@@ -103,12 +104,11 @@ def test_what_may_be_written_in_a_form(
     one = write(tokenizer, form, "", False, wanted("required", in_parallel=False))
     assert allows(tokenizer, one, calls[0])
     assert form == "gpt-oss" or not allows(tokenizer, one, calls[1])
-    if form != "json":
-        may = write(tokenizer, form, "", False, wanted())
-        for text in [*calls, *free]:
-            assert allows(tokenizer, may, text), text
-        for text in wrong:
-            assert not allows(tokenizer, may, text), text
+    may = write(tokenizer, form, "", False, wanted())
+    for text in [*calls, *free]:
+        assert allows(tokenizer, may, text), text
+    for text in wrong:
+        assert not allows(tokenizer, may, text), text
     # What is allowed is found.
     for text in [*calls, *free]:
         events = ChoiceParser(Parsing(form, names=("f", "g"))).feed(text, True)
@@ -159,6 +159,13 @@ def test_an_object_that_begins_as_a_call_does_may_be_written_beside_it(tokenizer
         ({"type": "object"}, '{"nam": 5}', "5"),
         ({"const": {"a": 1}}, '{"a":1}', '{"a":2}'),
         (references, '"b"', '"c"'),
+        ({"$id": "https://x.org/y", **references}, '"b"', '"c"'),
+        ({"properties": {"const": references["$defs"]["x"]}}, '{"const":"a"}', '{"const":"c"}'),
+        (
+            {"properties": {"const": {"$ref": "#/$defs/x"}}, "required": ["const"], "$defs": references["$defs"]},
+            '{"const":"a"}',
+            '{"const":"c"}',
+        ),
     ):
         other = as_lark(Guide("json", json.dumps(schema)))
         asked = replace(wanted(other=other), other_schema=schema)

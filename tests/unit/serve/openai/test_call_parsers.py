@@ -44,6 +44,13 @@ HERMES: list[tuple[str, list[Event]]] = [
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call("f", '{"a": 1}')),
     ('<tool_call>{"name": "f", "arguments": null}}</tool_call>', call("f")),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>more', [*call("f", '{"a": 1}'), Text("more")]),
+    ('<tool_call>{"name": "f", "arguments": {"a": [1}</tool_call> b', [*call("f", '{"a": [1}'), Text("b")]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1 < 2, <"b": "</tool_call>"',
+        call("f", '{"a": 1 < 2, <"b": "</tool_call>"'),
+    ),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1 </tool_', call("f", '{"a": 1 </tool_')),
+    ('<tool_call>{"arguments": {"a": 1 </tool_call>', [Text('<tool_call>{"arguments": {"a": 1 </tool_call>')]),
     ('<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>', [*call("f"), *call("g")]),
     (f'<tool_call>{{"{"n" * 600}": 1, "name": "f"}}', [Text(f'<tool_call>{{"{"n" * 600}": 1, "name": "f"}}')]),
     (f'<tool_call>{{"name": "{"n" * 600}"}}', [Text(f'<tool_call>{{"name": "{"n" * 600}"}}')]),
@@ -80,6 +87,8 @@ LISTS: list[tuple[str, list[Event]]] = [
         [*call("f", OBJECT), *call("g")],
     ),
     ("[1, 2]", [Text("[1, 2]")]),
+    ('[{"name": "Bob", "parameters": {}}]', [Text('[{"name": "Bob", "parameters": {}}]')]),
+    ('[{"name": "f", "age": 1}]', [Text('[{"name": "f", "age": 1}]')]),
     ("[]", [Text("[]")]),
     ("none", [Text("none")]),
 ]

@@ -256,6 +256,8 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type must be function", "tools"),
     ({"tools": [{"type": "function", "name": "f", "parameter": {}}]}, "did you mean 'parameters'", "tools"),
     ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name must be a text", "tools"),
+    ({"tools": False}, "tools must be a list of objects, not false", "tools"),
+    ({"metadata": 5}, "metadata must be an object, not 5", "metadata"),
     ({"tool_choice": "required"}, "there are no tools", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice must be none, auto", "tool_choice"),
     ({"max_output_tokens": 0}, "max_output_tokens must be at least 1", "max_output_tokens"),

@@ -371,6 +371,25 @@ def test_a_part_of_the_tools_may_be_allowed(server: ChatServer) -> None:
     bias = {str(1 + MARKS.index("<tool_call>")): 100.0}
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "logit_bias": bias}
     assert whole(ask(server, templates.HERMES, **asked))[2][0][0] == "clock"
+    choice["allowed_tools"]["tools"] = []
+    body = written('<tool_call>{"name": "clock"}</tool_call>')
+    told = ask(server, templates.HERMES, tools=TOOLS, tool_choice=choice, extra_body=body)
+    assert whole(told)[:3] == ('{"name": "clock"}', "", [])
+
+
+@pytest.mark.parametrize("name", ["my tool", "a[b]", 'a"b'])
+@pytest.mark.parametrize("family", ["HERMES", "MISTRAL_NEW", "HARMONY"])
+def test_names_that_calls_cannot_hold_are_refused(server: ChatServer, family: str, name: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}}]
+    asked: dict[str, Any] = {"tools": tools, "tool_choice": "required", "max_tokens": 200, "parallel_tool_calls": False}
+    if family == "HERMES":  # which quotes them
+        assert whole(ask(server, templates.HERMES, **asked))[2] == [(name, "{}")]
+        return
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[0\].function.name: this model's calls have names without"
+    ):
+        ask(server, getattr(templates, family), **asked)
+    assert ask(server, getattr(templates, family), **{**asked, "tool_choice": "none", "max_tokens": 2})
 
 
 def test_a_template_that_takes_one_call_an_answer_gets_no_more(server: ChatServer) -> None:

@@ -1,0 +1,63 @@
+"""How much work parsers have with texts that nearly are calls: in proportion to the text's length."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from launch.serve.openai.output.events import CallBegin, Text, joined
+from launch.serve.openai.output.json_values import ValueEnd
+from launch.serve.openai.output.machine import find_mark
+from launch.serve.openai.output.parsing import ChoiceParser, Parsing
+
+NEAR_CALLS = [
+    ("hermes", '<tool_call>{"a":['),
+    ("hermes", '<tool_call>{"arguments":{"a":'),
+    ("llama3_json", '<|python_tag|>{"a":['),
+    ("mistral", '[TOOL_CALLS][{"a":['),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{ "),
+]
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize(("tools", "part"), NEAR_CALLS)
+def test_calls_in_calls_that_do_not_end_are_looked_at_a_few_times(tools: str, part: str, size: int) -> None:
+    """Each mark begins a call that reaches to the end of the text, and is none."""
+    text = part * 1500
+    num_read, find = 0, ValueEnd.find
+
+    def counted(end: ValueEnd, looked_at: str, begin: int) -> tuple[int, bool]:
+        nonlocal num_read
+        place, is_over = find(end, looked_at, begin)
+        num_read += place - begin
+        return place, is_over
+
+    parser = ChoiceParser(Parsing(tools, names=("f",)))
+    with mock.patch.object(ValueEnd, "find", counted):
+        parts = range(0, len(text), size)
+        found = [event for begin in parts for event in parser.feed(text[begin : begin + size], False)]
+        found += parser.feed("", True)
+    told = joined(found)
+    assert [type(event) for event in told] == [Text]
+    assert "".join(told[0].text.split()) == "".join(text.split())  # type: ignore[union-attr]
+    assert num_read < 40 * len(text)
+
+
+@pytest.mark.parametrize("size", [1, 10, 1 << 20])
+def test_after_many_long_failures_all_is_text_wherever_it_is_cut(size: int) -> None:
+    failing = f'<tool_call>{{"a": "{"x" * 1100}", 5}} '
+    called = '<tool_call>{"name": "f"}</tool_call>'
+    for often, is_called in ((15, True), (16, False)):
+        text = failing * often + called
+        parser = ChoiceParser(Parsing("hermes"))
+        found = [
+            event for begin in range(0, len(text), size) for event in parser.feed(text[begin : begin + size], False)
+        ]
+        assert any(isinstance(event, CallBegin) for event in [*found, *parser.feed("", True)]) == is_called
+
+
+def test_the_first_mark_is_found() -> None:
+    assert find_mark("x <ab> <a>", ("<a>", "<ab>")) == (2, "<ab>")
+    assert find_mark("x <abc", ("<ab", "<abc")) == (2, "<abc")
+    assert find_mark("x <a", ("<ab>", "<c>")) == (2, "")
