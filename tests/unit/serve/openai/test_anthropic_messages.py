@@ -44,9 +44,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
         yield server
 
 
-def post(server: ChatServer, body: Any, template: str = templates.HERMES, path: str = "/v1/messages") -> httpx.Response:
+def post(
+    server: ChatServer, body: Any, template: str = templates.HERMES, path: str = "/v1/messages", **section: Any
+) -> httpx.Response:
     async def do() -> httpx.Response:
-        transport = httpx.ASGITransport(server.application(template))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(server.application(template, **section))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=HEADERS) as client:
             return await client.post(path, json=body, params={"beta": "true"})
 
@@ -375,6 +377,14 @@ def test_what_is_lost_on_its_way_is_told_in_the_last_event(server: ChatServer) -
     events = events_of(server, **asked, bad_words=["a"])
     assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "invalid_request_error"
     assert post(server, {**ASKED, **asked, "bad_words": ["a"]}).status_code == 400
+
+
+def test_silences_have_the_event_ping_where_the_server_says_so(server: ChatServer) -> None:
+    quiet, pinging = (
+        post(server, {**ASKED, "stream": True}, **section).text for section in ({}, {"ping_seconds": 1e-6})
+    )
+    ping = 'event: ping\ndata: {"type":"ping"}\n\n'
+    assert ping not in quiet and ping in pinging and ": ping\n\n" not in pinging.replace(ping, "")
 
 
 def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
