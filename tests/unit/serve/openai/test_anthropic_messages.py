@@ -19,7 +19,7 @@ from launch.serve.anthropic.conversations import read_conversation
 from launch.serve.anthropic.requests import read_message
 from launch.serve.door.refusals import Refusal
 from launch.serve.http.requests import Keys
-from launch.serve.openai.output.events import Arguments, CallBegin, joined
+from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
 
 pytestmark = pytest.mark.timeout(240)
 HEADERS = {"anthropic-version": "2023-06-01", "x-api-key": "-", "anthropic-beta": "claude-code-20250219"}
@@ -216,6 +216,30 @@ def test_thoughts_are_blocks_of_their_own(server: ChatServer) -> None:
     assert without_ids(put_together(events_of(server, templates.DEEPSEEK))) == without_ids(told)
     hidden = ask(server, templates.DEEPSEEK, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
     assert hidden["content"] == [] and hidden["usage"]["output_tokens"] == 12
+
+
+def test_events_tell_of_one_block_after_the_other() -> None:
+    blocks, ids = Blocks(lambda: next(ids)), iter("12")
+    found = [
+        Reasoning("so"), Reasoning("."), Text("a"), Text("b"), CallBegin("f"), Arguments('{"a"'), Arguments(": 1}"),
+        CallBegin("g"), Text("c"),
+    ]  # fmt: skip
+    usage = {"output_tokens": 0}
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {"content": [], "stop_reason": None, "usage": usage}},
+        *(event for part in found for event in blocks.take(part)),
+        *blocks.close(),
+        {"type": "message_delta", "delta": {}, "usage": {}},
+        {"type": "message_stop"},
+    ]
+    content = [
+        {"type": "thinking", "thinking": "so.", "signature": ""},
+        {"type": "text", "text": "ab"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+        {"type": "tool_use", "id": "2", "name": "g", "input": {}},
+        {"type": "text", "text": "c"},
+    ]
+    assert json.loads(msgspec.json.encode(blocks.blocks)) == content == put_together(events)["content"]
 
 
 def test_an_answer_goes_on_with_the_assistants_last_words(server: ChatServer) -> None:
