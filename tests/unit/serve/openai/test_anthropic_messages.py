@@ -258,6 +258,33 @@ def test_tokens_are_counted_as_they_are_read(server: ChatServer) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("tools[0].input_schema")
 
 
+def count(server: ChatServer, template: str, **fields: Any) -> int:
+    body = {"model": "chat", "messages": [USER], **fields}
+    number: int = post(server, body, template, "/v1/messages/count_tokens").json()["input_tokens"]
+    return number
+
+
+def test_templates_are_told_of_thinking_and_effort(server: ChatServer) -> None:
+    as_it_is = count(server, templates.QWEN3)
+    assert count(server, templates.QWEN3, thinking={"type": "disabled"}) > as_it_is
+    assert count(server, templates.QWEN3, thinking={"type": "enabled", "budget_tokens": 1024}) == as_it_is
+    effort = templates.PLAIN + "{{ reasoning_effort or '' }}"
+    for asked, told in (("low", "low"), ("max", "high")):
+        number = count(server, effort, output_config={"effort": asked})
+        assert number == count(server, templates.PLAIN + told)
+    assert count(server, templates.PLAIN, output_config={"effort": "low"}) == count(server, templates.PLAIN)
+
+
+def test_a_text_may_have_a_schema(server: ChatServer) -> None:
+    form = {"type": "json_schema", "schema": CITY}
+    texts = []
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        told = ask(server, max_tokens=100, **fields)
+        texts.append(told["content"][0]["text"])
+        assert told["stop_reason"] == "end_turn" and json.loads(texts[-1])["city"] in ("Paris", "Rome")
+    assert texts[0] == texts[1]
+
+
 def test_what_claude_code_sends_is_answered(server: ChatServer) -> None:
     """A turn of its, written down from it, without its texts."""
     cached = {"cache_control": {"type": "ephemeral"}}
