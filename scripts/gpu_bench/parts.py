@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench.children import run
-from gpu_bench.guided_parts import play_guided
 from gpu_bench.head_parts import play_eagle3_apart, play_heads, play_heads_beside_vllm
+from gpu_bench.kinds_parts import play_adapters, play_guided
 from gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
@@ -90,6 +90,9 @@ def _one_device(options: Options) -> Iterator[Part]:
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)
+    yield Part(
+        "adapters", "rows of 16 adapters beside rows of the base model, plain and speculative", 90, play_adapters
+    )
     about = "8B-shaped target with heads on its own device: Medusa's and EAGLE's"
     yield Part("heads", about, 200, partial(play_heads, placement=ONE))
     about = "Medusa's and EAGLE-3's heads beside vLLM"

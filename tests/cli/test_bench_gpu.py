@@ -142,18 +142,26 @@ def test_first_runs_are_shown_beside_later_ones(trtrun: Run, tmp_path: Path) -> 
         assert (row["captures"], row["compilations"]) == ("0", "0")
 
 
-def test_guided_rows_are_shown_beside_unguided_ones(trtrun: Run) -> None:
-    done = trtrun(*GPUS[1], "--parts", "guided", words=WORDS)
+@pytest.mark.parametrize(
+    ("part", "kind", "title"),
+    [
+        ("guided", "guided", "8B-shaped pair, a JSON schema each row"),
+        ("adapters", "adapted", "8B-shaped pair, 16 adapters of rank 16"),
+    ],
+)
+def test_rows_of_a_kind_are_shown_beside_free_ones(part: str, kind: str, title: str, trtrun: Run) -> None:
+    done = trtrun(*GPUS[1], "--parts", part, words=WORDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = rows_of(done.stdout, "8B-shaped pair, a JSON schema each row")
+    rows = rows_of(done.stdout, title)
     modes = ("plain", "speculative")
     assert [(row["rows"], row["mode"]) for row in rows] == [(rows, mode) for rows in ("1", "2") for mode in modes]
-    (part,) = summary_of(done)["parts"]
-    (job,) = part["jobs"]
+    (played,) = summary_of(done)["parts"]
+    (job,) = played["jobs"]
     for entry, (plain, speculative) in zip(job["report"]["results"], (rows[:2], rows[2:]), strict=True):
-        assert float(plain["ratio"]) == pytest.approx(entry["plain_guided_over_free"], abs=0.01)
-        assert float(speculative["÷ plain guided"]) == pytest.approx(entry["guided_speculative_over_plain"], abs=0.01)
-        assert entry["speculative_guided"]["mean_acceptance_length"] > 1
+        assert float(plain["ratio"]) == pytest.approx(entry[f"plain_{kind}_over_free"], abs=0.01)
+        assert float(speculative[f"÷ plain {kind}"]) == pytest.approx(entry[f"{kind}_speculative_over_plain"], abs=0.01)
+        assert entry[f"speculative_{kind}"]["mean_acceptance_length"] > 1
+        assert speculative["equal texts"] == f"{entry['rows']} of {entry['rows']}"
 
 
 def test_drafts_in_parallel_are_shown_beside_those_step_by_step(trtrun: Run) -> None:
