@@ -85,6 +85,21 @@ def test_responses_come_whole_and_in_events(client: openai.OpenAI) -> None:
     assert text == chat.choices[0].message.content
 
 
+def test_messages_are_chats_in_anthropics_words(server: Server, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "pair", "messages": MESSAGES, "temperature": 0, "max_tokens": 60}
+    chat = client.chat.completions.create(**asked)
+    message = server.post("/v1/messages", asked).json()
+    assert message["content"] == [{"type": "text", "text": chat.choices[0].message.content}]
+    events = server.post("/v1/messages", {**asked, "stream": True}).text.split("\n\n")
+    deltas = [json.loads(event.split("data: ")[1])["delta"] for event in events if "content_block_delta" in event]
+    assert "".join(delta["text"] for delta in deltas) == message["content"][0]["text"]
+    tool = {"name": "record", "input_schema": SCHEMA}
+    called = server.post("/v1/messages", {**asked, "tools": [tool], "tool_choice": {"type": "any"}}).json()
+    assert called["content"][0]["type"] == "tool_use" and called["usage"]["output_tokens"] > 0
+    counted = server.post("/v1/messages/count_tokens", {"messages": MESSAGES}).json()
+    assert chat.usage is not None and counted == {"input_tokens": chat.usage.prompt_tokens}
+
+
 def test_what_is_wrong_ends_no_server(server: Server) -> None:
     for body in ({"input": "x", "store": True}, {"input": [{"type": "x"}]}, {}):
         answer = server.post("/v1/responses", body)

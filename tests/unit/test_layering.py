@@ -45,6 +45,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "launch.serve": (
         frozenset({"application", "reader"}),
+        frozenset({"anthropic"}),
         frozenset({"kserve", "openai"}),
         frozenset({"front"}),
         frozenset({"metrics"}),

@@ -56,7 +56,7 @@ class ServerSection(Section):
         request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
             not say. Left out: true for the models of text, false for those of tokens.
-        ping_seconds: after so long without an event a stream has a comment, for proxies that end connections on which
+        ping_seconds: after so long without an event a stream has a ping, for proxies that end connections on which
             nothing moves. Left out: never.
         allowed_origins: of web pages whose scripts may ask in a browser, such as `https://chat.example`. `*` for all,
             which lets every page that is open on this host ask a server without keys.

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from launch.serve.anthropic import api as anthropic
 from launch.serve.application.status import metrics_route
 from launch.serve.door.limits import RETRY_SECONDS
 from launch.serve.door.refusals import Refusal, retry_headers
@@ -36,7 +37,7 @@ from launch.serve.http.connections import HEAD_SECONDS, Connections
 from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
 from launch.serve.http.tls import TlsPort
 from launch.serve.kserve import http_api as kserve
-from launch.serve.openai.api import answer_refusal
+from launch.serve.openai import api as openai
 from trtrun import __version__
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError
@@ -67,8 +68,8 @@ def make_application(front: Front, routes: Sequence[Route], allowed_origins: Seq
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        answer = kserve.answer_refusal if kserve.is_below(request) else answer_refusal
-        return _count(front, answer(error))
+        protocol = next((one for one in (kserve, anthropic) if one.is_below(request)), openai)
+        return _count(front, protocol.answer_refusal(error))
 
     async def refuse_http(request: Request, error: Exception) -> Response:
         """No such path, or no such method of it."""
@@ -262,6 +263,9 @@ def _hint(path: str, headers: Mapping[str, str], routes: Sequence[Route]) -> str
 def _plain_error(request: Request, message: str, error: HTTPException) -> JSONResponse:
     if kserve.is_below(request):
         return JSONResponse({"error": message}, status_code=error.status_code, headers=error.headers)
+    if anthropic.is_below(request):
+        told = anthropic.error_body(message, error.status_code)
+        return JSONResponse(told, status_code=error.status_code, headers=error.headers)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)

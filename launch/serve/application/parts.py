@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from starlette.routing import Route
 
+from launch.serve.anthropic.api import MessagesApi
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.door.limits import Door
 from launch.serve.engine.adapters import AdapterBook
@@ -125,8 +126,10 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     )
     kserve = KServeService(front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
+    chats = OpenAIApi(front, keys, bodies)
     routes = (
-        *OpenAIApi(front, keys, bodies).routes(),
+        *chats.routes(),
+        *MessagesApi(chats, front, keys, bodies).routes(),
         *TokenApi(front, keys, bodies).routes(),
         *AdapterApi(AdapterDesk.of(front, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),

@@ -20,6 +20,9 @@ from launch.serve.door.stretches import Rests
 JOINED_BYTES = 1 << 16
 """Of an answer that is sent as one: more than most have."""
 
+PING = b": ping\n\n"
+"""A comment, which breaks a silence and says nothing."""
+
 
 class _PartsResponse(Response):
     """An answer of several parts, whose length is told before."""
@@ -69,17 +72,23 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, close: Callable[[], None], events: AsyncGenerator[bytes, None], ping_seconds: float | None = None
+        self,
+        close: Callable[[], None],
+        events: AsyncGenerator[bytes, None],
+        ping_seconds: float | None = None,
+        ping: bytes = PING,
     ) -> None:
         """Answer with events.
 
         Args:
             close: gives up what has not ended of the request; called at the end, whatever that is.
             events: from `event`; several of them at once where there are.
-            ping_seconds: after so long without an event a comment is sent, for proxies that end connections on which
+            ping_seconds: after so long without an event a ping is sent, for proxies that end connections on which
                 nothing moves; None for never.
+            ping: what is sent then.
         """
         self._ping_seconds = ping_seconds
+        self._ping = ping
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -149,7 +158,7 @@ class EventStream(Response):
         """Break a silence, unless something was sent meanwhile or is about to be."""
         if self._last_sent <= since and not self._sending.locked():
             self._last_sent = asyncio.get_running_loop().time()
-            self._pinging = asyncio.create_task(self._send(send, b": ping\n\n"))
+            self._pinging = asyncio.create_task(self._send(send, self._ping))
         self._wait_for_silence(send, ping_seconds)
 
     def _end_pings(self) -> None:

@@ -140,9 +140,17 @@ class Keys:
         return len(self._digests) > 1
 
     def check(self, request: Request) -> None:
-        """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY`."""
-        if self._digests:
+        """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
+        clients send it, `x-api-key: KEY`."""
+        if not self._digests:
+            return
+        try:
             self.check_header(request.headers.get("authorization", ""))
+        except Refusal:
+            key = request.headers.get("x-api-key")
+            if key is None:
+                raise
+            self.check_header(f"Bearer {key}")
 
     def check_header(self, authorization: str) -> None:
         """The same for the value of that header; empty where it is missing."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from launch.serve.front.front import Usage
-from launch.serve.http.answers import event
+from launch.serve.http.answers import PING, event
 from launch.serve.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.echoes import EchoedPrompts, ScoredPrompts, tell_logprobs, tell_prompt_logprobs
@@ -47,6 +47,7 @@ class Answer(ABC):
     whole_name: str
     chunk_name: str
     last_words: tuple[bytes, ...] = (event(b"[DONE]"),)
+    ping = PING
     tells_offsets = False
     scores_beside = False
 

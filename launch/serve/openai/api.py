@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -89,11 +90,11 @@ class OpenAIApi:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answer(request, self._read_chat, ChatAnswer)
+        return await self.answer_aside(request, "chat", ChatAnswer)
 
     async def responses(self, request: Request) -> Response:
         """Answer a conversation, in OpenAI's newer words."""
-        return await self._answer(request, self._read_response, ResponseAnswer)
+        return await self.answer_aside(request, "response", ResponseAnswer)
 
     async def response(self, request: Request) -> Response:
         """None is kept."""
@@ -119,6 +120,11 @@ class OpenAIApi:
             raise Refusal(Kind.UNKNOWN_MODEL, f"this server has the model {known}{alone}", code="model_not_found")
         return JSONResponse(self._model())
 
+    async def answer_aside(self, request: Request, kind: str, answer: type[Answer]) -> Response:
+        """Answer a request of a kind that another process reads, however short it is: nobody knows how long a chat
+        template works. See `reading.messages.Task`."""
+        return await self._answer(request, partial(self._read_aside, kind), answer)
+
     async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
         if len(body) > READ_HERE:
             return await self._read_aside("completion", request, body, arrived)
@@ -126,13 +132,6 @@ class OpenAIApi:
         if not call.encoding.is_needed:
             return _Asked(call.prompts, call.answering)
         return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)
-
-    async def _read_chat(self, request: Request, body: bytes, arrived: float) -> _Asked:
-        # However short it is: nobody knows how long a template works.
-        return await self._read_aside("chat", request, body, arrived)
-
-    async def _read_response(self, request: Request, body: bytes, arrived: float) -> _Asked:
-        return await self._read_aside("response", request, body, arrived)
 
     async def _read_aside(self, kind: str, request: Request, body: bytes, arrived: float) -> _Asked:
         found = await unless_gone(request, self._front.read(kind, body, arrived))
@@ -182,7 +181,7 @@ class OpenAIApi:
             generation.close()
             counted.fail(Failure.CANCELED)  # unless it has ended
 
-        return EventStream(close, self._events(generation, answer, counted), self._front.ping_seconds)
+        return EventStream(close, self._events(generation, answer, counted), self._front.ping_seconds, answer.ping)
 
     async def _events(
         self, generation: Generation, answer: Answer, counted: ModelRequest

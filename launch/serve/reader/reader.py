@@ -19,7 +19,7 @@ import socket
 import sys
 import traceback
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from typing import Any
 import msgspec
 
 from launch.mpi.parent_death import end_with_parent
+from launch.serve.anthropic.counting import count_tokens
+from launch.serve.anthropic.requests import in_words_of_messages, read_message
 from launch.serve.door.limits import check_counts, check_text, distinct
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.http.json_bodies import parse_json
@@ -64,6 +66,12 @@ from trtrun.tokens.text import Tokenizer, hash_tokenizer_files, read_tokenizer
 
 Result = Read | Answered | Stops | Refused
 
+_TRANSLATED: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Refusal]]] = {
+    "response": (read_response, in_words_of_responses),
+    "message": (read_message, in_words_of_messages),
+}
+"""Who reads a request that becomes a chat, and who says what is wrong with the chat in its words."""
+
 
 class Reader:
     """Reads for one model."""
@@ -99,9 +107,9 @@ class Reader:
                 return self._read_completion(task, body)
             if task.kind == "chat":
                 return self._read_chat(task, read_chat(parse_json(body), *self._names(task)))
-            if task.kind == "response":
-                return self._read_response(task, body)
-            if task.kind in ("tokenize", "detokenize"):
+            if task.kind in _TRANSLATED:
+                return self._read_translated(task, body)
+            if task.kind in ("tokenize", "detokenize", "count"):
                 return self._answer_tokens(task, body)
             return self._read_tensors(task, body)
         except Refusal as refusal:
@@ -112,12 +120,14 @@ class Reader:
         prompts = self._makes_prompts.of_completion(call, task.most_tokens)
         return self._encode(task, prompts, [call.answering.sampling], _others(call.answering))
 
-    def _read_response(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-        call = read_response(parse_json(body), *self._names(task))
+    def _read_translated(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+        """A request that becomes a chat."""
+        read, in_its_words = _TRANSLATED[task.kind]
+        call = read(parse_json(body), *self._names(task))
         try:
             return self._read_chat(task, call)
         except Refusal as refusal:
-            raise in_words_of_responses(refusal) from None
+            raise in_its_words(refusal) from None
 
     def _read_chat(self, task: Task, call: ChatCall) -> tuple[Result, list[bytes]]:
         prompt, draft = self._makes_prompts.of_chat(call, task.most_tokens)
@@ -128,6 +138,8 @@ class Reader:
         values, names = parse_json(body), self._names(task)
         if task.kind == "tokenize":
             told = tokenize(values, names, self._tokenizer, self._makes_prompts, task.most_tokens)
+        elif task.kind == "count":
+            told = count_tokens(values, names, self._makes_prompts, task.most_tokens)
         else:
             told = detokenize(values, names, self._tokenizer, self._prompts)
         return Answered(num_inferences=1), [msgspec.json.encode(told)]

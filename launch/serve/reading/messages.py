@@ -63,8 +63,8 @@ class Task(_Message, frozen=True, tag="task"):
     """Read the request whose bytes follow.
 
     Attributes:
-        kind: of the request: `completion`, `chat`, `response`, `tokenize`, `detokenize`, `infer`, `generate`, or
-            `call` for a message of gRPC.
+        kind: of the request: `completion`, `chat`, `response`, `message`, `count` (tokens of a message), `tokenize`,
+            `detokenize`, `infer`, `generate`, or `call` for a message of gRPC.
         seconds: of processor time that it may take.
         most_tokens: of a prompt; longer ones are counted, and not sent.
         model: of KServe, by its name.

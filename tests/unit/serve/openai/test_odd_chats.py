@@ -1,4 +1,4 @@
-"""Chats with tools, and responses, in which something is wrong: each is read, or refused in one line."""
+"""Chats with tools, responses and messages, in which something is wrong: each is read, or refused in one line."""
 
 from __future__ import annotations
 
@@ -58,6 +58,36 @@ RESPONSE: dict[str, Any] = {
     "metadata": {"a": "b"},
 }
 
+MESSAGE: dict[str, Any] = {
+    "max_tokens": 5,
+    "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "so", "signature": ""},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "o"}]},
+                {"type": "text", "text": "y"},
+            ],
+        },
+    ],
+    "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}],
+    "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+    "stop_sequences": ["x"],
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+}
+OF_CHATS = ("tool_calls", "function", "response_format", "reasoning_effort", "continue_final_message", "parameters")
+"""Words that messages lack."""
+
 
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"}
@@ -90,7 +120,7 @@ def changed(body: Any, path: Path, value: Any) -> Any:
     return body
 
 
-@pytest.mark.parametrize(("kind", "body"), [("chat", CHAT), ("response", RESPONSE)])
+@pytest.mark.parametrize(("kind", "body"), [("chat", CHAT), ("response", RESPONSE), ("message", MESSAGE)])
 @pytest.mark.parametrize("choice", ["as it is", "auto"])
 def test_what_is_odd_is_read_or_refused_in_a_line(
     kind: str, body: dict[str, Any], choice: str, tmp_path_factory: pytest.TempPathFactory
@@ -110,7 +140,8 @@ def test_what_is_odd_is_read_or_refused_in_a_line(
         )
         for family, tools, reasoning in FORMS
     ]  # fmt: skip
-    body = body if choice == "as it is" else {**body, "tool_choice": choice}
+    auto = {"type": "auto"} if kind == "message" else "auto"
+    body = body if choice == "as it is" else {**body, "tool_choice": auto}
     draw, counts = random.Random(7), {Read: 0, Refused: 0}
     for path in paths(body):
         for value in draw.sample(ODD, 6):
@@ -121,4 +152,5 @@ def test_what_is_odd_is_read_or_refused_in_a_line(
             counts[type(result)] += 1
             if isinstance(result, Refused):
                 assert result.kind == "INVALID" and "\n" not in result.reason and len(result.reason) < 2000, path
+                assert kind != "message" or not any(word in result.reason for word in OF_CHATS), result.reason
     assert counts[Read] > 20 and counts[Refused] > 100

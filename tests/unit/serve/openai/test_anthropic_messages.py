@@ -1,0 +1,451 @@
+"""/v1/messages and its count_tokens as Anthropic's client asks them, on a made-up checkpoint: bodies and headers as it
+sends them, events put together as it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import templates
+from chat_server import MARKS, ChatServer, make_chat_server
+from starlette.requests import Request
+
+from launch.serve.anthropic.blocks import Blocks
+from launch.serve.anthropic.conversations import read_conversation
+from launch.serve.anthropic.requests import read_message
+from launch.serve.door.refusals import Refusal
+from launch.serve.http.requests import Keys
+from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
+
+pytestmark = pytest.mark.timeout(240)
+HEADERS = {"anthropic-version": "2023-06-01", "x-api-key": "-", "anthropic-beta": "claude-code-20250219"}
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+ASKED: dict[str, Any] = {"model": "chat", "max_tokens": 12, "messages": [USER], "temperature": 1.0, "seed": 3}
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+CITY = {
+    **COMPACT,
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": CITY}
+CLOSE_THOUGHTS = {str(1 + MARKS.index("<think>")): 20.0, str(1 + MARKS.index("</think>")): 100.0}
+FORCED: dict[str, Any] = {"tools": [TOOL], "max_tokens": 200, "logit_bias": CLOSE_THOUGHTS}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
+    with make_chat_server(tmp_path_factory.mktemp("messages")).running() as server:
+        yield server
+
+
+def post(
+    server: ChatServer, body: Any, template: str = templates.HERMES, path: str = "/v1/messages", **section: Any
+) -> httpx.Response:
+    async def do() -> httpx.Response:
+        transport = httpx.ASGITransport(server.application(template, **section))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=HEADERS) as client:
+            return await client.post(path, json=body, params={"beta": "true"})
+
+    return server.run(do())
+
+
+def ask(server: ChatServer, template: str = templates.HERMES, **fields: Any) -> dict[str, Any]:
+    answer = post(server, {**ASKED, **fields}, template)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def chat(server: ChatServer, messages: list[Any], template: str = templates.HERMES, **fields: Any) -> Any:
+    asked = {"temperature": 1.0, "max_tokens": 12, "seed": 3, **fields}
+    return server.ask(template, lambda client: client.chat.completions.create(model="chat", messages=messages, **asked))
+
+
+def events_of(server: ChatServer, template: str = templates.HERMES, **fields: Any) -> list[dict[str, Any]]:
+    answer = post(server, {**ASKED, **fields, "stream": True}, template)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    events = []
+    for written in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = written.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that events tell of, in order."""
+    assert events[0]["type"] == "message_start" and [event["type"] for event in events[-2:]] == [
+        "message_delta",
+        "message_stop",
+    ]
+    message: dict[str, Any] = events[0]["message"]
+    assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["output_tokens"] == 0
+    content, num_whole, written = message["content"], 0, ""
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(content) == num_whole
+            content.append(event["content_block"])
+            written = ""
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == num_whole == len(content) - 1
+            block, delta = content[-1], event["delta"]
+            if delta["type"] == "input_json_delta":
+                assert block["type"] == "tool_use" and block["input"] == {}
+                written += delta["partial_json"]
+            else:
+                assert delta["type"] == f"{block['type']}_delta"
+                block[block["type"]] += delta[block["type"]]
+        else:
+            assert event["type"] == "content_block_stop" and event["index"] == num_whole
+            num_whole += 1
+            if written:
+                content[-1]["input"] = json.loads(written)
+    assert num_whole == len(content)
+    last = events[-2]
+    message |= last["delta"]
+    message["usage"] |= last["usage"]
+    return message
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what is drawn for each answer, or depends on what the cache holds."""
+    usage = message["usage"]
+    usage["input_tokens"] += usage["cache_read_input_tokens"]
+    usage["cache_read_input_tokens"] = 0
+    content = [{key: item for key, item in block.items() if key != "id"} for block in message["content"]]
+    return {**message, "id": "", "content": content}
+
+
+def test_a_text_is_answered_as_a_chat_is(server: ChatServer) -> None:
+    told = ask(server, metadata={"user_id": "me"}, service_tier="auto", thinking={"type": "adaptive"})
+    found = chat(server, [USER])
+    (choice,) = found.choices
+    assert told["content"] == [{"type": "text", "text": choice.message.content}]
+    assert (told["type"], told["role"], told["model"], told["id"][:4]) == ("message", "assistant", "chat", "msg_")
+    assert (told["stop_reason"], told["stop_sequence"]) == ("max_tokens", None)
+    usage = told["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == found.usage.prompt_tokens
+    assert usage["output_tokens"] == 12 and usage["input_tokens"] > 0
+    plain = ask(server, draft_len=0)
+    assert without_ids(plain) == without_ids(told)
+    events = events_of(server)
+    assert len([event for event in events if event["type"] == "content_block_delta"]) > 1
+    assert without_ids(put_together(events)) == without_ids(told)
+
+
+def test_a_system_prompt_is_the_first_message(server: ChatServer) -> None:
+    bill = {"type": "text", "text": "x-anthropic-billing-header: cch=1"}
+    brief = {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}
+    whole = chat(server, [{"role": "system", "content": "be brief"}, USER])
+    for system in ("be brief", [bill, brief]):
+        told = ask(server, system=system)
+        assert told["content"][0]["text"] == whole.choices[0].message.content
+
+
+def test_what_a_stop_sequence_ends_says_which(server: ChatServer) -> None:
+    text = ask(server, max_tokens=40)["content"][0]["text"]
+    stop = text[10:13]
+    before = text[: text.index(stop)]
+    asked = {"max_tokens": 40, "stop_sequences": ["never in it", stop[1:], stop]}
+    told = ask(server, **asked)
+    assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", stop)
+    assert told["content"] == [{"type": "text", "text": before}]
+    assert without_ids(put_together(events_of(server, **asked))) == without_ids(told)
+
+
+@pytest.mark.parametrize("template", [templates.QWEN3, templates.LLAMA, templates.MISTRAL])
+@pytest.mark.parametrize(
+    "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}]
+)
+def test_a_tool_is_called_and_its_result_goes_back(server: ChatServer, template: str, choice: Any) -> None:
+    asked = {**FORCED, "tool_choice": choice}
+    told = ask(server, template, **asked)
+    call = told["content"][-1]
+    assert (call["type"], call["name"], told["stop_reason"]) == ("tool_use", "weather", "tool_use")
+    assert call["input"]["city"] in ("Paris", "Rome")
+    assert len(call["id"]) == 9 if template == templates.MISTRAL else call["id"].startswith("toolu_")
+    assert without_ids(put_together(events_of(server, template, **asked))) == without_ids(told)
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sunny"}]}
+    behind = [USER, {"role": "assistant", "content": told["content"]}, {"role": "user", "content": [result]}]
+    last = ask(server, template, messages=behind, tools=[TOOL])
+    function = {"name": "weather", "arguments": json.dumps(call["input"])}
+    chatted = [
+        USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": call["id"], "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"},
+    ]
+    shown = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
+    found = chat(server, chatted, template, tools=[shown])
+    usage = last["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == found.usage.prompt_tokens
+
+
+def test_arguments_that_are_no_object_are_told_as_text(server: ChatServer) -> None:
+    asked: dict[str, Any] = {**FORCED, "tool_choice": {"type": "any"}, "stop_sequences": ['":"']}
+    told = ask(server, **asked)
+    assert (told["stop_reason"], told["content"][-1]["input"]) == ("stop_sequence", {"INVALID_JSON": '{"city'})
+    for written, found in (
+        ("", {}),
+        ('{"a": 1e400}', {"a": float("inf")}),
+        ('{"a": 1.10}', {"a": 1.1}),
+        ("[1]", {"INVALID_JSON": "[1]"}),
+        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+    ):
+        blocks = Blocks(lambda: "1")
+        for event in joined([CallBegin("f"), Arguments(written)]):
+            blocks.take(event)
+        blocks.close()
+        assert json.loads(msgspec.json.encode(blocks.blocks))[0]["input"] == found
+
+
+def test_thoughts_are_blocks_of_their_own(server: ChatServer) -> None:
+    told = ask(server, templates.DEEPSEEK, thinking={"type": "enabled", "budget_tokens": 1024})
+    (block,) = told["content"]
+    assert block["type"] == "thinking" and block["thinking"] and block["signature"] == ""
+    assert without_ids(put_together(events_of(server, templates.DEEPSEEK))) == without_ids(told)
+    hidden = ask(server, templates.DEEPSEEK, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
+    assert hidden["content"] == [] and hidden["usage"]["output_tokens"] == 12
+
+
+def test_events_tell_of_one_block_after_the_other() -> None:
+    blocks, ids = Blocks(lambda: next(ids)), iter("12")
+    found = [
+        Reasoning("so"), Reasoning("."), Text("a"), Text("b"), CallBegin("f"), Arguments('{"a"'), Arguments(": 1}"),
+        CallBegin("g"), Text("c"),
+    ]  # fmt: skip
+    usage = {"output_tokens": 0}
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {"content": [], "stop_reason": None, "usage": usage}},
+        *(event for part in found for event in blocks.take(part)),
+        *blocks.close(),
+        {"type": "message_delta", "delta": {}, "usage": {}},
+        {"type": "message_stop"},
+    ]
+    content = [
+        {"type": "thinking", "thinking": "so.", "signature": ""},
+        {"type": "text", "text": "ab"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+        {"type": "tool_use", "id": "2", "name": "g", "input": {}},
+        {"type": "text", "text": "c"},
+    ]
+    assert json.loads(msgspec.json.encode(blocks.blocks)) == content == put_together(events)["content"]
+
+
+def test_an_answer_goes_on_with_the_assistants_last_words(server: ChatServer) -> None:
+    begun = [USER, {"role": "assistant", "content": "So "}]
+    found = chat(server, begun, extra_body={"continue_final_message": True, "add_generation_prompt": False})
+    told = ask(server, messages=begun)
+    assert told["content"][0]["text"] == found.choices[0].message.content
+
+
+def test_tokens_are_counted_as_they_are_read(server: ChatServer) -> None:
+    body = {"model": "chat", "messages": [USER], "system": "be brief", "tools": [TOOL], "tool_choice": {"type": "auto"}}
+    counted = post(server, body, path="/v1/messages/count_tokens")
+    usage = ask(server, **body)["usage"]
+    assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    refused = post(server, {**body, "tools": [{}]}, path="/v1/messages/count_tokens")
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("tools[0].input_schema")
+
+
+def count(server: ChatServer, template: str, **fields: Any) -> int:
+    body = {"model": "chat", "messages": [USER], **fields}
+    number: int = post(server, body, template, "/v1/messages/count_tokens").json()["input_tokens"]
+    return number
+
+
+def test_templates_are_told_of_thinking_and_effort(server: ChatServer) -> None:
+    as_it_is = count(server, templates.QWEN3)
+    assert count(server, templates.QWEN3, thinking={"type": "disabled"}) > as_it_is
+    assert count(server, templates.QWEN3, thinking={"type": "enabled", "budget_tokens": 1024}) == as_it_is
+    effort = templates.PLAIN + "{{ reasoning_effort or '' }}"
+    for asked, told in (("low", "low"), ("max", "high")):
+        number = count(server, effort, output_config={"effort": asked})
+        assert number == count(server, templates.PLAIN + told)
+    assert count(server, templates.PLAIN, output_config={"effort": "low"}) == count(server, templates.PLAIN)
+
+
+def test_a_text_may_have_a_schema(server: ChatServer) -> None:
+    form = {"type": "json_schema", "schema": CITY}
+    texts = []
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        told = ask(server, max_tokens=100, **fields)
+        texts.append(told["content"][0]["text"])
+        assert told["stop_reason"] == "end_turn" and json.loads(texts[-1])["city"] in ("Paris", "Rome")
+    assert texts[0] == texts[1]
+
+
+def test_what_claude_code_sends_is_answered(server: ChatServer) -> None:
+    """A turn of its, written down from it, without its texts."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "chat",
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "<system-reminder>"}, {"type": "text", "text": "hi", **cached}],
+            }
+        ],
+        "system": [{"type": "text", "text": "You are Claude Code", **cached}],
+        "tools": [{**TOOL, "eager_input_streaming": True}, {**TOOL, "name": "Bash", **cached}],
+        "metadata": {"user_id": "user_1"},
+        "max_tokens": 32000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "medium"},
+        "stream": True,
+    }
+    events = events_of(server, **{**body, "max_tokens": 8})
+    assert put_together(events)["stop_reason"] in ("max_tokens", "end_turn")
+    with pytest.raises(Refusal):
+        read_message({**body, "max_tokens": "x"}, "chat")
+    assert read_message(body, "chat").answering.sampling.max_tokens == 32000
+
+
+def test_turns_become_the_messages_of_a_chat() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}, "caller": {"type": "direct"}}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "ctx", "content": "c"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "why", "signature": "x"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "I look.", "citations": None},
+            call,
+            {**call, "id": "2"},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": "x", "is_error": True},
+            {"type": "tool_result", "tool_use_id": "2"},
+            {"type": "text", "text": "go on"},
+        ]},
+        {"role": "system", "content": "be brief"},
+        {"role": "assistant", "content": "So"},
+        {"role": "assistant", "content": [{"type": "text", "text": " it"}, {"type": "text", "text": " is"}]},
+    ]  # fmt: skip
+
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    called = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert read_conversation(None, turns) == (
+        [
+            {"role": "user", "content": parts("a", "b", "c")},
+            {
+                "role": "assistant",
+                "content": "I look.",
+                "reasoning_content": "why",
+                "tool_calls": [{"id": "1", **called}, {"id": "2", **called}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": parts("x")},
+            {"role": "tool", "tool_call_id": "2", "content": []},
+            {"role": "user", "content": parts("go on")},
+            {"role": "system", "content": parts("be brief")},
+            {"role": "assistant", "content": "So it is"},
+        ],
+        True,
+    )
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages is missing"),
+    ({"max_tokens": None}, "max_tokens is missing"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"messages": []}, "messages must be a list with one message"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be user, assistant or system"),
+    ({"messages": [{"role": "user", "contents": "x"}]}, "did you mean 'content'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "this model reads text alone"),
+    ({"messages": [{"role": "user", "content": [{"type": "txt"}]}]}, "is not read here (did you mean 'text'?)"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
+        "cannot stand here: give text or tool_result",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "txt": ""}]}]}, "did you mean 'text'"),
+    (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+            ]
+        },
+        "the last one calls a tool: give its tool_result",
+    ),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": []}]}]}, "input must be an object"),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "is not run here"),
+    ({"tools": [{"name": "f", "input_shema": {}}]}, "did you mean 'input_schema'"),
+    ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name must be a text"),
+    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not supported here"),
+    ({"tools": [{**TOOL, "strict": True, "input_schema": {"type": "?"}}]}, "tools[0].input_schema: "),
+    ({"tool_choice": {"type": "any"}}, "there are no tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "wether"}}, "did you mean 'weather'"),
+    ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice must be {"),
+    ({"stop_sequences": "x"}, "stop_sequences must be a list of texts"),
+    ({"stop_sequences": ["x"] * 2000}, "stop_sequences "),
+    ({"thinking": {"type": "on"}}, "thinking must be {"),
+    ({"output_config": {"efort": "low"}}, "did you mean 'effort'"),
+    ({"output_config": {"effort": "least"}}, "output_config.effort must be one of"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "?"}}}}, "output_config.format"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),
+    ({"container": "c"}, "container is not supported here"),
+    ({"max_token": 5}, "did you mean 'max_tokens'"),
+    ({"top_p": 2}, "top_p must be"),
+    ({"messages": [{"role": "user", "content": "x" * 20000}]}, "prompt is too long: "),
+]
+
+
+@pytest.mark.parametrize(("fields", "line"), BAD)
+def test_what_is_wrong_is_said_in_a_line(server: ChatServer, fields: dict[str, Any], line: str) -> None:
+    refused = post(server, {**ASKED, **fields})
+    assert refused.status_code == 400, refused.text
+    told = refused.json()
+    assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+    assert line in told["error"]["message"] and "\n" not in told["error"]["message"]
+
+
+def test_errors_have_anthropics_shape(server: ChatServer) -> None:
+    unknown = post(server, {**ASKED, "model": "claude-sonnet-4-5"})
+    nowhere = post(server, {}, path="/v1/messages/batches")
+    for answer in (unknown, nowhere):
+        assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+    assert 'this server has "chat"' in unknown.json()["error"]["message"]
+
+
+def test_what_is_lost_on_its_way_is_told_in_the_last_event(server: ChatServer) -> None:
+    """The schema leaves one text alone, and bad_words forbid that."""
+    asked: dict[str, Any] = {"output_config": {"format": {"type": "json_schema", "schema": {**COMPACT, "const": "a"}}}}
+    events = events_of(server, **asked, bad_words=["a"])
+    assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "invalid_request_error"
+    assert post(server, {**ASKED, **asked, "bad_words": ["a"]}).status_code == 400
+
+
+def test_silences_have_the_event_ping_where_the_server_says_so(server: ChatServer) -> None:
+    quiet, pinging = (
+        post(server, {**ASKED, "stream": True}, **section).text for section in ({}, {"ping_seconds": 1e-6})
+    )
+    ping = 'event: ping\ndata: {"type":"ping"}\n\n'
+    assert ping not in quiet and ping in pinging and ": ping\n\n" not in pinging.replace(ping, "")
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    def check(**headers: str) -> None:
+        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        Keys(["secret"]).check(Request({"type": "http", "headers": raw}))
+
+    check(x_api_key="secret")
+    check(authorization="Bearer secret", x_api_key="-")
+    check(authorization="Bearer -", x_api_key="secret")
+    for wrong in ({}, {"x_api_key": "-"}, {"x_api_key": ""}, {"authorization": "Bearer -"}):
+        with pytest.raises(Refusal, match="wants an API key"):
+            check(**wrong)
