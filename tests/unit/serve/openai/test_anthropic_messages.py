@@ -8,18 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import templates
 from chat_server import MARKS, ChatServer, make_chat_server
-from starlette.requests import Request
+from message_events import put_together
 
-from launch.serve.anthropic.blocks import Blocks
-from launch.serve.anthropic.conversations import read_conversation
 from launch.serve.anthropic.requests import read_message
 from launch.serve.door.refusals import Refusal
-from launch.serve.http.requests import Keys
-from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
 
 pytestmark = pytest.mark.timeout(240)
 HEADERS = {"anthropic-version": "2023-06-01", "x-api-key": "-", "anthropic-beta": "claude-code-20250219"}
@@ -77,41 +72,6 @@ def events_of(server: ChatServer, template: str = templates.HERMES, **fields: An
         assert name == f"event: {event['type']}"
         events.append(event)
     return events
-
-
-def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that events tell of, in order."""
-    assert events[0]["type"] == "message_start" and [event["type"] for event in events[-2:]] == [
-        "message_delta",
-        "message_stop",
-    ]
-    message: dict[str, Any] = events[0]["message"]
-    assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["output_tokens"] == 0
-    content, num_whole, written = message["content"], 0, ""
-    for event in events[1:-2]:
-        if event["type"] == "content_block_start":
-            assert event["index"] == len(content) == num_whole
-            content.append(event["content_block"])
-            written = ""
-        elif event["type"] == "content_block_delta":
-            assert event["index"] == num_whole == len(content) - 1
-            block, delta = content[-1], event["delta"]
-            if delta["type"] == "input_json_delta":
-                assert block["type"] == "tool_use" and block["input"] == {}
-                written += delta["partial_json"]
-            else:
-                assert delta["type"] == f"{block['type']}_delta"
-                block[block["type"]] += delta[block["type"]]
-        else:
-            assert event["type"] == "content_block_stop" and event["index"] == num_whole
-            num_whole += 1
-            if written:
-                content[-1]["input"] = json.loads(written)
-    assert num_whole == len(content)
-    last = events[-2]
-    message |= last["delta"]
-    message["usage"] |= last["usage"]
-    return message
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
@@ -195,18 +155,6 @@ def test_arguments_that_are_no_object_are_told_as_text(server: ChatServer) -> No
     asked: dict[str, Any] = {**FORCED, "tool_choice": {"type": "any"}, "stop_sequences": ['":"']}
     told = ask(server, **asked)
     assert (told["stop_reason"], told["content"][-1]["input"]) == ("stop_sequence", {"INVALID_JSON": '{"city'})
-    for written, found in (
-        ("", {}),
-        ('{"a": 1e400}', {"a": float("inf")}),
-        ('{"a": 1.10}', {"a": 1.1}),
-        ("[1]", {"INVALID_JSON": "[1]"}),
-        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
-    ):
-        blocks = Blocks(lambda: "1")
-        for event in joined([CallBegin("f"), Arguments(written)]):
-            blocks.take(event)
-        blocks.close()
-        assert json.loads(msgspec.json.encode(blocks.blocks))[0]["input"] == found
 
 
 def test_thoughts_are_blocks_of_their_own(server: ChatServer) -> None:
@@ -216,30 +164,6 @@ def test_thoughts_are_blocks_of_their_own(server: ChatServer) -> None:
     assert without_ids(put_together(events_of(server, templates.DEEPSEEK))) == without_ids(told)
     hidden = ask(server, templates.DEEPSEEK, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
     assert hidden["content"] == [] and hidden["usage"]["output_tokens"] == 12
-
-
-def test_events_tell_of_one_block_after_the_other() -> None:
-    blocks, ids = Blocks(lambda: next(ids)), iter("12")
-    found = [
-        Reasoning("so"), Reasoning("."), Text("a"), Text("b"), CallBegin("f"), Arguments('{"a"'), Arguments(": 1}"),
-        CallBegin("g"), Text("c"),
-    ]  # fmt: skip
-    usage = {"output_tokens": 0}
-    events: list[dict[str, Any]] = [
-        {"type": "message_start", "message": {"content": [], "stop_reason": None, "usage": usage}},
-        *(event for part in found for event in blocks.take(part)),
-        *blocks.close(),
-        {"type": "message_delta", "delta": {}, "usage": {}},
-        {"type": "message_stop"},
-    ]
-    content = [
-        {"type": "thinking", "thinking": "so.", "signature": ""},
-        {"type": "text", "text": "ab"},
-        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
-        {"type": "tool_use", "id": "2", "name": "g", "input": {}},
-        {"type": "text", "text": "c"},
-    ]
-    assert json.loads(msgspec.json.encode(blocks.blocks)) == content == put_together(events)["content"]
 
 
 def test_an_answer_goes_on_with_the_assistants_last_words(server: ChatServer) -> None:
@@ -310,51 +234,6 @@ def test_what_claude_code_sends_is_answered(server: ChatServer) -> None:
     with pytest.raises(Refusal):
         read_message({**body, "max_tokens": "x"}, "chat")
     assert read_message(body, "chat").answering.sampling.max_tokens == 32000
-
-
-def test_turns_become_the_messages_of_a_chat() -> None:
-    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}, "caller": {"type": "direct"}}
-    turns = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "ctx", "content": "c"},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "why", "signature": "x"},
-            {"type": "redacted_thinking", "data": "x"},
-            {"type": "text", "text": "I look.", "citations": None},
-            call,
-            {**call, "id": "2"},
-        ]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "1", "content": "x", "is_error": True},
-            {"type": "tool_result", "tool_use_id": "2"},
-            {"type": "text", "text": "go on"},
-        ]},
-        {"role": "system", "content": "be brief"},
-        {"role": "assistant", "content": "So"},
-        {"role": "assistant", "content": [{"type": "text", "text": " it"}, {"type": "text", "text": " is"}]},
-    ]  # fmt: skip
-
-    def parts(*texts: str) -> list[dict[str, str]]:
-        return [{"type": "text", "text": text} for text in texts]
-
-    called = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    assert read_conversation(None, turns) == (
-        [
-            {"role": "user", "content": parts("a", "b", "c")},
-            {
-                "role": "assistant",
-                "content": "I look.",
-                "reasoning_content": "why",
-                "tool_calls": [{"id": "1", **called}, {"id": "2", **called}],
-            },
-            {"role": "tool", "tool_call_id": "1", "content": parts("x")},
-            {"role": "tool", "tool_call_id": "2", "content": []},
-            {"role": "user", "content": parts("go on")},
-            {"role": "system", "content": parts("be brief")},
-            {"role": "assistant", "content": "So it is"},
-        ],
-        True,
-    )
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -436,16 +315,3 @@ def test_silences_have_the_event_ping_where_the_server_says_so(server: ChatServe
     )
     ping = 'event: ping\ndata: {"type":"ping"}\n\n'
     assert ping not in quiet and ping in pinging and ": ping\n\n" not in pinging.replace(ping, "")
-
-
-def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
-    def check(**headers: str) -> None:
-        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        Keys(["secret"]).check(Request({"type": "http", "headers": raw}))
-
-    check(x_api_key="secret")
-    check(authorization="Bearer secret", x_api_key="-")
-    check(authorization="Bearer -", x_api_key="secret")
-    for wrong in ({}, {"x_api_key": "-"}, {"x_api_key": ""}, {"authorization": "Bearer -"}):
-        with pytest.raises(Refusal, match="wants an API key"):
-            check(**wrong)
