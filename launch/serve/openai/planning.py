@@ -146,8 +146,10 @@ class AnswerPlanner:
             if own is not None:
                 with refusing():
                     self._prompts.check(replace(sampling, guided=own))
-            line = str(error).removeprefix("guided: ")
-            raise Refusal(Kind.INVALID, f"tools: what guides the answer cannot be followed: {line}", "tools") from None
+            line = f"what guides the answer cannot be followed: {str(error).removeprefix('guided: ')}"
+            if len(tools) > 1:  # each of which can be followed alone
+                line = f"{line}; give fewer than {len(tools)} tools"
+            raise Refusal(Kind.INVALID, f"tools: {line}", "tools") from None
 
     def _check_tool(self, tool: Tool) -> None:
         schema: Mapping[str, Any] = {"json": without_notes(tool.parameters)}

@@ -344,6 +344,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "the JSON schema cannot be followed at /properties/a: Invalid type: x",
         "guided",
     ),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": f"f{number}"}} for number in range(200)],
+            "tool_choice": "required",
+        },
+        "500 are the most; give fewer than 200 tools",
+        "tools",
+    ),
     ({"functions": [{"name": "f"}]}, "functions is not supported here: give tools", "functions"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call": "1"}]}, "did you mean 'tool_call_id'", "messages"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "is unknown", "messages"),
