@@ -80,9 +80,19 @@ class ChatTemplate:
         told = [_with_thoughts(message) for message in messages]
         if continue_final_message:
             told[-1]["content"] += _MARK
-        given = {**self.tokens, **(values or {}), "messages": told, "tools": tools, "documents": documents}
+        given = {**self.tokens, **(values or {}), "tools": tools, "documents": documents}
+        given["add_generation_prompt"] = add_generation_prompt
         template = self._tool_template if tools and self._tool_template is not None else self._template
-        text = self._render(template, {**given, "add_generation_prompt": add_generation_prompt})
+        try:
+            text = self._render(template, {**given, "messages": told})
+        except InvalidRequestError as error:
+            others = _with_arguments_as_texts(told)
+            if others is None:
+                raise
+            try:  # some templates, as DeepSeek's own, put arguments together with other texts
+                text = self._render(template, {**given, "messages": others})
+            except InvalidRequestError:
+                raise error from None
         return _cut_at_mark(text, messages[-1]["content"]) if continue_final_message else text
 
     def _render(self, template: Template, values: Mapping[str, Any]) -> str:
@@ -112,6 +122,21 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with what the assistant thought under the names that templates look at, as transformers has it."""
     thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
     return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _with_arguments_as_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages whose calls have their arguments as texts of JSON; None where all have, or there are no calls."""
+    told, has_objects = [], False
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                has_objects = True
+                function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+            calls.append({**call, "function": function})
+        told.append({**message, "tool_calls": calls} if calls else dict(message))
+    return told if has_objects else None
 
 
 def _cut_at_mark(text: str, final: str) -> str:

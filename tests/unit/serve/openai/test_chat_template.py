@@ -211,6 +211,23 @@ def test_tools_and_calls_are_what_they_are_to_transformers(tmp_path: Path) -> No
         assert template_of(tmp_path, TOOL_USE).render(CALLS, add_generation_prompt=False, tools=tools) == theirs
 
 
+def test_templates_that_take_arguments_as_texts_get_these(tmp_path: Path) -> None:
+    """As DeepSeek's do; what is wrong with others is said of what they were given first."""
+    source = (
+        "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}%s{% endfor %}"
+    )
+    with_calls = source + "{% endfor %}"
+    as_text = with_calls.replace("%s", "{{ '```' + call.function.arguments + '```' }}")
+    assert template_of(tmp_path, as_text).render(CALLS) == 'x```{"a": "é", "b": [1]}```y'
+    assert CALLS[1]["tool_calls"][0]["function"]["arguments"] == {"a": "é", "b": [1]}  # type: ignore[index]
+    broken = with_calls.replace("%s", "{{ call.function.arguments.a + call.function.arguments.b + 1 }}")
+    with pytest.raises(InvalidRequestError, match=r'can only concatenate str .not "list"'):
+        template_of(tmp_path, broken).render(CALLS)
+    refusing = with_calls.replace("%s", "{{ raise_exception('no calls') }}")
+    with pytest.raises(InvalidRequestError, match="refuses them: 'no calls'"):
+        template_of(tmp_path, refusing).render(CALLS)
+
+
 def test_chats_with_tools_have_the_template_for_them(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     template = template_of(tmp_path, named)
