@@ -112,6 +112,11 @@ def main() -> int:
             if (number + 1) % 20 == 0:
                 print(f"asked {number + 1} times: {dict(counts)}", file=sys.stderr)
     print(json.dumps({**counts, "schemas": len(schemas), "seconds": round(time.perf_counter() - started, 1)}))
+    return status_of(counts)
+
+
+def status_of(counts: Counter[str]) -> int:
+    """The exit status: 1 where something must not be."""
     return 1 if counts["invalid"] or counts["unequal"] or counts["failed"] else 0
 
 

@@ -86,27 +86,11 @@ class HereReading(Readers):
         tasks: so far.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(self, facts: Facts, tokenizer: Any) -> None:
         self.tasks: list[Task] = []
-        facts = Facts(
-            tokenizer=None, template=template, template_tokens={}, model_name="m", vocab_size=4096, eos_token_ids=(0,),
-            draft_len=4, excludes_prompt=None, max_batch_size=8,
-        )  # fmt: skip
         self._reader = Reader(facts, tokenizer)
 
-    async def read(
-        self,
-        kind: str,
-        body: bytes,
-        most_tokens: int,
-        model: str = "",
-        json_length: int = 0,
-        adapters: Sequence[str] = (),
-    ) -> Found:
-        task = Task(
-            kind=kind, seconds=1.0, most_tokens=most_tokens, model=model, json_length=json_length,
-            adapters=tuple(adapters),
-        )  # fmt: skip
+    async def _read(self, task: Task, body: bytes) -> Found:
         self.tasks.append(task)
         result, blocks = self._reader.read(task, body)
         reply = unpack(pack(Reply(result=result))[HEAD_BYTES:], Reply)  # as it travels
@@ -116,7 +100,11 @@ class HereReading(Readers):
 def make_front(tokenizer: Any, engine: Any, template: str | None = None) -> Front:
     """A front of the model m, whose requests have 60 s; chats have a template, or none."""
     prompts = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
-    door, reading = Door(8, 2048, 16, is_open=True), HereReading(tokenizer, template)
+    facts = Facts(
+        tokenizer=None, template=template, template_tokens={}, model_name="m", vocab_size=4096, eos_token_ids=(0,),
+        draft_len=4, excludes_prompt=None, max_batch_size=8,
+    )  # fmt: skip
+    door, reading = Door(8, 2048, 16, is_open=True), HereReading(facts, tokenizer)
     return Front("m", prompts, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0, reading)
 
 

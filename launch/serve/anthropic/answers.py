@@ -5,7 +5,7 @@ It knows pieces and the API's names. It does not know how answers travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,7 +18,6 @@ from launch.serve.openai.chat_answers import ChatAnswer
 from launch.serve.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.openai.output.parsing import ChoiceParser
 from trtrun.core.outputs import CompletionDelta
-from trtrun.tokens.text import Tokenizer
 
 _ENCODER = msgspec.json.Encoder()
 _ERROR_TYPES = {"server_error": "api_error"}
@@ -28,20 +27,13 @@ _ERROR_TYPES = {"server_error": "api_error"}
 class MessageAnswer(ChatAnswer):
     """The answer to /v1/messages."""
 
+    prefix = "msg_"
     last_words = ()
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(
-        self,
-        model_name: str,
-        tokenizer: Tokenizer | None,
-        answering: Answering,
-        prompts: Sequence[Sequence[int]],
-        end_token_ids: Sequence[int] = (),
-    ) -> None:
+    def prepare(self, answering: Answering) -> None:
         """See `Answer`."""
-        super().__init__(model_name, tokenizer, answering, prompts, end_token_ids)
-        self.answer_id = self.answer_id.replace("chatcmpl-", "msg_", 1)
+        super().prepare(answering)
         parsing = answering.parsing
         make_id = TOOL_FORMATS[parsing.tools].new_id if parsing.tools else new_id
         self._parser = ChoiceParser(parsing)

@@ -68,7 +68,7 @@ class Answer(ABC):
             prompts: the tokens of each prompt.
             end_token_ids: of the model; texts never have them.
         """
-        self.answer_id = f"{self.prefix}-{answering.request_id or secrets.token_hex(16)}"
+        self.answer_id = f"{self.prefix}{answering.request_id or secrets.token_hex(16)}"
         self._model_name = model_name
         self._created = int(time.time())
         self._answering = answering
@@ -82,6 +82,10 @@ class Answer(ABC):
         self._token_texts = TokenTexts(tokenizer, prompts, n, skips, end_token_ids) if needs_texts else None
         self._scores = ScoredPrompts(n, are_awaited=is_scored and answering.echo)
         self._echoes = EchoedPrompts(tokenizer, prompts, n, skips) if answering.echo else None
+        self.prepare(answering)
+
+    def prepare(self, answering: Answering) -> None:  # noqa: B027
+        """Make what this kind of answer has beside, at its begin."""
 
     def keep(self, delta: CompletionDelta) -> None:
         """Take a piece of an answer that comes whole."""
@@ -245,7 +249,7 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     """The answer to /v1/completions."""
 
-    prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
     tells_offsets = True
 
     def _whole(self, number: int, text: str) -> dict[str, Any]:

@@ -14,25 +14,16 @@ from launch.serve.openai.output.parsing import ChatText
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
 from trtrun.tokens.detokenizer import TokenText
-from trtrun.tokens.text import Tokenizer
 
 
 class ChatAnswer(Answer):
     """The answer to /v1/chat/completions."""
 
-    prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     scores_beside = True
 
-    def __init__(
-        self,
-        model_name: str,
-        tokenizer: Tokenizer | None,
-        answering: Answering,
-        prompts: Sequence[Sequence[int]],
-        end_token_ids: Sequence[int] = (),
-    ) -> None:
+    def prepare(self, answering: Answering) -> None:
         """See `Answer`."""
-        super().__init__(model_name, tokenizer, answering, prompts, end_token_ids)
         is_parsed = answering.parsing.is_needed
         self._texts = [ChatText(answering.parsing) for _ in range(self._num_choices)] if is_parsed else []
 

@@ -99,6 +99,9 @@ class Readers:
             json_length=json_length,
             adapters=tuple(adapters),
         )
+        return await self._read(task, body)
+
+    async def _read(self, task: Task, body: bytes) -> Found:
         lane = self._long if len(body) > SHORT_BODY else self._short
         reply, blocks = await lane.read(task, body)
         return found_of(reply.result, blocks)

@@ -6,19 +6,18 @@ The interpreter has no bfloat16. What the hardware's rounding does is seen on a 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from native import leave_to_torch
+from norms import difference
 from paged import PagedModel, check_tilings, straight
 from torch.nn import functional
 
 from trtrun.attention.backend import attend as attend_places
 from trtrun.attention.gather import GatherAttention
 from trtrun.kernels import chooser
-from trtrun.kernels.torch.low_rank import StackedFactors
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton import support
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks
@@ -26,31 +25,12 @@ from trtrun.layers import decoder_layer
 from trtrun.linear.quantization import base
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+    pytest.mark.usefixtures("sums_without_order"),
+]
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def sums_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix products in float64, rounded once: numpy adds float32 in an order that depends on shape and processor."""
-    from triton.runtime import interpreter
-
-    def widen(part: Any) -> Any:
-        if part.dtype.primitive_bitwidth > 8:
-            return part.data.astype("float64")
-        return torch.from_numpy(part.data.view("uint8").copy()).view(torch.float8_e4m3fn).double().numpy()
-
-    def create_dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-        product = (widen(a) @ widen(b)).astype(total.data.dtype)
-        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the norms; NaN anywhere gives NaN, which is below no bound."""
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @pytest.mark.parametrize(
@@ -305,47 +285,6 @@ def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, roun
         some = product(x[:rows])
         # The interpreter's sums are numpy's, whose order shows where the numbers are not all codes.
         assert torch.equal(some, found[:rows]) if rounds or not rows else difference(some, found[:rows]) < 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "most", "ranks"), [((70, 32, 32), 200, 24, (3, 24)), ((130,), 1100, 64, (64, 8))]
-)
-def test_what_adapters_add(
-    outputs: tuple[int, ...], inputs: int, most: int, ranks: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """The same as torch's operations, in any company; lines without an adapter, or with an empty slot, stay."""
-    from trtrun.kernels.line_slots import LineSlots
-    from trtrun.kernels.torch.low_rank import Factors, LowRankShape, TorchLowRank
-    from trtrun.kernels.triton.low_rank import TritonLowRank
-
-    torch.manual_seed(inputs)
-    shape, device = LowRankShape(outputs, inputs, 3, most), torch.device("cpu")
-    found, expected = TritonLowRank(shape, dtype, device), TorchLowRank(shape, dtype, device)
-    for slot, rank in enumerate(ranks, start=1):
-        factors = [
-            None
-            if place == slot
-            else Factors((torch.randn(rank, inputs) / inputs**0.5).to(dtype), torch.randn(of, rank).to(dtype))
-            for place, of in enumerate(outputs)
-        ]  # fmt: skip
-        for one in (found, expected):
-            one.put(slot, factors)
-    x, y = torch.randn(39, inputs).to(dtype), torch.randn(39, sum(outputs)).to(dtype)
-    slots = torch.tensor([0, 1, 1, 2, 3] * 7 + [2] * 4)
-
-    def added(low_rank: StackedFactors, lines: slice) -> torch.Tensor:
-        result = y[lines].clone()
-        low_rank.add(result, x[lines], LineSlots(slots[lines]))
-        return result
-
-    whole = added(found, slice(None))
-    assert difference(whole, added(expected, slice(None))) < BOUNDS[dtype]
-    assert torch.equal(whole[(slots == 0) | (slots == 3)], y[(slots == 0) | (slots == 3)])
-    for lines in (slice(1, 2), slice(20), slice(17, 39), slice(0)):
-        assert torch.equal(added(found, lines), whole[lines]), lines
-    found.put(2, [None] * len(outputs))
-    assert torch.equal(added(found, slice(None))[slots == 2], y[slots == 2])
 
 
 @pytest.mark.parametrize("width", [3, 2049, 5000])

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from guided_rows import EOS, PLAN, VOCABULARY, allowed, guide_of, tokens_of
 from llguidance import LLMatcher, LLParserLimits
 
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide
-from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Verdict
+from trtrun.core.nouns import Draft, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
@@ -26,9 +27,6 @@ from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
-VOCABULARY, EOS = 4096, 0
-_NONE = np.zeros(0, dtype=np.int32)
-PLAN = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NONE, _NONE, max_context=1)
 COMPACT = {
     "x-guidance": {"whitespace_flexible": False},
     "type": "object",
@@ -58,23 +56,6 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
-
-
-def guide_of(value: object) -> Guide:
-    guide = SamplingParams(guided=value).guided  # type: ignore[arg-type]
-    assert guide is not None
-    return guide
-
-
-def allowed(matcher: LLMatcher) -> list[int]:
-    """The tokens that may come next."""
-    bits = torch.zeros((1, VOCABULARY // 32), dtype=torch.int32)
-    matcher.unsafe_compute_mask_ptr(bits.data_ptr(), VOCABULARY // 8)
-    return tokens_of(bits[0])
-
-
-def tokens_of(bits: torch.Tensor) -> list[int]:
-    return ((bits.unsqueeze(1) >> torch.arange(32)) & 1).flatten().nonzero().flatten().tolist()
 
 
 def test_guides_travel_as_they_came() -> None:

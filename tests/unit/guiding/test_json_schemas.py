@@ -7,8 +7,8 @@ from datetime import date
 from typing import Any
 
 import pytest
+from guided_rows import EOS, VOCABULARY, guide_of
 
-from tests.unit.guiding.test_guides import EOS, VOCABULARY, guide_of
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.json_schemas import closed

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from guided_rows import EOS, PLAN, VOCABULARY, tokens_of
 from llguidance import LLParserLimits
 
-from tests.unit.guiding.test_guides import EOS, PLAN, VOCABULARY, tokens_of
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import RowAdmission
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.row_guide import RowGuide
+from trtrun.guiding.row_guide import RowGuide, go_on
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import read_tokenizer
@@ -62,3 +62,9 @@ def test_a_matcher_that_is_made_anew_follows_a_long_text(grammars: Grammars, let
     assert matcher is not None and not matcher.is_accepting()
     row.follow([letter])
     assert row.matcher is not None and row.matcher.is_accepting()
+
+
+def test_following_a_text_takes_no_more_than_masks_on_the_way_do(grammars: Grammars, letter: int) -> None:
+    """Nor of those that share a lexer."""
+    matchers = [grammars.matcher(Guide("regex", f"[a-z]{{{LENGTH}}}")) for _ in range(2)]
+    assert all(go_on(matcher, [letter] * (LENGTH - 1)) and not matcher.is_error() for matcher in matchers)

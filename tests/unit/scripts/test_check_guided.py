@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
+import check_guided
 from check_guided import judge
 from guided_schemas import schemas_of
 from text_formats import FORMATS
@@ -63,3 +68,25 @@ def test_what_an_answer_is_depends_on_its_end() -> None:
     assert judge(drafts, "2", "stop")[0] == "valid" and judge(drafts, "3", "stop")[0] == "invalid"
     assert judge({}, "{", "stop")[0] == "invalid" and judge({}, "{", "length")[0] == "cut short"
     assert judge({}, None, "error")[0] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("drafted", "plain", "kind", "status"),
+    [
+        (("1", "stop", None), ("1", "stop", None), "valid", 0),
+        (("1", "length", None), ("1", "length", None), "cut short", 0),
+        (("1", "stop", None), ("2", "stop", None), "unequal", 1),
+        (("x", "stop", None), ("x", "stop", None), "invalid", 1),
+        ((None, "error", "no"), (None, "error", "no"), "failed", 1),
+    ],
+)
+def test_what_must_not_be_shows_in_the_status(
+    drafted: tuple[Any, ...], plain: tuple[Any, ...], kind: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[bool] = []
+    llm = SimpleNamespace(set_speculation=modes.append)
+    monkeypatch.setattr(check_guided, "answers_of", lambda llm, asked: [drafted if modes[-1] else plain])
+    arguments = argparse.Namespace(max_tokens=5, temperature=1.0, answers=1)
+    counts = Counter[str]()
+    check_guided.ask(llm, "a", {}, arguments, 1, counts)  # type: ignore[arg-type]
+    assert counts[kind] == 1 and modes == [True, False] and check_guided.status_of(counts) == status

@@ -38,10 +38,7 @@ def attend_kernel(
     place = tl.arange(0, TILE) + tl.program_id(2) % tiles * TILE
     index, head = place // group, kv_head * group + place % group
     real = index < queries
-    own = tl.load(positions + row * position_row + index * position_query, mask=real, other=0)
-    own = tl.maximum(own, 0)  # padding sees key 0 alone
-    last = tl.max(own)
-    first_own = tl.min(tl.where(real, own, last))
+    own, first_own, last = _positions(positions + row * position_row + index * position_query, real)
     start, stop = tl.maximum(first_own - window + 1, 0) // KEYS * KEYS, last + 1
     first_share = start // SHARE + tl.program_id(2) // tiles
     if first_share * SHARE >= stop:
@@ -53,8 +50,7 @@ def attend_kernel(
     inside = element < HEAD // halves
     mask = real[:, None] & inside[None, :]
     of_query = query + token[:, None] * query_token + head[:, None] * query_head + element[None, :] * halves
-    even_query = tl.load(of_query, mask=mask, other=0.0)
-    odd_query = even_query if CODES == PLAIN else tl.load(of_query + 1, mask=mask, other=0.0)
+    even_query, odd_query = _load(of_query, mask, CODES)
     table = tables + row * table_row
     result = token * (kv_heads * group) + head
     nothing = tl.zeros([TILE, width], tl.float32)
@@ -84,11 +80,8 @@ def attend_kernel(
         for first in range(start, stop, KEYS):
             if (first % SHARE == 0) & (first > start):  # a share is done
                 all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
-                all_even = all_even * fade[:, None] + even * factor[:, None]
-                even = nothing
-                if CODES != PLAIN:
-                    all_odd = all_odd * fade[:, None] + odd * factor[:, None]
-                    odd = nothing
+                all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
+                even, odd = nothing, no_odd
                 peak = tl.full([TILE], float("-inf"), tl.float32)
                 total = tl.zeros([TILE], tl.float32)
             peak, total, even, odd = _step(
@@ -96,13 +89,39 @@ def attend_kernel(
                 store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
                 BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
             )  # fmt: skip
-        _, total, fade, factor = merge(all_peak, all_total, peak, total)
-        total = tl.where(total == 0.0, 1.0, total)[:, None]
-        even = (all_even * fade[:, None] + even * factor[:, None]) / total
+        all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
+        all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
+        all_total = tl.where(all_total == 0.0, 1.0, all_total)[:, None]
+        even = all_even / all_total
         if CODES != PLAIN:
-            odd = (all_odd * fade[:, None] + odd * factor[:, None]) / total
+            odd = all_odd / all_total
         out = output + result[:, None] * HEAD + element[None, :] * halves
         _store(out, even, odd, mask, even_query.dtype, CODES)
+
+
+@triton.jit
+def _positions(places, real):
+    """Positions of the queries at `places`, as far as they are real: each one's, the first and the last."""
+    own = tl.maximum(tl.load(places, mask=real, other=0), 0)  # padding sees key 0 alone
+    last = tl.max(own)
+    return own, tl.min(tl.where(real, own, last)), last
+
+
+@triton.jit
+def _load(query, mask, CODES: tl.constexpr):
+    """Queries, and again where there are no halves; or their even and odd elements."""
+    even = tl.load(query, mask=mask, other=0.0)
+    odd = even if CODES == PLAIN else tl.load(query + 1, mask=mask, other=0.0)
+    return even, odd
+
+
+@triton.jit
+def _fold(all_even, all_odd, even, odd, fade, factor, CODES: tl.constexpr):
+    """What was gathered in a share, to that of those before."""
+    all_even = all_even * fade[:, None] + even * factor[:, None]
+    if CODES != PLAIN:
+        all_odd = all_odd * fade[:, None] + odd * factor[:, None]
+    return all_even, all_odd
 
 
 @triton.jit

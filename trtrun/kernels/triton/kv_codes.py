@@ -120,45 +120,32 @@ def _number(code, CODES: tl.constexpr):
     return number
 
 
-_FP8_BFLOAT16 = tl.constexpr("""
-    {
-    .reg .b32 number, sign, up, nothing;
-    mov.b32 up, 0x7b807b80;
+def _fp8_pairs(up: int, down: int, magnitude: int, fma: str, factor: int) -> str:
+    """Sign and magnitude where a number has them, times a power of two, and nothing (-0) added: lower codes are moved
+    up by `up` bits, and upper ones down by `down`."""
+    return f"""
+    {{
+    .reg .b32 number, sign, factor, nothing;
+    mov.b32 factor, {factor:#010x};
     mov.b32 nothing, 0x80008000;
-    shl.b32 number, $2, 4;
-    and.b32 number, number, 0x07f007f0;
+    shl.b32 number, $2, {up};
+    and.b32 number, number, {magnitude:#010x};
     shl.b32 sign, $2, 8;
     and.b32 sign, sign, 0x80008000;
     or.b32 number, number, sign;
-    fma.rn.bf16x2 $0, number, up, nothing;
-    shr.b32 number, $2, 4;
-    and.b32 number, number, 0x07f007f0;
+    fma.rn.{fma}x2 $0, number, factor, nothing;
+    shr.b32 number, $2, {down};
+    and.b32 number, number, {magnitude:#010x};
     and.b32 sign, $2, 0x80008000;
     or.b32 number, number, sign;
-    fma.rn.bf16x2 $1, number, up, nothing;
-    }
-""")
-"""Sign and magnitude where a bfloat16 has them, times 2^120, and nothing (-0) added."""
+    fma.rn.{fma}x2 $1, number, factor, nothing;
+    }}
+"""
 
-_FP8_FLOAT16 = tl.constexpr("""
-    {
-    .reg .b32 number, sign, up, nothing;
-    mov.b32 up, 0x5c005c00;
-    mov.b32 nothing, 0x80008000;
-    shl.b32 number, $2, 7;
-    and.b32 number, number, 0x3f803f80;
-    shl.b32 sign, $2, 8;
-    and.b32 sign, sign, 0x80008000;
-    or.b32 number, number, sign;
-    fma.rn.f16x2 $0, number, up, nothing;
-    shr.b32 number, $2, 1;
-    and.b32 number, number, 0x3f803f80;
-    and.b32 sign, $2, 0x80008000;
-    or.b32 number, number, sign;
-    fma.rn.f16x2 $1, number, up, nothing;
-    }
-""")
-"""The same in a float16, times 2^8."""
+
+_FP8_BFLOAT16 = tl.constexpr(_fp8_pairs(4, 4, 0x07F007F0, "bf16", 0x7B807B80))
+_FP8_FLOAT16 = tl.constexpr(_fp8_pairs(7, 1, 0x3F803F80, "f16", 0x5C005C00))
+"""Times 2^120, and 2^8."""
 
 _INT8_BFLOAT16 = tl.constexpr("""
     {

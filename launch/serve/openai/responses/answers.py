@@ -5,7 +5,7 @@ It knows pieces and the API's names. It does not know how answers travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,7 +20,6 @@ from launch.serve.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.openai.output.parsing import ChoiceParser
 from launch.serve.openai.responses.output import OutputItems, Told
 from trtrun.core.outputs import CompletionDelta
-from trtrun.tokens.text import Tokenizer
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -29,19 +28,12 @@ class ResponseAnswer(ChatAnswer):
     """The answer to /v1/responses. Its tokens' log probabilities stand with text; those of thoughts and calls are not
     told."""
 
+    prefix = "resp_"
     last_words = ()
 
-    def __init__(
-        self,
-        model_name: str,
-        tokenizer: Tokenizer | None,
-        answering: Answering,
-        prompts: Sequence[Sequence[int]],
-        end_token_ids: Sequence[int] = (),
-    ) -> None:
+    def prepare(self, answering: Answering) -> None:
         """See `Answer`."""
-        super().__init__(model_name, tokenizer, answering, prompts, end_token_ids)
-        self.answer_id = self.answer_id.replace("chatcmpl-", "resp_", 1)
+        super().prepare(answering)
         parsing = answering.parsing
         self._parser = ChoiceParser(parsing)
         self._output = OutputItems(TOOL_FORMATS[parsing.tools].new_id if parsing.tools else new_id)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from unittest import mock
 import httpx
 import openai
 from checkpoints import make_checkpoint, make_tokenizer
+from fronts import HereReading
 from pipelines import configuration, noisy_copy
 from starlette.applications import Starlette
 
@@ -23,9 +24,7 @@ from launch.serve.application.http_server import make_application
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.process import serve_front
 from launch.serve.http.requests import Keys
-from launch.serve.reader.reader import Reader
-from launch.serve.reading.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
-from launch.serve.reading.readers import Found, Readers, found_of
+from launch.serve.reading.messages import Facts
 from trtrun import AsyncLLM
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.tokens.text import read_tokenizer
@@ -40,32 +39,11 @@ MARKS = (
 PATIENCE = 120.0
 
 
-class HereReaders(Readers):
-    """Reads in this process what others read for a server."""
+class HereReaders(HereReading):
+    """Reads in this process, as a server's own readers are made."""
 
     def __init__(self, facts: Facts, most_body_bytes: int) -> None:
-        self._reader = Reader(facts, None if facts.tokenizer is None else read_tokenizer(Path(facts.tokenizer)))
-
-    async def read(
-        self,
-        kind: str,
-        body: bytes,
-        most_tokens: int,
-        model: str = "",
-        json_length: int = 0,
-        adapters: Sequence[str] = (),
-    ) -> Found:
-        task = Task(
-            kind=kind,
-            seconds=1.0,
-            most_tokens=most_tokens,
-            model=model,
-            json_length=json_length,
-            adapters=tuple(adapters),
-        )
-        result, blocks = self._reader.read(task, body)
-        reply = unpack(pack(Reply(result=result))[HEAD_BYTES:], Reply)  # as it travels
-        return found_of(reply.result, blocks)
+        super().__init__(facts, None if facts.tokenizer is None else read_tokenizer(Path(facts.tokenizer)))
 
 
 class ChatServer:

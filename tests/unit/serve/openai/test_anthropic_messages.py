@@ -4,13 +4,12 @@ sends them, events put together as it does."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import templates
-from chat_server import MARKS, ChatServer, make_chat_server
+from chat_server import MARKS, ChatServer
 from message_events import put_together
 
 from launch.serve.anthropic.requests import read_message
@@ -31,12 +30,6 @@ CITY = {
 TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": CITY}
 CLOSE_THOUGHTS = {str(1 + MARKS.index("<think>")): 20.0, str(1 + MARKS.index("</think>")): 100.0}
 FORCED: dict[str, Any] = {"tools": [TOOL], "max_tokens": 200, "logit_bias": CLOSE_THOUGHTS}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
-    with make_chat_server(tmp_path_factory.mktemp("messages")).running() as server:
-        yield server
 
 
 def post(

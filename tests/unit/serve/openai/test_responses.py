@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 import templates
-from chat_server import MARKS, ChatServer, make_chat_server
+from chat_server import MARKS, ChatServer
 from openai.types.responses import response_create_params
 
 from launch.serve.door.refusals import Refusal
@@ -38,12 +37,6 @@ class Weather(pydantic.BaseModel):
 
     city: Literal["Paris", "Rome"]
     days: Literal[1, 2]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
-    with make_chat_server(tmp_path_factory.mktemp("responses")).running() as server:
-        yield server
 
 
 def ask(server: ChatServer, template: str = templates.HERMES, **fields: Any) -> Any:
