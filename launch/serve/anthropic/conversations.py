@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.messages import read_text
+from launch.serve.openai.taking import check_names
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 
@@ -196,9 +197,7 @@ def _text_of(where: str, block: Mapping[str, Any], name: str) -> str:
 
 
 def _check_names(where: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name, item in value.items():
-        if name not in known and item is not None:
-            raise _wrong(f"unknown field {show_value(name)} of {where}{nearest(name, known)}")
+    check_names("messages", where, value, known)
     for name, nothing in _EMPTY.items():
         if value.get(name) not in (None, nothing):
             raise _wrong(f"{where}.{name} is not supported here: leave it out")

@@ -13,10 +13,10 @@ from launch.serve.anthropic.conversations import read_conversation
 from launch.serve.anthropic.fields import MESSAGE_FIELDS, OTHERS
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import ChatCall
-from launch.serve.openai.taking import take_fields
+from launch.serve.openai.taking import check_names, take_fields
 from launch.serve.openai.types import read_chat
 from trtrun.core.values import read_flag, read_integer, show_value
-from trtrun.errors import InvalidRequestError, nearest
+from trtrun.errors import InvalidRequestError
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *OTHERS)
 _TOOL = (
@@ -123,7 +123,7 @@ def _read_tool(where: str, value: Any) -> dict[str, Any]:
             f"{where}.type: {show_value(value['type'])} is not run here: give tools of your own, with an input_schema"
         )
         raise _wrong("tools", line)
-    _check_names("tools", where, value, _TOOL)
+    check_names("tools", where, value, _TOOL)
     for name, neutral in _OF_TOOL_NEUTRAL.items():
         if value.get(name) is not None and value[name] not in neutral:
             raise _wrong("tools", f"{where}.{name} is not supported here: leave it out")
@@ -142,7 +142,7 @@ def _read_choice(value: Any) -> dict[str, Any]:
         line = f'tool_choice must be {{"type": "auto"}}, or any, tool or none in its place, not {show_value(value)}'
         raise _wrong("tool_choice", line)
     known = ("type", *(("name",) if kind == "tool" else ()), "disable_parallel_tool_use")
-    _check_names("tool_choice", "tool_choice", value, known)
+    check_names("tool_choice", "tool_choice", value, known)
     try:
         is_single = read_flag("tool_choice.disable_parallel_tool_use", value.get("disable_parallel_tool_use") or False)
     except InvalidRequestError as error:
@@ -159,7 +159,7 @@ def _read_thinking(value: Any) -> tuple[Mapping[str, bool], bool]:
     if not isinstance(kind, str) or kind not in _THINKING:
         line = f'thinking must be {{"type": "enabled"}}, or disabled or adaptive in its place, not {show_value(value)}'
         raise _wrong("thinking", line)
-    _check_names("thinking", "thinking", value, ("type", "budget_tokens", "display"))
+    check_names("thinking", "thinking", value, ("type", "budget_tokens", "display"))
     if value.get("budget_tokens") is not None:
         try:
             read_integer("thinking.budget_tokens", value["budget_tokens"])
@@ -176,7 +176,7 @@ def _read_output(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, An
     config = given.get("output_config", {})
     if not isinstance(config, dict):
         raise _wrong("output_config", f"output_config must be an object, not {show_value(config)}")
-    _check_names("output_config", "output_config", config, ("effort", "format"))
+    check_names("output_config", "output_config", config, ("effort", "format"))
     effort = config.get("effort")
     if effort is not None and effort not in list(_EFFORTS):
         line = f"output_config.effort must be one of {', '.join(_EFFORTS)}, not {show_value(effort)}"
@@ -190,7 +190,7 @@ def _read_output(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, An
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         line = f'output_config.format must be {{"type": "json_schema", "schema": {{…}}}}, not {show_value(form)}'
         raise _wrong("output_config", line)
-    _check_names("output_config", "output_config.format", form, ("type", "schema"))
+    check_names("output_config", "output_config.format", form, ("type", "schema"))
     return told, {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
 
 
@@ -199,18 +199,12 @@ def _check_edits(value: Any) -> None:
     edits = value.get("edits", []) if isinstance(value, dict) else None
     if not isinstance(edits, list):
         raise _wrong("context_management", f"context_management must be an object with edits, not {show_value(value)}")
-    _check_names("context_management", "context_management", value, ("edits",))
+    check_names("context_management", "context_management", value, ("edits",))
     for place, edit in enumerate(edits):
         kind = edit.get("type") if isinstance(edit, dict) else None
         if kind not in _NO_EDITS:
             line = f"context_management.edits[{place}].type: {show_value(kind)} is not supported here: leave it out"
             raise _wrong("context_management", line)
-
-
-def _check_names(field: str, where: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name, item in value.items():
-        if name not in known and item is not None:
-            raise _wrong(field, f"unknown field {show_value(name)} of {where}{nearest(name, known)}")
 
 
 def _wrong(field: str, line: str) -> Refusal:

@@ -5,12 +5,13 @@ name, and what nobody here knows with the nearest name. It knows names and value
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.fields import BY_NAME, Field, Treatment
 from trtrun.core.values import show_value
+from trtrun.errors import nearest
 
 _ALLOWING = {"functions": "function_call"}
 """Fields that ask for nothing where another one is "none"."""
@@ -71,3 +72,11 @@ def _unknown(name: str, table: Mapping[str, Field], whose: str) -> Refusal:
         others = BY_NAME[name].endpoint
         hint = f" of {whose}{'' if others is None else f': {others.value} have it'}"
     return Refusal(Kind.INVALID, f"unknown field {show_value(name)}{hint}", told, "unknown_field")
+
+
+def check_names(field: str, where: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse what is not known of an object within a field, unless it is null."""
+    for name, item in value.items():
+        if name not in known and item is not None:
+            line = f"unknown field {show_value(name)} of {where}{nearest(name, known)}"
+            raise Refusal(Kind.INVALID, line, field)

@@ -14,7 +14,6 @@ from guided_rows import EOS, PLAN, VOCABULARY, allowed, guide_of, tokens_of
 from llguidance import LLMatcher, LLParserLimits
 
 from trtrun import SamplingParams
-from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide
 from trtrun.core.nouns import Draft, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
@@ -25,7 +24,7 @@ from trtrun.guiding.masks import MaskMaker, mask_jobs
 from trtrun.guiding.row_guide import RowGuide
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import Spelling
-from trtrun.tokens.text import Tokenizer, read_tokenizer
+from trtrun.tokens.text import Tokenizer
 
 COMPACT = {
     "x-guidance": {"whitespace_flexible": False},
@@ -44,18 +43,6 @@ BESIDE = {"x": {"y": {"type": "string"}}}
 NOTHING = {"allOf": [{"type": "string"}, {"type": "null"}]}
 WRONG = {"not": {"type": "null"}}
 REFERENCES = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(3999)} | {"4000": {"const": 1}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = read_tokenizer(ASSETS / "target")
-    assert found is not None
-    return found
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
 
 
 def test_guides_travel_as_they_came() -> None:

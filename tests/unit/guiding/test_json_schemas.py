@@ -7,28 +7,14 @@ from datetime import date
 from typing import Any
 
 import pytest
-from guided_rows import EOS, VOCABULARY, guide_of
+from guided_rows import guide_of
 
-from trtrun.configuration.model_paths import ASSETS
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.json_schemas import closed
-from trtrun.guiding.vocabulary import Spelling
-from trtrun.tokens.text import Tokenizer, read_tokenizer
+from trtrun.tokens.text import Tokenizer
 
 DAY = {"type": "string", "format": "date"}
 MOMENT = {"type": "string", "format": "date-time"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = read_tokenizer(ASSETS / "target")
-    assert found is not None
-    return found
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
 
 
 def is_allowed(grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str) -> bool:

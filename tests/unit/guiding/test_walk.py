@@ -8,25 +8,16 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.guide import Guide
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.masks import MaskMaker
-from trtrun.guiding.vocabulary import Spelling
 from trtrun.guiding.walk import Walk
-from trtrun.tokens.text import read_tokenizer
 
 VOCABULARY = 4096
 ROWS = 9
 GUIDED = (0, 2, 3, 4, 5, 8)
 NONE_LEFT, REFUSED, BOUNDED = 1, 2, 3
 """Which of them has no matcher, is told a token that it does not allow, and passes a bound."""
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    tokenizer = read_tokenizer(ASSETS / "target")
-    return Grammars(Spelling.of(tokenizer, VOCABULARY, (0,)).read())
 
 
 def bits_of(matcher: LLMatcher) -> torch.Tensor:

@@ -29,8 +29,7 @@ class ListParser(CallMachine):
         self._opening = ""
 
     def _begin(self) -> bool:
-        self._opening += self._skip_blanks()
-        if not self._text and not self._is_over:
+        if self._lacks_opening():
             return False
         if self._text.startswith("["):
             self._opening += self._take(1)
@@ -38,13 +37,17 @@ class ListParser(CallMachine):
         self._say(self._opening)
         return self._go(self._read_text)
 
+    def _lacks_opening(self) -> bool:
+        """Go on behind blanks; whether more has to come before it is known what follows."""
+        self._opening += self._skip_blanks()
+        return not self._text and not self._is_over
+
     def _read_text(self) -> bool:
         return self._say_rest()
 
     def _read_item(self) -> bool:
         """In a list: an object, what parts two, or the end."""
-        self._opening += self._skip_blanks()
-        if not self._text and not self._is_over:
+        if self._lacks_opening():
             return False
         if self._text.startswith(","):
             self._opening += self._take(1)
@@ -86,8 +89,7 @@ class MistralParser(ListParser):
         return self._go(self._read_form)
 
     def _read_form(self) -> bool:
-        self._opening += self._skip_blanks()
-        if not self._text and not self._is_over:
+        if self._lacks_opening():
             return False
         if self._text.startswith("["):
             self._opening += self._take(1)
@@ -122,8 +124,7 @@ class MistralParser(ListParser):
     def _read_arguments(self) -> bool:
         if self._text.startswith(ARGS):
             self._opening += self._take(len(ARGS))
-        self._opening += self._skip_blanks()
-        if not self._text and not self._is_over:
+        if self._lacks_opening():
             return False
         self._object, self._held = JsonObject(), ""
         return self._go(self._read_object)

@@ -15,10 +15,9 @@ from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import ChatCall
 from launch.serve.openai.responses.fields import OTHERS, RESPONSE_FIELDS
 from launch.serve.openai.responses.items import read_items
-from launch.serve.openai.taking import take_fields
+from launch.serve.openai.taking import check_names, take_fields
 from launch.serve.openai.types import read_chat
 from trtrun.core.values import show_value
-from trtrun.errors import nearest
 
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "stream_options", *OTHERS)
 _LOGPROBS = "message.output_text.logprobs"
@@ -62,7 +61,7 @@ def read_response(values: object, model_name: str, adapters: Collection[str] = (
     form = _read_text(given).get("format")
     if form is not None:
         asked["response_format"] = _read_format(form)
-    _check_names("reasoning", "reasoning", _object(given, "reasoning"), _REASONING)
+    check_names("reasoning", "reasoning", _object(given, "reasoning"), _REASONING)
     effort = _object(given, "reasoning").get("effort")
     if effort is not None:
         asked["reasoning_effort"] = effort
@@ -120,7 +119,7 @@ def _read_tool(where: str, value: Any) -> dict[str, Any]:
         raise _wrong(
             "tools", f"{where}.type must be function, not {show_value(value.get('type'))}: no others are run here"
         )
-    _check_names("tools", where, value, _TOOL)
+    check_names("tools", where, value, _TOOL)
     return {"type": "function", "function": {name: item for name, item in value.items() if name != "type"}}
 
 
@@ -145,13 +144,13 @@ def _read_format(value: Any) -> dict[str, Any]:
         raise _wrong("text", f"text.format must be an object, not {show_value(value)}")
     if value.get("type") != "json_schema":
         return value
-    _check_names("text", "text.format", value, _FORMAT)
+    check_names("text", "text.format", value, _FORMAT)
     return {"type": "json_schema", "json_schema": {name: item for name, item in value.items() if name != "type"}}
 
 
 def _read_text(given: Mapping[str, Any]) -> Mapping[str, Any]:
     value = _object(given, "text")
-    _check_names("text", "text", value, ("format", "verbosity"))
+    check_names("text", "text", value, ("format", "verbosity"))
     if value.get("verbosity") not in (None, "medium"):
         raise _wrong("text", 'text.verbosity is not supported here: leave it out, or give "medium"')
     return value
@@ -172,12 +171,6 @@ def _object(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(name, f"{name} must be an object, not {show_value(value)}")
     return value
-
-
-def _check_names(field: str, where: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name, item in value.items():
-        if name not in known and item is not None:
-            raise _wrong(field, f"unknown field {show_value(name)} of {where}{nearest(name, known)}")
 
 
 def _wrong(field: str, line: str) -> Refusal:

@@ -11,6 +11,7 @@ import pytest
 import templates
 from chat_server import MARKS, ChatServer
 from message_events import put_together
+from tool_chats import CITY, COMPACT
 
 from launch.serve.anthropic.requests import read_message
 from launch.serve.door.refusals import Refusal
@@ -19,14 +20,6 @@ pytestmark = pytest.mark.timeout(240)
 HEADERS = {"anthropic-version": "2023-06-01", "x-api-key": "-", "anthropic-beta": "claude-code-20250219"}
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 ASKED: dict[str, Any] = {"model": "chat", "max_tokens": 12, "messages": [USER], "temperature": 1.0, "seed": 3}
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-CITY = {
-    **COMPACT,
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": CITY}
 CLOSE_THOUGHTS = {str(1 + MARKS.index("<think>")): 20.0, str(1 + MARKS.index("</think>")): 100.0}
 FORCED: dict[str, Any] = {"tools": [TOOL], "max_tokens": 200, "logit_bias": CLOSE_THOUGHTS}

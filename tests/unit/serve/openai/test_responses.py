@@ -11,6 +11,7 @@ import pytest
 import templates
 from chat_server import MARKS, ChatServer
 from openai.types.responses import response_create_params
+from tool_chats import CITY, COMPACT
 
 from launch.serve.door.refusals import Refusal
 from launch.serve.openai.responses.fields import RESPONSE_FIELDS
@@ -20,14 +21,6 @@ from launch.serve.openai.responses.requests import read_response
 pytestmark = pytest.mark.timeout(240)
 ASKED: dict[str, Any] = {"model": "chat", "input": "hi", "temperature": 1.0, "max_output_tokens": 12}
 SEEDED: dict[str, Any] = {"extra_body": {"seed": 3}}
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-CITY = {
-    **COMPACT,
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
 CLOSE_THOUGHTS = {str(1 + MARKS.index("<think>")): 20.0, str(1 + MARKS.index("</think>")): 100.0}
 

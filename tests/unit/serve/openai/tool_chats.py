@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+CITY = {
+    **COMPACT,
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 WEATHER: dict[str, Any] = {
     **COMPACT,
     "type": "object",
