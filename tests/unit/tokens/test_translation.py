@@ -107,6 +107,15 @@ def test_drafted_text_becomes_what_the_target_would_say(target: str, draft: str)
         assert both.to_target(tokens[:cut], drafted) == behind
 
 
+def test_drafted_text_is_spelled_behind_the_word_that_it_goes_on_with() -> None:
+    """A text without blanks is one: its last token alone would have the target spell what follows otherwise."""
+    both = pair(layout("byte-level"), layout("byte-level"))
+    text = next(text for text in TEXTS if text.startswith("日本語の文章"))
+    tokens = layout("byte-level").encode(text, add_special_tokens=False)
+    behind = tokens[6:10]
+    assert both.to_target(tokens[:6], both.draft_speller.spell(read_out(both.target, behind))) == behind
+
+
 def test_drafts_end_where_they_mean_nothing_to_the_target() -> None:
     both = pair(layout("byte-level"), layout("byte-fallback"))
     end, words = both.special_of_draft, both.draft_speller.spell(b" is it")

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from launch.serve.reader.reader import Reader
 from launch.serve.reading.messages import Facts, Read, Refused, Reply, Task, pack
 from trtrun.tokens.text import read_tokenizer
 
-Path = tuple[str | int, ...]
+Steps = tuple[str | int, ...]
 FORMS = [
     ("QWEN3", "hermes", "qwen3"),
     ("LLAMA", "llama3_json", ""),
@@ -103,14 +104,14 @@ ODD = [
 ]  # fmt: skip
 
 
-def paths(value: Any, path: Path = ()) -> Iterator[Path]:
+def paths(value: Any, path: Steps = ()) -> Iterator[Steps]:
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         yield from paths(item, (*path, key))
 
 
-def changed(body: Any, path: Path, value: Any) -> Any:
+def changed(body: Any, path: Steps, value: Any) -> Any:
     if not path:
         return value
     found = body = copy.deepcopy(body)
@@ -120,16 +121,12 @@ def changed(body: Any, path: Path, value: Any) -> Any:
     return body
 
 
-@pytest.mark.parametrize(("kind", "body"), [("chat", CHAT), ("response", RESPONSE), ("message", MESSAGE)])
-@pytest.mark.parametrize("choice", ["as it is", "auto"])
-def test_what_is_odd_is_read_or_refused_in_a_line(
-    kind: str, body: dict[str, Any], choice: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("tokenizer")
+def make_readers(folder: Path) -> list[Reader]:
+    """One for each of the forms."""
     make_tokenizer(folder, special=MARKS)
     tokenizer = read_tokenizer(folder)
     assert tokenizer is not None
-    readers = [
+    return [
         Reader(
             Facts(
                 tokenizer=None, template=getattr(templates, family), template_tokens={}, model_name="m",
@@ -140,6 +137,14 @@ def test_what_is_odd_is_read_or_refused_in_a_line(
         )
         for family, tools, reasoning in FORMS
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body"), [("chat", CHAT), ("response", RESPONSE), ("message", MESSAGE)])
+@pytest.mark.parametrize("choice", ["as it is", "auto"])
+def test_what_is_odd_is_read_or_refused_in_a_line(
+    kind: str, body: dict[str, Any], choice: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    readers = make_readers(tmp_path_factory.mktemp("tokenizer"))
     auto = {"type": "auto"} if kind == "message" else "auto"
     body = body if choice == "as it is" else {**body, "tool_choice": auto}
     draw, counts = random.Random(7), {Read: 0, Refused: 0}
@@ -154,3 +159,19 @@ def test_what_is_odd_is_read_or_refused_in_a_line(
                 assert result.kind == "INVALID" and "\n" not in result.reason and len(result.reason) < 2000, path
                 assert kind != "message" or not any(word in result.reason for word in OF_CHATS), result.reason
     assert counts[Read] > 20 and counts[Refused] > 100
+
+
+@pytest.mark.parametrize("depth", [200, 400, 480, 5000])
+def test_schemas_that_are_nested_deeply_are_refused_in_a_line(depth: int, tmp_path: Path) -> None:
+    """By whoever cannot follow them first: the grammar engine, Python, or its reader of JSON."""
+    schema = '{"anyOf":[' * depth + '{"type":"object"}' + "]}" * depth
+    raw = (
+        '{"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": '
+        f'{{"name": "f", "strict": true, "parameters": {schema}}}}}], "response_format": {{"type": "json_schema", '
+        f'"json_schema": {{"name": "s", "schema": {schema}}}}}}}'
+    )
+    for reader in make_readers(tmp_path):
+        result, _ = reader.read(Task(kind="chat", seconds=1.0, most_tokens=1 << 20), raw.encode())
+        assert isinstance(result, Refused) and result.kind == "INVALID"
+        assert "\n" not in result.reason and len(result.reason) < 500
+        assert any(word in result.reason for word in ("too deeply", "recursion limit", "cannot be followed"))
