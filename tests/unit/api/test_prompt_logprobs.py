@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import needs_gpu
 from pipelines import LLM_VOCABULARY, Reference, make_llm, prompt_of
 
 from trtrun import LLM, SamplingParams
@@ -63,6 +64,20 @@ def test_a_cached_prefix_is_computed_again(llm: LLM, reference: Reference) -> No
     scored = llm.generate([prompt], SCORED)[0]
     assert scored.completions[0].statistics.num_cached_prompt_tokens == 0
     check(reference, scored)
+
+
+@needs_gpu
+def test_on_a_gpu_they_are_transformers_and_drafts_change_no_bit(folder: Path, reference: Reference) -> None:
+    settings: dict[str, Any] = {
+        "devices": (("cuda:0",), ("cuda:0",)), "dtype": "float32", "scheduler": {"max_num_tokens": 64},
+    }  # fmt: skip
+    with make_llm(folder / "target", **settings) as llm:
+        plain = llm.generate(PROMPTS, SCORED)
+    for output in plain:
+        check(reference, output)
+    with make_llm(folder / "target", folder / "draft", **settings) as llm:
+        drafted = llm.generate(PROMPTS, SCORED)
+    assert [output.prompt_logprobs for output in drafted] == [output.prompt_logprobs for output in plain]
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 128])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_tokenizer
+from gpus import needs_gpu
 from permuted import permuted_copy
 from pipelines import Reference, configuration, make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
@@ -135,6 +136,21 @@ def test_texts_are_the_targets_own(
         statistics = llm.statistics()
     assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
     assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
+
+
+@needs_gpu
+@pytest.mark.parametrize(("draft", "way"), [(draft, way) for draft in ("permuted", "few") for way in WAYS])
+def test_texts_on_a_gpu_are_the_targets_own(folder: Path, draft: str, way: str) -> None:
+    """In bfloat16, alone without a draft and together with one; nothing is captured in rounds."""
+    settings: dict[str, Any] = {"devices": (("cuda:0",), ("cuda:0",)), "dtype": "bfloat16", "scheduler": SCHEDULER}
+    with make_llm(folder / "target", **settings) as llm:
+        expected = [run_alone(llm, prompts(), asked) for asked in (sampling(), [GREEDY] * len(LENGTHS))]
+    with translated_llm(folder, draft, way, speculation={"draft_len": 4}, **settings) as llm:
+        assert [tokens_of(llm.generate(prompts(), asked)) for asked in (sampling(), GREEDY)] == expected
+        llm.check_idle()
+        statistics = llm.statistics()
+    assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
+    assert statistics["num_captures"] == 0
 
 
 LENGTHS_OF = TranslatedRows.lengths
