@@ -22,11 +22,12 @@ class LineSlots:
     """The slots of the lines of a forward's activations.
 
     Attributes:
-        slots: [lines] int64 on the device of the activations; 0 where a line has no adapter.
+        slots: [lines] int64 on the device of the activations, without gaps; 0 where a line has no adapter.
     """
 
     def __init__(self, slots: torch.Tensor) -> None:
-        self.slots = slots
+        # Those of one row are a number that is repeated, of which torch may have one in memory; kernels read them all.
+        self.slots = slots.contiguous()
 
     def select(self, lines: torch.Tensor) -> LineSlots:
         """Those of some `lines` [n] int64, in their order."""

@@ -69,7 +69,8 @@ def test_a_cached_prefix_is_computed_again(llm: LLM, reference: Reference) -> No
 @needs_gpu
 def test_on_a_gpu_they_are_transformers_and_drafts_change_no_bit(folder: Path, reference: Reference) -> None:
     settings: dict[str, Any] = {
-        "devices": (("cuda:0",), ("cuda:0",)), "dtype": "float32", "scheduler": {"max_num_tokens": 64},
+        "devices": (("cuda:0",), ("cuda:0",)), "dtype": "float32",
+        "scheduler": {"max_num_tokens": 64, "max_batch_size": 4},
     }  # fmt: skip
     with make_llm(folder / "target", **settings) as llm:
         plain = llm.generate(PROMPTS, SCORED)

@@ -53,5 +53,10 @@ def test_what_adapters_add(
     assert torch.equal(whole[(slots == 0) | (slots == 3)], y[(slots == 0) | (slots == 3)])
     for lines in (slice(1, 2), slice(20), slice(17, 39), slice(0)):
         assert torch.equal(added(found, lines), whole[lines]), lines
+    result = y[:20].clone()  # a single row's slot, repeated: torch keeps one number for all
+    found.add(result, x[:20], LineSlots(slots[1:2].expand(20)))
+    of_lines = y[:20].clone()
+    found.add(of_lines, x[:20], LineSlots(torch.ones(20, dtype=torch.int64)))
+    assert torch.equal(result, of_lines)
     found.put(2, [None] * len(outputs))
     assert torch.equal(added(found, slice(None))[slots == 2], y[slots == 2])
