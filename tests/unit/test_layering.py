@@ -95,7 +95,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"engine_ranks", "solo_ranks"}),
         frozenset({"round", "ordered_guides"}),
         frozenset({"message_exchange"}),
-        frozenset({"exchange", "hidden_link"}),
+        frozenset({"exchange", "hidden_link", "gated_drafts"}),
         frozenset({"launched_round"}),
         frozenset({"failures", "draft_loss"}),
     ),

@@ -21,7 +21,7 @@ from trtrun.models.decoder import CausalLM
 from trtrun.models.weight_loader import is_finite
 from trtrun.models.weights import HeldWeight, Share
 
-_SHARES_BYTES = 8 * 4
+_SHARES_BYTES = 32 * 4
 """Of a number of `down`'s result on GPUs, in float32."""
 
 

@@ -267,13 +267,18 @@ def serve(control: ControlPlane, worker: Worker) -> None:
     def has_news() -> bool:
         return (bool(launched) and launched[0].is_done()) or desk.has_answer()
 
+    def finish_first() -> None:
+        report = launched.popleft().finish()
+        if report is not None:
+            control.report(report.encode(), kind=_ROUND_REPORT)
+        if launched:
+            launched[0].release()
+
     while True:
         for built in desk.take_answers():
             control.report(built, kind=_GUIDE_BUILT)
         if launched and launched[0].is_done():
-            report = launched.popleft().finish()
-            if report is not None:
-                control.report(report.encode(), kind=_ROUND_REPORT)
+            finish_first()
             continue
         if not launched:
             worker.activity.rest()
@@ -288,8 +293,14 @@ def serve(control: ControlPlane, worker: Worker) -> None:
             desk.take(orders)
             continue
         load = decode_load(payload)
+        if load is not None:
+            # What waits for the device while it loads could not release it.
+            while launched:
+                finish_first()
         answer = worker.load_adapter(*load).encode() if load is not None else tracer.answer(payload)
         if answer is not None:
             control.report(answer, kind=_ANSWER)
-        else:
-            launched.append(worker.launch_round(decode_plan(payload)))
+            continue
+        launched.append(worker.launch_round(decode_plan(payload)))
+        if len(launched) == 1:
+            launched[0].release()

@@ -123,6 +123,11 @@ class LaunchedRound(Protocol):
         """Whether `finish` would not wait."""
         ...
 
+    def release(self) -> None:
+        """Give the device what it waits for in this round, if it does: called once the round before is finished. It
+        waits for what comes from other ranks, and may be called again."""
+        ...
+
     def finish(self) -> ReportArrays | None:
         """Wait for the device; the report of a leader, None elsewhere."""
         ...
@@ -141,6 +146,9 @@ class DoneRound:
     def is_done(self) -> bool:
         """See LaunchedRound."""
         return True
+
+    def release(self) -> None:
+        """See LaunchedRound: it waits for nothing."""
 
     def finish(self) -> ReportArrays | None:
         """See LaunchedRound."""
@@ -162,6 +170,9 @@ class DecidedRound:
     def is_done(self) -> bool:
         """See LaunchedRound."""
         return self.verdict.is_here()
+
+    def release(self) -> None:
+        """See LaunchedRound: it waits for nothing."""
 
     def finish(self) -> ReportArrays:
         """See LaunchedRound."""

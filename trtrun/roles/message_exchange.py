@@ -3,7 +3,8 @@
 The target looks for the draft's packet and does not depend on it: what is not there in time is not verified, and the
 rows take a plain step. No communicator that target ranks wait in has a draft rank in it, but for draft_probs, which are
 fetched once a packet says that they are there. A draft rank that finds the verdict before it has proposed knows that
-the target has gone on without it. It does not know how drafts are made or verified.
+the target has gone on without it. On GPUs rounds are with the device before their drafts are there (gated_drafts.py).
+It does not know how drafts are made or verified.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from parallel.communicator import Communicator
 from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
+from trtrun.roles.gated_drafts import GatedDrafts, GatedRound, Origins
 from trtrun.roles.hidden_link import HiddenLink, feeds, settled
 from trtrun.roles.launched_round import DoneRound, LaunchedRound
 from trtrun.speculation.trees import along_paths
@@ -51,6 +53,8 @@ class MessageExchange:
         use_logits: acceptance mode of sampled rows.
         draft_is_lost: whether no packet will come any more.
         hidden: the way of hidden states, on the target leader and on the rank of a head; None elsewhere, and without.
+        gated: on target ranks that launch rounds before their drafts are there: chains, without draft_probs or hidden
+            states; None elsewhere.
     """
 
     mail: Mailbox
@@ -65,12 +69,14 @@ class MessageExchange:
     use_logits: bool
     draft_is_lost: Callable[[], bool] = lambda: False
     hidden: HiddenLink | None = None
+    gated: GatedDrafts | None = None
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     _late_round: tuple[int, bool] = (-1, False)
     _early: bytes | None = None
-    _foreseen: list[int] = field(default_factory=list)
-    _num_suffix_tokens: list[int] = field(default_factory=list)
+    _origins: Origins = field(default_factory=Origins)
     _tapped: tuple[Draft | None, Verdict | None, HiddenStates] | None = None
+    _open: GatedRound | None = None
+    _brought: Origins | None = None
 
     def is_late(self, plan: RoundPlan) -> bool:
         """See Exchange: the leader's answer, on all draft ranks."""
@@ -83,6 +89,8 @@ class MessageExchange:
 
     def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
         """See Exchange: first the packet, then draft_probs where rows need them. On draft ranks nothing waits."""
+        if self.gated is not None:
+            return self._expect_draft(self.gated, plan)
         if self.group is not None:
             return self._receive_draft(plan, probability_rows)
         if draft is None or plan.draft_len == 0 or self.rank != self.draft_ranks[0]:
@@ -136,15 +144,52 @@ class MessageExchange:
 
     def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
         """See Exchange: the verdict goes to the draft ranks once it is on the host, and hidden states behind it."""
+        if self.gated is not None:
+            self._open = GatedRound(plan, decided, self._bring_draft, self._tell, self._brought)
+            return self._open
         report = decided.finish()
         assert report is not None and report.num_tokens is not None
+        counts = report.num_tokens.tolist()
+        report = self._tell(plan, report, self._origins)
+        self._post_hidden(plan, counts)
+        return DoneRound(report)
+
+    def _tell(self, plan: RoundPlan, report: ReportArrays, origins: Origins) -> ReportArrays:
+        """Send a verdict to the draft ranks; the report with its draft's origins."""
+        assert report.num_tokens is not None
         if plan.sampled_rows and not self.draft_is_lost():
             payload = encode_packet(plan.round_index, np.column_stack((report.num_tokens, report.tokens)))
             for rank in self.draft_ranks:
                 self.mail.post(rank, VERDICT_TAG, payload)
-        self._post_hidden(plan, report.num_tokens.tolist())
         self._seconds.append(report.times.verifying)
-        return DoneRound(self._with_origins(report))
+        return _with_origins(report, origins)
+
+    def _expect_draft(self, gated: GatedDrafts, plan: RoundPlan) -> Draft | None:
+        """On target ranks: the draft that the device will wait for; where it is needed first, it is waited for here."""
+        self._brought = None
+        if not plan.draft_len:
+            return None
+        draft = gated.expect(plan, self._patience or 0.0)
+        if gated.gate is not None and gated.needs_draft(plan):
+            if self._open is not None:
+                self._open.finish()
+            self._brought = self._bring_draft(plan)
+        return draft
+
+    def _bring_draft(self, plan: RoundPlan) -> Origins:
+        """On the target leader: wait for a packet, and let the device go on with what is in it, if anything is."""
+        assert self.gated is not None
+        if not plan.draft_len:
+            return Origins()
+        packet = self._look_for_packet(plan.round_index)
+        if not packet:
+            nothing = np.zeros((len(plan.decode_rows), 1), dtype=np.int64)
+            self.gated.give(plan, nothing[:, :0], nothing[:, 0])
+            return Origins()
+        table = decode_packet(packet)[1]
+        width = int(table[0, 3]) if len(table) else 0
+        self.gated.give(plan, table[:, _COLUMNS : _COLUMNS + width], table[:, 0])
+        return Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
 
     def forget(self) -> None:
         """See Exchange: a job of several ranks ends with a round that fails."""
@@ -179,12 +224,12 @@ class MessageExchange:
     def _receive_draft(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft | None:
         """On target ranks: the packet on the device, and on the leader the draft_probs that follow it."""
         assert self.group is not None
-        self._foreseen, self._num_suffix_tokens = [], []
+        self._origins = Origins()
         packet = self._await_packet(plan.round_index) if plan.draft_len else None
         if not packet:
             return None
         table = torch.from_numpy(decode_packet(packet)[1])
-        self._foreseen, self._num_suffix_tokens = table[:, 1].tolist(), table[:, 2].tolist()
+        self._origins = Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
         width, depth = table[0, 3:5].tolist() if len(table) else (0, 0)
         probs = None
         if probability_rows and self.rank == self.target_ranks[0]:
@@ -222,9 +267,10 @@ class MessageExchange:
         usual = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
         return max(SHORTEST_PATIENCE, _ROUNDS_OF_PATIENCE * usual)
 
-    def _with_origins(self, report: ReportArrays) -> ReportArrays:
-        """The report with which rows' drafts were made ahead, and what of them was found in texts."""
-        foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
-        foreseen[: len(self._foreseen)] = self._foreseen
-        found[: len(self._num_suffix_tokens)] = self._num_suffix_tokens
-        return replace(report, foreseen=foreseen, num_suffix_tokens=found)
+
+def _with_origins(report: ReportArrays, origins: Origins) -> ReportArrays:
+    """The report with which rows' drafts were made ahead, and what of them was found in texts."""
+    foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
+    foreseen[: len(origins.foreseen)] = origins.foreseen
+    found[: len(origins.num_suffix_tokens)] = origins.num_suffix_tokens
+    return replace(report, foreseen=foreseen, num_suffix_tokens=found)

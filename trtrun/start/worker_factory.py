@@ -16,6 +16,7 @@ from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Role, Topology
+from parallel.transports.device_gate import DeviceGate
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.suffix_options import HybridOptions
@@ -30,6 +31,7 @@ from trtrun.guiding.vocabulary import Spelling
 from trtrun.kvcache.formats import choose_format
 from trtrun.models.config import read_model_config
 from trtrun.roles.exchange import DeviceExchange, Exchange
+from trtrun.roles.gated_drafts import GatedDrafts
 from trtrun.roles.hidden_link import HiddenLink
 from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
@@ -110,7 +112,7 @@ class WorkerFactory:
         if guides is not None and drafter is not None:
             drafter.guide(guides)
         return Worker(
-            exchange=exchange or (self._make_messages() if self.config.drafts_apart else self._make_link()),
+            exchange=exchange or (self._make_messages(guides) if self.config.drafts_apart else self._make_link()),
             drafter=drafter,
             target=self.engines.get("target"),
             leads_draft=leads_draft,
@@ -216,7 +218,7 @@ class WorkerFactory:
     def _drafting_leader(self) -> int | None:
         return self.topology.target_leader if self._drafting_role is Role.TARGET else self.topology.draft_leader
 
-    def _make_messages(self) -> MessageExchange:
+    def _make_messages(self, guides: RowGuides | None) -> MessageExchange:
         topology, groups = self.topology, self.groups
         assert groups.mail is not None and groups.workers is not None and topology.draft_leader is not None
         return MessageExchange(
@@ -232,6 +234,21 @@ class WorkerFactory:
             use_logits=self.config.speculation.use_logits,
             draft_is_lost=self.draft_is_lost,
             hidden=self._make_hidden_link() if self.hidden_kind is not None else None,
+            gated=self._make_gated_drafts(guides),
+        )
+
+    def _make_gated_drafts(self, guides: RowGuides | None) -> GatedDrafts | None:
+        """This target rank's end of rounds that are launched before their drafts are there; None where they are not:
+        where a device waits for nothing, and where more than a chain of tokens comes from a draft model."""
+        section, group = self.config.speculation, self.groups.target
+        if group is None or self.device.type != "cuda" or section.method != "draft_target" or section.use_logits:
+            return None
+        if self.rank != self.topology.target_leader:
+            return GatedDrafts(None, group)
+        assert guides is not None
+        most = self.config.scheduler.max_batch_size * (section.draft_len + 1)
+        return GatedDrafts(
+            DeviceGate(self.device, most), group, lambda plan: bool(guides.guided(plan.decode_rows.tolist()))
         )
 
     def _make_hidden_link(self) -> HiddenLink | None:

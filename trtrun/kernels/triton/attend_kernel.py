@@ -40,8 +40,9 @@ def attend_kernel(
     real = index < queries
     own, first_own, last = _positions(positions + row * position_row + index * position_query, real)
     start, stop = tl.maximum(first_own - window + 1, 0) // KEYS * KEYS, last + 1
-    first_share = start // SHARE + tl.program_id(2) // tiles
-    if first_share * SHARE >= stop:
+    first_share, end_share = _shares(start, stop, tl.program_id(2) // tiles, tl.num_programs(2) // tiles, SHARE)
+    begin_at, end_at = tl.maximum(start, first_share * SHARE), tl.minimum(stop, end_share * SHARE)
+    if begin_at >= end_at:
         return
     token = row * queries + index
     halves: tl.constexpr = 1 if CODES == PLAIN else 2
@@ -51,44 +52,42 @@ def attend_kernel(
     mask = real[:, None] & inside[None, :]
     of_query = query + token[:, None] * query_token + head[:, None] * query_head + element[None, :] * halves
     even_query, odd_query = _load(of_query, mask, CODES)
+    kind: tl.constexpr = even_query.dtype
     table = tables + row * table_row
     result = token * (kv_heads * group) + head
     nothing = tl.zeros([TILE, width], tl.float32)
     no_odd = tl.zeros([1], tl.float32) if CODES == PLAIN else nothing
-    if IS_SPLIT:
-        for share in range(first_share, (stop + SHARE - 1) // SHARE, tl.num_programs(2) // tiles):
-            peak = tl.full([TILE], float("-inf"), tl.float32)
-            total = tl.zeros([TILE], tl.float32)
-            even, odd = nothing, no_odd
-            share_stop = tl.minimum(stop, share * SHARE + SHARE)
-            for first in range(tl.maximum(start, share * SHARE), share_stop, KEYS):
-                peak, total, even, odd = _step(
-                    peak, total, even, odd, even_query, odd_query, own, first_own, last, first, share_stop,
-                    store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
-                    BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
-                )  # fmt: skip
-            slot = result.to(tl.int64) * shares + share
-            tl.store(partial_peak + slot, peak, mask=real)
-            tl.store(partial_sum + slot, total, mask=real)
-            out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
-            _store(out, even, odd, mask, even_query.dtype, CODES)
-    else:
-        peak = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        even, odd = nothing, no_odd
-        all_peak, all_total, all_even, all_odd = peak, total, even, odd
-        for first in range(start, stop, KEYS):
-            if (first % SHARE == 0) & (first > start):  # a share is done
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    even, odd = nothing, no_odd
+    all_peak, all_total, all_even, all_odd = peak, total, even, odd
+    # One loop over all shares, so that keys of the next one are asked for while this one ends.
+    for first in range(begin_at, end_at, KEYS):
+        if (first % SHARE == 0) & (first > begin_at):  # a share is done
+            if IS_SPLIT:
+                slot = result.to(tl.int64) * shares + (first // SHARE - 1)
+                tl.store(partial_peak + slot, peak, mask=real)
+                tl.store(partial_sum + slot, total, mask=real)
+                out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
+                _store(out, even, odd, mask, kind, CODES)
+            else:
                 all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
                 all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
-                even, odd = nothing, no_odd
-                peak = tl.full([TILE], float("-inf"), tl.float32)
-                total = tl.zeros([TILE], tl.float32)
-            peak, total, even, odd = _step(
-                peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
-                store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
-                BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
-            )  # fmt: skip
+            even, odd = nothing, no_odd
+            peak = tl.full([TILE], float("-inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+        peak, total, even, odd = _step(
+            peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
+            store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
+            BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
+        )  # fmt: skip
+    if IS_SPLIT:
+        slot = result.to(tl.int64) * shares + (end_at - 1) // SHARE
+        tl.store(partial_peak + slot, peak, mask=real)
+        tl.store(partial_sum + slot, total, mask=real)
+        out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
+        _store(out, even, odd, mask, kind, CODES)
+    else:
         all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
         all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
         all_total = tl.where(all_total == 0.0, 1.0, all_total)[:, None]
@@ -96,7 +95,16 @@ def attend_kernel(
         if CODES != PLAIN:
             odd = all_odd / all_total
         out = output + result[:, None] * HEAD + element[None, :] * halves
-        _store(out, even, odd, mask, even_query.dtype, CODES)
+        _store(out, even, odd, mask, kind, CODES)
+
+
+@triton.jit
+def _shares(start, stop, number, programs, SHARE: tl.constexpr):
+    """The first share of a row's keys that is a program's, and the one behind its last: each has as many, but for the
+    last ones."""
+    first = start // SHARE
+    count = (tl.cdiv(stop, SHARE) - first + programs - 1) // programs
+    return first + number * count, first + (number + 1) * count
 
 
 @triton.jit

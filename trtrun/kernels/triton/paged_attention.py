@@ -182,8 +182,8 @@ def _options(tile: int, codes: int) -> dict[str, int]:
     """Of a launch: how many threads a program has, of which size, and how far ahead it reads."""
     if codes == PLAIN.value:
         return {"num_warps": 8 if tile == LARGEST_TILE else 4, "num_stages": _STAGES}
-    if tile == _SMALLEST_TILE:  # four programs are to have room on a multiprocessor: some widen while others wait
-        return {"num_warps": 4, "num_stages": _STAGES, "maxnreg": 128}
+    if tile == _SMALLEST_TILE:  # small programs, of which some widen while others wait
+        return {"num_warps": 2, "num_stages": _STAGES + 1}
     return {"num_warps": 4, "num_stages": _STAGES + 1}
 
 

@@ -1,0 +1,166 @@
+"""Rounds that the device has before their drafts are there: what is told to whom, and when, with a gate and messages of
+the test's own. That a device waits is in test_device_gate.py, on a GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parallel.communicator import Communicator
+from parallel.transports.solo import SoloCommunicator
+from trtrun.core.nouns import Draft, RoundPlan
+from trtrun.roles.gated_drafts import GatedDrafts
+from trtrun.roles.message_exchange import MessageExchange
+from trtrun.wire.packets import DRAFT_TAG, VERDICT_TAG, decode_packet, encode_packet
+from trtrun.wire.reports import ReportArrays, RoundTimes
+
+DRAFT_RANK, TARGET_RANK, DRAFT_LEN = 1, 2, 3
+
+
+class Letters:
+    """A mailbox of the target rank: what came, and what was posted."""
+
+    def __init__(self) -> None:
+        self.came: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        self.posted: list[tuple[int, int, int]] = []
+
+    def post(self, rank: int, tag: int, payload: bytes) -> None:
+        self.posted.append((rank, tag, decode_packet(payload)[0]))
+
+    def num_unsent_bytes(self) -> int:
+        return 0
+
+    def take(self, rank: int, tag: int) -> bytes | None:
+        return self.came[tag].popleft() if self.came[tag] else None
+
+    def wait(
+        self, rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
+    ) -> bytes | None:
+        return self.take(rank, tag)
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class OpenGate:
+    """A gate whose numbers are -1 until it is opened, as nothing waits on the host."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, torch.Tensor] = {}
+
+    def enqueue(self, opening: int, count: int, most_seconds: float) -> torch.Tensor:
+        assert opening not in self.waiting
+        self.waiting[opening] = torch.full((count,), -1, dtype=torch.int64)
+        return self.waiting[opening]
+
+    def open(self, opening: int, numbers: np.ndarray) -> None:
+        self.waiting[opening].copy_(torch.from_numpy(numbers))
+
+
+class Decided:
+    """A round of the device with its verdict: each row gains a token."""
+
+    def __init__(self, plan: RoundPlan) -> None:
+        ones = np.ones(len(plan.decode_rows), dtype=np.int64)
+        self._report = ReportArrays(plan.round_index, RoundTimes(), ones, ones, ones[:, None])
+
+    def is_done(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        """Nothing waits."""
+
+    def finish(self) -> ReportArrays:
+        return self._report
+
+
+def make_plan(round_index: int, lens: tuple[int, ...] = (DRAFT_LEN, 2)) -> RoundPlan:
+    rows, nothing = np.arange(len(lens), dtype=np.int32), np.zeros((0, 3), dtype=np.int32)
+    return RoundPlan(round_index, (), (), nothing, (), rows, np.array(lens, dtype=np.int32), rows, 100)
+
+
+def packet(round_index: int, tokens: list[list[int]], lens: list[int], foreseen: list[int]) -> bytes:
+    width = len(tokens[0])
+    rows = [[a, b, 0, width, 0, *of_row] for a, b, of_row in zip(lens, foreseen, tokens, strict=True)]
+    return encode_packet(round_index, np.array(rows, dtype=np.int64))
+
+
+@pytest.fixture
+def letters() -> Letters:
+    return Letters()
+
+
+def make_exchange(letters: Letters, **values: Any) -> MessageExchange:
+    group: Communicator = SoloCommunicator()
+    return MessageExchange(
+        mail=letters, rank=TARGET_RANK, draft_ranks=(DRAFT_RANK,), target_ranks=(TARGET_RANK,), peers=group,
+        draft_peer=0, target_peer=1, group=group, target_vocab_size=100, use_logits=False,
+        gated=GatedDrafts(OpenGate(), group, **values),
+    )  # fmt: skip
+
+
+def expect(exchange: MessageExchange, plan: RoundPlan) -> Draft:
+    draft = exchange.hand_over(plan, None, ())
+    assert draft is not None and draft.tokens.shape == (len(plan.decode_rows), plan.draft_len)
+    return draft
+
+
+def test_a_round_is_launched_before_the_verdict_that_its_draft_follows(letters: Letters) -> None:
+    exchange, plans = make_exchange(letters), [make_plan(4), make_plan(5), make_plan(6, (0, 0))]
+    letters.came[DRAFT_TAG].append(packet(4, [[11, 12, 13], [21, 22, 0]], [3, 2], [1, 0]))
+    first = expect(exchange, plans[0])
+    rounds = [exchange.conclude(plans[0], Decided(plans[0]))]
+    second = expect(exchange, plans[1])
+    rounds.append(exchange.conclude(plans[1], Decided(plans[1])))
+    assert exchange.hand_over(plans[2], None, ()) is None  # nothing is drafted in it
+    rounds.append(exchange.conclude(plans[2], Decided(plans[2])))
+    assert letters.posted == [] and (first.tokens == -1).all()
+    rounds[0].release()
+    assert first.draft_lens.tolist() == [3, 2] and first.tokens.tolist() == [[11, 12, 13], [21, 22, 0]]
+    assert letters.posted == [] and (second.tokens == -1).all()
+    assert rounds[0].finish().foreseen.tolist() == [1, 0]
+    assert letters.posted == [(DRAFT_RANK, VERDICT_TAG, 4)]
+    # A packet that came too late for its round, and one that is narrower than what was asked for.
+    letters.came[DRAFT_TAG] += [packet(4, [[9], [9]], [1, 1], [1, 1]), packet(5, [[31], [0]], [1, 0], [0, 1])]
+    for one in rounds[1:]:
+        one.release()
+    assert second.draft_lens.tolist() == [1, 0] and second.tokens.tolist() == [[31, 0, 0], [0, 0, 0]]
+    assert [one.finish().foreseen.tolist() for one in rounds] == [[1, 0], [0, 1], [0, 0]]
+    assert letters.posted == [(DRAFT_RANK, VERDICT_TAG, index) for index in (4, 5, 6)]
+
+
+def test_a_draft_that_does_not_come_is_none(letters: Letters) -> None:
+    exchange, plan = make_exchange(letters), make_plan(0)
+    draft = expect(exchange, plan)
+    report = exchange.conclude(plan, Decided(plan)).finish()
+    assert draft.draft_lens.tolist() == [0, 0] and report.foreseen.tolist() == [0, 0]
+    assert letters.posted == [(DRAFT_RANK, VERDICT_TAG, 0)]
+
+
+def test_a_round_that_needs_its_draft_on_the_host_has_it_before_it_is_launched(letters: Letters) -> None:
+    """The verdict before is told first, without which no draft would come."""
+    exchange = make_exchange(letters, needs_draft=lambda plan: plan.round_index == 8)
+    plans = [make_plan(7), make_plan(8)]
+    expect(exchange, plans[0])
+    before = exchange.conclude(plans[0], Decided(plans[0]))
+    letters.came[DRAFT_TAG] += [packet(7, [[1], [1]], [1, 1], [0, 0]), packet(8, [[5, 6], [7, 8]], [2, 2], [1, 1])]
+    draft = expect(exchange, plans[1])
+    assert draft.tokens.tolist() == [[5, 6, 0], [7, 8, 0]] and letters.posted == [(DRAFT_RANK, VERDICT_TAG, 7)]
+    after = exchange.conclude(plans[1], Decided(plans[1]))
+    assert [one.finish().foreseen.tolist() for one in (before, after)] == [[0, 0], [1, 1]]
+
+
+def test_rounds_of_the_same_number_have_openings_of_their_own(letters: Letters) -> None:
+    """As rehearsed ones and those that follow: what a gate kept of one is not taken for the other's."""
+    exchange = make_exchange(letters)
+    for _ in range(2):
+        plan = make_plan(3)
+        letters.came[DRAFT_TAG].append(packet(3, [[1], [2]], [1, 1], [0, 0]))
+        draft = expect(exchange, plan)
+        exchange.conclude(plan, Decided(plan)).finish()
+        assert draft.draft_lens.tolist() == [1, 1]

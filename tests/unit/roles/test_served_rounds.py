@@ -1,0 +1,96 @@
+"""A worker rank's life: in which order rounds are launched, released and finished, and what may not come between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from parallel.watchdog.activity import Activity
+from trtrun.core.nouns import RoundPlan
+from trtrun.roles.engine_ranks import serve
+from trtrun.timing.phase_clock import HostPhases
+from trtrun.wire.adapter_loads import encode_load
+from trtrun.wire.plans import encode_plan
+from trtrun.wire.reports import ReportArrays, RoundTimes
+
+
+def plan(round_index: int) -> RoundPlan:
+    nothing, none = np.zeros(0, dtype=np.int32), np.zeros((0, 3), dtype=np.int32)
+    return RoundPlan(round_index, (), (), none, (), nothing, nothing, nothing, 1)
+
+
+class Rank:
+    """A worker, its rounds and its end of the control plane: what happens is in `said`."""
+
+    def __init__(self, messages: list[bytes | None]) -> None:
+        self.said: list[str] = []
+        self.is_shut_down = False
+        self.device, self.activity, self.phases, self.guides = None, Activity(), HostPhases(), None
+        self._messages = deque(messages)
+        self._done: set[int] = set()
+
+    def receive(self, timeout: float | None = None, until: Callable[[], bool] | None = None) -> bytes | None:
+        """The next message; None is a moment at which the oldest round's verdict comes."""
+        if not self._messages:
+            self.is_shut_down = True
+            return None
+        message = self._messages.popleft()
+        if message is None:
+            self._done.add(min(self.rounds()))
+            assert until is not None and until()
+        return message
+
+    def rounds(self) -> set[int]:
+        """Launched and not finished."""
+        return {int(one.split()[1]) for one in self.said if one.startswith("launch")} - {
+            int(one.split()[1]) for one in self.said if one.startswith("finish")
+        }
+
+    def report(self, payload: bytes, kind: int) -> None:
+        self.said.append("report" if kind == 0 else "answer")
+
+    def load_adapter(self, slot: int, path: Path) -> str:
+        self.said.append(f"load {slot}")
+        return ""
+
+    def launch_round(self, plan: RoundPlan) -> SimpleNamespace:
+        number = plan.round_index
+        self.said.append(f"launch {number}")
+
+        def finish() -> ReportArrays:
+            self.said.append(f"finish {number}")
+            return ReportArrays(number, RoundTimes())
+
+        return SimpleNamespace(
+            is_done=lambda: number in self._done, release=lambda: self.said.append(f"release {number}"), finish=finish
+        )
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (
+            [encode_plan(plan(0)), encode_plan(plan(1)), None, encode_plan(plan(2)), None, None],
+            "launch 0, release 0, launch 1, finish 0, report, release 1, launch 2, finish 1, report, release 2, "
+            "finish 2, report",
+        ),
+        (
+            [encode_plan(plan(0)), None, encode_plan(plan(1)), None],
+            "launch 0, release 0, finish 0, report, launch 1, release 1, finish 1, report",
+        ),
+        (
+            [encode_plan(plan(0)), encode_plan(plan(1)), encode_load(2, Path("adapter"))],
+            "launch 0, release 0, launch 1, finish 0, report, release 1, finish 1, report, load 2, answer",
+        ),
+    ],
+    ids=["ahead", "one by one", "before a load"],
+)
+def test_a_round_is_released_once_the_one_before_is_told(messages: list[bytes | None], expected: str) -> None:
+    rank = Rank(messages)
+    serve(rank, rank)  # type: ignore[arg-type]  # both ends are the test's
+    assert ", ".join(rank.said) == expected
