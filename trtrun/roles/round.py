@@ -85,8 +85,8 @@ class Worker:
 
     @torch.inference_mode()
     def launch_round(self, plan: RoundPlan) -> LaunchedRound:
-        """Run one round, but for what a GPU has still to do when this returns. Nothing here waits for a GPU, unless the
-        draft has devices of its own."""
+        """Run one round, but for what a GPU has still to do when this returns. Nothing here waits for a GPU, unless what
+        the draft ranks send has to be on the host first (message_exchange.py)."""
         self.phases.start(plan.round_index)
         by_probability = self._begin(plan)
         draft = self._propose(plan, by_probability)

@@ -151,7 +151,8 @@ class TritonLowRank(StackedFactors):
         _expand_kernel[(tiles, blocks * len(shape.outputs))](
             y, low, self.up, starts, order, self._parts, count, ranks, features, y.stride(0), blocks, slots,
             FEATURES=at_once, TURNS=turns, RANK=shape.max_rank, RANKS=self._ranks, SHARES=self._shares,
-            num_stages=2, **sizes,
+            num_stages=2 if shape.max_rank == self._ranks else 1,  # where sums are read in each turn they fill memory
+            **sizes,
         )  # fmt: skip
 
 
