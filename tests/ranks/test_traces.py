@@ -17,7 +17,7 @@ from traces import assert_rounds_follow, assert_whole, spans_named
 from trtrun import SamplingParams, open_llm
 from trtrun.api.llm import LLM
 from trtrun.core.nouns import RoundPlan
-from trtrun.roles import engine_ranks, message_exchange
+from trtrun.roles import message_exchange, served_rank
 from trtrun.timing.spans import ENGINES, ORCHESTRATOR, RankSpans
 from trtrun.timing.tracing import PhaseTracer
 
@@ -77,7 +77,7 @@ def test_spans_of_all_ranks_are_whole_and_causes_come_first(
     monkeypatch.setattr(message_exchange, "SHORTEST_PATIENCE", 60.0)  # on a busy machine, too, a draft comes in time
     if clocks == "clocks apart" and rank:
         apart = partial(PhaseTracer, clock=lambda: time.perf_counter() + APART * rank)
-        monkeypatch.setattr(engine_ranks, "PhaseTracer", apart)
+        monkeypatch.setattr(served_rank, "PhaseTracer", apart)
     config = configuration(
         folder / "target", folder / "draft", devices=HERE[name], scheduler={"plans_ahead": plans_ahead}
     )

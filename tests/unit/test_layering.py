@@ -92,7 +92,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.roles": (
         frozenset({"orchestrator"}),
-        frozenset({"engine_ranks", "solo_ranks"}),
+        frozenset({"engine_ranks", "solo_ranks", "served_rank"}),
         frozenset({"round", "ordered_guides"}),
         frozenset({"message_exchange"}),
         frozenset({"exchange", "hidden_link", "gated_drafts"}),

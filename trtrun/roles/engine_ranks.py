@@ -1,6 +1,6 @@
 """The orchestrator's hands: plans go out to the engine ranks, reports come back.
 
-Two ways with one interface: `MpiRanks` talks to worker ranks over the control plane, whose end of it is `serve`;
+Two ways with one interface: `MpiRanks` talks to worker ranks over the control plane (`served_rank.py`);
 `SoloRanks` (`solo_ranks.py`) runs the one worker of a single-process job in place. None knows what a plan means.
 """
 
@@ -17,19 +17,13 @@ from parallel.watchdog.activity import Activity, Doing, Phase
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.failures import RankFailures
-from trtrun.roles.launched_round import LaunchedRound
-from trtrun.roles.ordered_guides import GuideDesk, OrderedGuides
-from trtrun.roles.round import Worker
+from trtrun.roles.ordered_guides import OrderedGuides
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import RankSpans
-from trtrun.timing.tracing import Answer, PhaseTracer, RankTracer
-from trtrun.wire.adapter_loads import decode_load, encode_load
-from trtrun.wire.guide_orders import decode_orders
-from trtrun.wire.plans import decode_plan, encode_plan
-from trtrun.wire.reports import RoundReport, decode_report
-
-_ROUND_REPORT, _ANSWER, _GUIDE_BUILT = 0, 1, 2
-"""Kinds of reports on the control plane."""
+from trtrun.timing.tracing import Answer, RankTracer
+from trtrun.wire.adapter_loads import encode_load
+from trtrun.wire.plans import encode_plan
+from trtrun.wire.reports import ReportKind, RoundReport, decode_report
 
 
 class EngineRanks(Protocol):
@@ -197,9 +191,9 @@ class MpiRanks:
 
     def _is_of_guide(self, report: Report) -> bool:
         """Whether a report says that a guide is built, which is noted then."""
-        if report.kind == _GUIDE_BUILT:
+        if report.kind == ReportKind.GUIDE_BUILT:
             self._guides.note(report.rank, report.payload)
-        return report.kind == _GUIDE_BUILT
+        return report.kind == ReportKind.GUIDE_BUILT
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -244,7 +238,7 @@ class MpiRanks:
             due = self._control.num_workers
             while due:
                 report = self._next_report()
-                if report.kind == _ROUND_REPORT:
+                if report.kind == ReportKind.ROUND:
                     self._set_aside.append(report)
                     continue
                 due -= 1
@@ -257,50 +251,3 @@ class MpiRanks:
             self._activity.enter(self._published, Phase.SCHEDULING)
         else:
             self._activity.rest()
-
-
-def serve(control: ControlPlane, worker: Worker) -> None:
-    """A worker rank's life after start-up: run plans in order, load adapters, be traced, until it is let end."""
-    tracer, desk = PhaseTracer(worker), GuideDesk(worker.guides)
-    launched: deque[LaunchedRound] = deque()
-
-    def has_news() -> bool:
-        return (bool(launched) and launched[0].is_done()) or desk.has_answer()
-
-    def finish_first() -> None:
-        report = launched.popleft().finish()
-        if report is not None:
-            control.report(report.encode(), kind=_ROUND_REPORT)
-        if launched:
-            launched[0].release()
-
-    while True:
-        for built in desk.take_answers():
-            control.report(built, kind=_GUIDE_BUILT)
-        if launched and launched[0].is_done():
-            finish_first()
-            continue
-        if not launched:
-            worker.activity.rest()
-        # A plan that comes while the device works is launched behind what it does.
-        payload = control.receive(until=has_news if launched or desk.is_waiting else None)
-        if payload is None:
-            if control.is_shut_down:
-                return
-            continue
-        orders = decode_orders(payload)
-        if orders is not None:
-            desk.take(orders)
-            continue
-        load = decode_load(payload)
-        if load is not None:
-            # What waits for the device while it loads could not release it.
-            while launched:
-                finish_first()
-        answer = worker.load_adapter(*load).encode() if load is not None else tracer.answer(payload)
-        if answer is not None:
-            control.report(answer, kind=_ANSWER)
-            continue
-        launched.append(worker.launch_round(decode_plan(payload)))
-        if len(launched) == 1:
-            launched[0].release()

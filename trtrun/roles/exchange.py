@@ -14,7 +14,7 @@ import torch
 
 from parallel.link import Link
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
-from trtrun.roles.launched_round import LaunchedRound
+from trtrun.roles.launched_round import LaunchedRound, VerdictRound
 
 
 class Exchange(Protocol):
@@ -41,6 +41,10 @@ class Exchange(Protocol):
         """On the target leader: to the engine ranks whose devices take part in the round."""
         ...
 
+    def is_verdict_here(self, plan: RoundPlan) -> bool:
+        """On ranks that draft and hold no target: whether `receive_verdict` would not wait."""
+        ...
+
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
         """On every other engine rank, where the round samples: `width` is what target ranks verified, and 1."""
         ...
@@ -57,7 +61,7 @@ class Exchange(Protocol):
         nothing came."""
         ...
 
-    def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
+    def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
         """On the target leader: do what has to wait for the verdict on the host, if anything has."""
         ...
 
@@ -127,6 +131,10 @@ class DeviceExchange:
         """See Exchange: to draft ranks, too."""
         self._link.send_verdict(verdict.num_tokens, verdict.tokens)
 
+    def is_verdict_here(self, plan: RoundPlan) -> bool:
+        """See Exchange: the device waits for it."""
+        return True
+
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
         """See Exchange."""
         return Verdict(*self._link.receive_verdict(len(plan.sampled_rows), width))
@@ -140,7 +148,7 @@ class DeviceExchange:
         """See Exchange: nobody is told any."""
         return None
 
-    def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
+    def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
         """See Exchange: nothing waits for it here."""
         return decided
 

@@ -20,7 +20,7 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.core.nouns import Draft, RoundPlan
-from trtrun.roles.launched_round import LaunchedRound
+from trtrun.roles.launched_round import VerdictRound
 from trtrun.wire.reports import ReportArrays
 
 
@@ -104,15 +104,18 @@ class GatedRound:
         plan: the round's.
         decided: the round with its verdict on the way to the host.
         bring: waits for the draft and gives it to the device; what of it is to be reported, in the plan's rows.
-        tell: sends the verdict on, once it is on the host, and makes the report whole.
+        tell: sends the verdict on, once it is on the host.
+        account: makes the report whole.
         origins: of a draft that the device has; None where it is to be brought.
     """
 
     plan: RoundPlan
-    decided: LaunchedRound
+    decided: VerdictRound
     bring: Callable[[RoundPlan], Origins]
-    tell: Callable[[RoundPlan, ReportArrays, Origins], ReportArrays]
+    tell: Callable[[RoundPlan, np.ndarray, np.ndarray], None]
+    account: Callable[[ReportArrays, Origins], ReportArrays]
     origins: Origins | None = None
+    may_be_followed = True
     _report: ReportArrays | None = field(default=None)
 
     def is_done(self) -> bool:
@@ -128,7 +131,8 @@ class GatedRound:
         """See LaunchedRound; the same report each time."""
         if self._report is None:
             self.release()
+            self.tell(self.plan, *self.decided.numbers())  # first, as draft ranks wait for it
             report = self.decided.finish()
             assert report is not None and self.origins is not None
-            self._report = self.tell(self.plan, report, self.origins)
+            self._report = self.account(report, self.origins)
         return self._report

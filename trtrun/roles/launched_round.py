@@ -74,8 +74,6 @@ class VerdictCopy:
     def wait(self, take_times: Callable[[], RoundTimes] = RoundTimes) -> ReportArrays:
         """Wait for the copy, and make the report of it.
 
-        A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
-
         Args:
             take_times: tells what phases took, once the copy is there.
         """
@@ -87,20 +85,30 @@ class VerdictCopy:
         ids, values = self._of_prompts
         return replace(report, prompt_ids=ids.numpy(), prompt_values=values.numpy())
 
-    def _report(self, take_times: Callable[[], RoundTimes]) -> ReportArrays:
-        """The report without log probabilities of prompts."""
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the copy; num_tokens [rows] and tokens [rows, width].
+
+        A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
+        """
+        if self._event is not None:
+            self._event.synchronize()
         if not self._copies:
             tokens = np.empty((0, 1), dtype=np.int64)
-            return ReportArrays(self._round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)
-        packed = self._copies[0].numpy()
-        width = self._width
+            return tokens[:, 0], tokens
+        packed, width = self._copies[0].numpy(), self._width
         num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
         chosen = np.isfinite(packed[:, 2 + width : 2 + 2 * width].astype(np.int32).view(np.float32))
         if not chosen.all():
             num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
-        draft_lens = np.maximum(packed[:, 1], 0)
-        arrays = (num_tokens, draft_lens, tokens)
-        report = ReportArrays(self._round_index, take_times(), *arrays)
+        return num_tokens, tokens
+
+    def _report(self, take_times: Callable[[], RoundTimes]) -> ReportArrays:
+        """The report without log probabilities of prompts."""
+        num_tokens, tokens = self.numbers()
+        if not self._copies:
+            return ReportArrays(self._round_index, take_times(), num_tokens, num_tokens, tokens)
+        packed = self._copies[0].numpy()
+        report = ReportArrays(self._round_index, take_times(), num_tokens, np.maximum(packed[:, 1], 0), tokens)
         if self._tells_suffix:
             report = replace(report, num_suffix_tokens=packed[:, -1])
         if len(self._copies) == 1:
@@ -123,6 +131,11 @@ class LaunchedRound(Protocol):
         """Whether `finish` would not wait."""
         ...
 
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether the next round may be launched before this one is finished."""
+        ...
+
     def release(self) -> None:
         """Give the device what it waits for in this round, if it does: called once the round before is finished. It
         waits for what comes from other ranks, and may be called again."""
@@ -130,6 +143,14 @@ class LaunchedRound(Protocol):
 
     def finish(self) -> ReportArrays | None:
         """Wait for the device; the report of a leader, None elsewhere."""
+        ...
+
+
+class VerdictRound(LaunchedRound, Protocol):
+    """A round of the target leader."""
+
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the verdict: its num_tokens [rows] and tokens [rows, width], as the report has them."""
         ...
 
 
@@ -142,6 +163,7 @@ class DoneRound:
     """
 
     report: ReportArrays | None
+    may_be_followed = True
 
     def is_done(self) -> bool:
         """See LaunchedRound."""
@@ -166,6 +188,7 @@ class DecidedRound:
 
     verdict: VerdictCopy
     take_times: Callable[[], RoundTimes]
+    may_be_followed = True
 
     def is_done(self) -> bool:
         """See LaunchedRound."""
@@ -174,6 +197,35 @@ class DecidedRound:
     def release(self) -> None:
         """See LaunchedRound: it waits for nothing."""
 
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """See VerdictRound."""
+        return self.verdict.numbers()
+
     def finish(self) -> ReportArrays:
         """See LaunchedRound."""
         return self.verdict.wait(self.take_times)
+
+
+@dataclass
+class AwaitedRound:
+    """A round of a rank that drafts, whose verdict comes as a message.
+
+    Attributes:
+        is_here: whether the verdict is.
+        end: takes the verdict in; the round's report.
+    """
+
+    is_here: Callable[[], bool]
+    end: Callable[[], LaunchedRound]
+    may_be_followed = False
+
+    def is_done(self) -> bool:
+        """See LaunchedRound."""
+        return self.is_here()
+
+    def release(self) -> None:
+        """See LaunchedRound: no device waits."""
+
+    def finish(self) -> ReportArrays | None:
+        """See LaunchedRound."""
+        return self.end().finish()

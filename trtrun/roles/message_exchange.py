@@ -22,7 +22,7 @@ from parallel.mailbox import Mailbox
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
 from trtrun.roles.gated_drafts import GatedDrafts, GatedRound, Origins
 from trtrun.roles.hidden_link import HiddenLink, feeds, settled
-from trtrun.roles.launched_round import DoneRound, LaunchedRound
+from trtrun.roles.launched_round import DoneRound, LaunchedRound, VerdictRound
 from trtrun.speculation.trees import along_paths
 from trtrun.wire.packets import DRAFT_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays
@@ -95,14 +95,7 @@ class MessageExchange:
             return self._receive_draft(plan, probability_rows)
         if draft is None or plan.draft_len == 0 or self.rank != self.draft_ranks[0]:
             return None
-        foreseen = torch.zeros_like(draft.draft_lens) if draft.foreseen is None else draft.foreseen
-        found = torch.zeros_like(draft.draft_lens) if draft.num_suffix_tokens is None else draft.num_suffix_tokens
-        nodes = torch.full_like(draft.draft_lens, draft.tokens.shape[1])
-        depth = torch.full_like(nodes, 0 if draft.paths is None else draft.paths.shape[2])
-        columns = [torch.stack((draft.draft_lens, foreseen, found, nodes, depth), dim=1), draft.tokens]
-        columns += [] if draft.paths is None else [draft.paths.flatten(1)]
-        packet = encode_packet(plan.round_index, torch.cat(columns, dim=1).numpy())
-        self.mail.post(self.target_ranks[0], DRAFT_TAG, packet)
+        self.mail.post(self.target_ranks[0], DRAFT_TAG, encode_packet(plan.round_index, _table(draft)))
         if draft.draft_probs is not None:
             self.peers.send(draft.draft_probs, self.target_peer)
         return None
@@ -112,6 +105,12 @@ class MessageExchange:
         assert self.group is not None
         if self.group.size > 1:
             self.group.broadcast(torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1), 0)
+
+    def is_verdict_here(self, plan: RoundPlan) -> bool:
+        """See Exchange."""
+        if plan.sampled_rows and self._early is None:
+            self._early = self.mail.take(self.target_ranks[0], VERDICT_TAG)
+        return not plan.sampled_rows or self._early is not None
 
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
         """See Exchange: on draft ranks it comes as a message, and is on the host."""
@@ -142,25 +141,27 @@ class MessageExchange:
             return None
         return self.hidden.receive(plan, [] if verdict is None else verdict.num_tokens.tolist())
 
-    def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
+    def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
         """See Exchange: the verdict goes to the draft ranks once it is on the host, and hidden states behind it."""
         if self.gated is not None:
-            self._open = GatedRound(plan, decided, self._bring_draft, self._tell, self._brought)
+            self._open = GatedRound(plan, decided, self._bring_draft, self._tell, self._account, self._brought)
             return self._open
         report = decided.finish()
         assert report is not None and report.num_tokens is not None
         counts = report.num_tokens.tolist()
-        report = self._tell(plan, report, self._origins)
+        self._tell(plan, report.num_tokens, report.tokens)
         self._post_hidden(plan, counts)
-        return DoneRound(report)
+        return DoneRound(self._account(report, self._origins))
 
-    def _tell(self, plan: RoundPlan, report: ReportArrays, origins: Origins) -> ReportArrays:
-        """Send a verdict to the draft ranks; the report with its draft's origins."""
-        assert report.num_tokens is not None
+    def _tell(self, plan: RoundPlan, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
+        """Send a verdict to the draft ranks."""
         if plan.sampled_rows and not self.draft_is_lost():
-            payload = encode_packet(plan.round_index, np.column_stack((report.num_tokens, report.tokens)))
+            payload = encode_packet(plan.round_index, np.column_stack((num_tokens, tokens)))
             for rank in self.draft_ranks:
                 self.mail.post(rank, VERDICT_TAG, payload)
+
+    def _account(self, report: ReportArrays, origins: Origins) -> ReportArrays:
+        """The report with its draft's origins; how long the round took says how long drafts are waited for."""
         self._seconds.append(report.times.verifying)
         return _with_origins(report, origins)
 
@@ -266,6 +267,24 @@ class MessageExchange:
             return None
         usual = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
         return max(SHORTEST_PATIENCE, _ROUNDS_OF_PATIENCE * usual)
+
+
+def _table(draft: Draft) -> np.ndarray:
+    """What a packet says of a draft on the host: see `_COLUMNS`."""
+    rows, nodes = draft.tokens.shape
+    paths = draft.paths
+    table = np.zeros((rows, _COLUMNS + nodes + (0 if paths is None else paths[0].numel())), dtype=np.int64)
+    table[:, 0] = draft.draft_lens.numpy()
+    if draft.foreseen is not None:
+        table[:, 1] = draft.foreseen.numpy()
+    if draft.num_suffix_tokens is not None:
+        table[:, 2] = draft.num_suffix_tokens.numpy()
+    table[:, 3] = nodes
+    table[:, _COLUMNS : _COLUMNS + nodes] = draft.tokens.numpy()
+    if paths is not None:
+        table[:, 4] = paths.shape[2]
+        table[:, _COLUMNS + nodes :] = paths.flatten(1).numpy()
+    return table
 
 
 def _with_origins(report: ReportArrays, origins: Origins) -> ReportArrays:

@@ -14,7 +14,7 @@ may be sent one round ahead. How a draft and a verdict travel is the exchange's 
 share devices (device_exchange.py), as messages where the draft has devices of its own, so that the target never waits
 for a draft that is late or lost (message_exchange.py).
 
-It does not know where plans come from (engine_ranks.py), how a drafter drafts (speculation/drafters), nor how engines
+It does not know where plans come from (served_rank.py), how a drafter drafts (speculation/drafters), nor how engines
 were made (start/startup.py). The method is speculative sampling (Leviathan et al. 2023, arXiv:2211.17192; Chen et al.
 2023, arXiv:2302.01318); acceptance itself is in speculation/verify.py.
 """
@@ -35,7 +35,7 @@ from trtrun.first_uses import FirstUseWatch
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.roles.exchange import Exchange
-from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound, VerdictCopy
+from trtrun.roles.launched_round import AwaitedRound, DecidedRound, DoneRound, LaunchedRound, VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import RoundEngine, TargetEngine
@@ -85,16 +85,23 @@ class Worker:
 
     @torch.inference_mode()
     def launch_round(self, plan: RoundPlan) -> LaunchedRound:
-        """Run one round, but for what a GPU has still to do when this returns. Nothing here waits for a GPU, unless what
-        the draft ranks send has to be on the host first (message_exchange.py)."""
+        """Run one round, but for what a GPU has still to do when this returns, and what a rank that drafts does behind
+        the verdict. Nothing waits for a GPU here, unless a draft has to be on the host first (message_exchange.py)."""
         self.phases.start(plan.round_index)
         by_probability = self._begin(plan)
         draft = self._propose(plan, by_probability)
         handed = self._hand_over(plan, draft, by_probability)
         num_guesses = self._anticipate(plan)
-        step, verdict = self._verify(plan, handed, by_probability)
-        self._observe(plan, handed, verdict, step)
-        return self._report(plan, draft, num_guesses, verdict, step)
+
+        def end() -> LaunchedRound:
+            step, verdict = self._verify(plan, handed, by_probability)
+            self._observe(plan, handed, verdict, step)
+            return self._report(plan, draft, num_guesses, verdict, step)
+
+        if self.target is None and not self.exchange.is_verdict_here(plan):
+            self.activity.enter(plan.round_index, Phase.AWAITING_VERDICT)
+            return AwaitedRound(lambda: self.exchange.is_verdict_here(plan), torch.inference_mode()(end))
+        return end()
 
     def _begin(self, plan: RoundPlan) -> list[int]:
         """Take in what the plan changes, wherever rows are kept.

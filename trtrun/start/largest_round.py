@@ -21,7 +21,7 @@ from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up_largest_mixed
 from trtrun.engine.working_memory import RoundShape
-from trtrun.roles.launched_round import LaunchedRound
+from trtrun.roles.launched_round import LaunchedRound, VerdictRound
 from trtrun.roles.round import Worker
 
 _MUCH_PADDING = 17
@@ -91,6 +91,10 @@ class SilentExchange:
         tokens = torch.full(shape, -1, dtype=torch.int64, device=self._device)
         return Verdict(torch.zeros(shape[0], dtype=torch.int64, device=self._device), tokens)
 
+    def is_verdict_here(self, plan: RoundPlan) -> bool:
+        """See Exchange."""
+        return True
+
     def send_hidden(
         self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
     ) -> None:
@@ -105,7 +109,7 @@ class SilentExchange:
         prompts = [torch.zeros((chunk.length, *shape), dtype=dtype, device=self._device) for chunk in plan.prefill]
         return HiddenStates(decoded, prompts)
 
-    def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
+    def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
         """See Exchange."""
         return decided
 
@@ -143,7 +147,7 @@ class Rehearsal:
 
     def play(self, plan: RoundPlan) -> None:
         """Run a round. Collective over the tensor-parallel groups."""
-        self.worker.launch_round(plan)
+        self.worker.launch_round(plan).finish()
 
     def verify_beside_prompts(self) -> None:
         """Run the largest of the target's graphs of rows and prompts together, where it has any. Its forward alone: so

@@ -29,9 +29,14 @@ def encode_orders(message: GuideMessage) -> bytes:
     return _KIND.pack(_GUIDES) + json.dumps([list(message.over), begun]).encode()
 
 
+def are_orders(payload: bytes) -> bool:
+    """Whether a message that goes the way of plans is orders."""
+    return bool(_KIND.unpack_from(payload)[0] == _GUIDES)
+
+
 def decode_orders(payload: bytes) -> GuideMessage | None:
     """Orders; None where the message is something else."""
-    if _KIND.unpack_from(payload)[0] != _GUIDES:
+    if not are_orders(payload):
         return None
     over, begun = json.loads(payload[_KIND.size :])
     return GuideMessage(over, {number: Guide(kind, text) for number, kind, text in begun})

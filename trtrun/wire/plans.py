@@ -41,6 +41,7 @@ class _PlanHeader(NamedTuple):
 
 # Not numpy records: taking their fields one by one is what a short message would cost most.
 _PLAN_HEADER = struct.Struct("<14q")
+_ROUND = struct.Struct("<q")
 _ADMISSION = np.dtype(
     [
         (name, np.int64)
@@ -113,6 +114,11 @@ def encode_plan(plan: RoundPlan) -> bytes:
     )
     pools = (array.tobytes() for array in (*integers, *floats))
     return b"".join((_PLAN_HEADER.pack(*header), records, *pools, told))
+
+
+def is_plan(message: bytes) -> bool:
+    """Whether a message that goes the way of plans is one."""
+    return bool(_ROUND.unpack_from(message)[0] >= 0)
 
 
 def _chunk_numbers(chunk: PrefillChunk) -> tuple[int, ...]:

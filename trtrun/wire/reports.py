@@ -10,12 +10,21 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.first_uses import FirstUses
+
+
+class ReportKind(IntEnum):
+    """What a report on the control plane is: of a round, what a request is answered with, or that a guide is built."""
+
+    ROUND = 0
+    ANSWER = 1
+    GUIDE_BUILT = 2
 
 
 class _ReportHeader(NamedTuple):

@@ -65,6 +65,8 @@ class OpenGate:
 class Decided:
     """A round of the device with its verdict: each row gains a token."""
 
+    may_be_followed = True
+
     def __init__(self, plan: RoundPlan) -> None:
         ones = np.ones(len(plan.decode_rows), dtype=np.int64)
         self._report = ReportArrays(plan.round_index, RoundTimes(), ones, ones, ones[:, None])
@@ -74,6 +76,10 @@ class Decided:
 
     def release(self) -> None:
         """Nothing waits."""
+
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        assert self._report.num_tokens is not None
+        return self._report.num_tokens, self._report.tokens
 
     def finish(self) -> ReportArrays:
         return self._report

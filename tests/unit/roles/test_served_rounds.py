@@ -12,7 +12,7 @@ import pytest
 
 from parallel.watchdog.activity import Activity
 from trtrun.core.nouns import RoundPlan
-from trtrun.roles.engine_ranks import serve
+from trtrun.roles.served_rank import serve
 from trtrun.timing.phase_clock import HostPhases
 from trtrun.wire.adapter_loads import encode_load
 from trtrun.wire.plans import encode_plan
@@ -25,9 +25,11 @@ def plan(round_index: int) -> RoundPlan:
 
 
 class Rank:
-    """A worker, its rounds and its end of the control plane: what happens is in `said`."""
+    """A worker, its rounds and its end of the control plane: what happens is in `said`. With `may_be_followed` a round
+    is launched while another one runs."""
 
-    def __init__(self, messages: list[bytes | None]) -> None:
+    def __init__(self, messages: list[bytes | None], may_be_followed: bool) -> None:
+        self._may_be_followed = may_be_followed
         self.said: list[str] = []
         self.is_shut_down = False
         self.device, self.activity, self.phases, self.guides = None, Activity(), HostPhases(), None
@@ -67,30 +69,44 @@ class Rank:
             return ReportArrays(number, RoundTimes())
 
         return SimpleNamespace(
-            is_done=lambda: number in self._done, release=lambda: self.said.append(f"release {number}"), finish=finish
+            may_be_followed=self._may_be_followed,
+            is_done=lambda: number in self._done,
+            release=lambda: self.said.append(f"release {number}"),
+            finish=finish,
         )
 
 
 @pytest.mark.parametrize(
-    ("messages", "expected"),
+    ("may_be_followed", "messages", "expected"),
     [
         (
+            True,
             [encode_plan(plan(0)), encode_plan(plan(1)), None, encode_plan(plan(2)), None, None],
             "launch 0, release 0, launch 1, finish 0, report, release 1, launch 2, finish 1, report, release 2, "
             "finish 2, report",
         ),
         (
+            True,
             [encode_plan(plan(0)), None, encode_plan(plan(1)), None],
             "launch 0, release 0, finish 0, report, launch 1, release 1, finish 1, report",
         ),
         (
-            [encode_plan(plan(0)), encode_plan(plan(1)), encode_load(2, Path("adapter"))],
-            "launch 0, release 0, launch 1, finish 0, report, release 1, finish 1, report, load 2, answer",
+            True,
+            [encode_plan(plan(0)), encode_plan(plan(1)), encode_load(2, Path("adapter")), None, None],
+            "launch 0, release 0, launch 1, finish 0, report, release 1, finish 1, load 2, answer, report",
+        ),
+        (
+            False,
+            [encode_plan(plan(0)), encode_plan(plan(1)), encode_load(2, Path("adapter")), None, None],
+            "launch 0, release 0, finish 0, launch 1, release 1, report, release 1, finish 1, load 2, answer, report",
         ),
     ],
-    ids=["ahead", "one by one", "before a load"],
+    ids=["ahead", "one by one", "before a load", "behind verdicts"],
 )
-def test_a_round_is_released_once_the_one_before_is_told(messages: list[bytes | None], expected: str) -> None:
-    rank = Rank(messages)
+def test_a_round_is_released_once_the_one_before_is_told(
+    may_be_followed: bool, messages: list[bytes | None], expected: str
+) -> None:
+    """A rank that waits for verdicts begins the next round before it reports, and keeps messages in their order."""
+    rank = Rank(messages, may_be_followed)
     serve(rank, rank)  # type: ignore[arg-type]  # both ends are the test's
     assert ", ".join(rank.said) == expected
