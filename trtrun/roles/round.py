@@ -335,4 +335,4 @@ def _count_redrafted(draft: Draft | None) -> int:
     """Rows that were drafted for while the target waited, by a drafter that drafts ahead."""
     if draft is None or draft.foreseen is None:
         return 0
-    return int(((draft.draft_lens > 0) & (draft.foreseen == 0)).sum())
+    return int(np.count_nonzero((draft.draft_lens.numpy() > 0) & (draft.foreseen.numpy() == 0)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -140,16 +141,15 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         if missing and (self._use_logits or len(missing) >= plan.redraft_from):
             self._draft_now(missing)
         drafts = [self._texts[row].draft if row in asked else [] for row in rows]
-        counts, width = list(map(len, drafts)), max(map(len, drafts), default=0)
-        padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
-        foreseen = [int(bool(draft) and row not in missing) for row, draft in zip(rows, drafts, strict=True)]
-        return Draft(
-            torch.tensor(padded, dtype=torch.int64).view(len(rows), width),
-            torch.tensor(counts, dtype=torch.int64),
-            self._draft_probs(plan, probability_rows),
-            torch.tensor(foreseen, dtype=torch.int64),
-            num_suffix_tokens=torch.tensor([looked_up.get(row, 0) for row in rows], dtype=torch.int64),
-        )
+        # By numpy, which takes a tenth of the time that torch takes for few numbers: the target may be waiting.
+        tokens = np.zeros((len(rows), max(map(len, drafts), default=0)), dtype=np.int64)
+        numbers = np.zeros((3, len(rows)), dtype=np.int64)
+        for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            tokens[place, : len(draft)] = draft
+            numbers[:, place] = len(draft), bool(draft) and row not in missing, looked_up.get(row, 0)
+        counts, foreseen, found = torch.from_numpy(numbers)
+        probs = self._draft_probs(plan, probability_rows)
+        return Draft(torch.from_numpy(tokens), counts, probs, foreseen, num_suffix_tokens=found)
 
     def _draft_probs(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Tensor | None:
         """[rows, draft_len, target vocab] float32: the distributions that the drafts of these decode rows were drawn
