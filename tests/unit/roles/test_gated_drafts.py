@@ -4,8 +4,8 @@ the test's own. That a device waits is in test_device_gate.py, on a GPU."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +13,11 @@ import torch
 
 from parallel.communicator import Communicator
 from parallel.transports.solo import SoloCommunicator
-from trtrun.core.nouns import Draft, RoundPlan
+from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.roles.gated_drafts import GatedDrafts
 from trtrun.roles.message_exchange import MessageExchange
+from trtrun.roles.round import Worker
+from trtrun.speculation.drafter import Drafter
 from trtrun.wire.packets import DRAFT_TAG, VERDICT_TAG, decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
@@ -159,6 +161,46 @@ def test_a_round_that_needs_its_draft_on_the_host_has_it_before_it_is_launched(l
     assert draft.tokens.tolist() == [[5, 6, 0], [7, 8, 0]] and letters.posted == [(DRAFT_RANK, VERDICT_TAG, 7)]
     after = exchange.conclude(plans[1], Decided(plans[1]))
     assert [one.finish().foreseen.tolist() for one in (before, after)] == [[0, 0], [1, 1]]
+
+
+class Drafted:
+    """A drafter that drafts nothing, and keeps what it is told."""
+
+    drafts_ahead = False
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def release_rows(self, plan: RoundPlan) -> None:
+        """There are none."""
+
+    begin_round = release_rows
+
+    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> None:
+        return None
+
+    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
+        self.seen.append([] if verdict is None else verdict.tokens.flatten().tolist())
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_a_rank_that_drafts_does_not_wait_for_the_verdict_within_a_round(letters: Letters, is_here: bool) -> None:
+    """It may be told of the next plan meanwhile, but does not begin with it; nor with a verdict that is there."""
+    exchange = MessageExchange(
+        mail=letters, rank=DRAFT_RANK, draft_ranks=(DRAFT_RANK,), target_ranks=(TARGET_RANK,),
+        peers=SoloCommunicator(), draft_peer=0, target_peer=1, group=None, target_vocab_size=100, use_logits=False,
+    )  # fmt: skip
+    drafter, verdict = Drafted(), encode_packet(3, np.array([[1, 42]], dtype=np.int64))
+    worker = Worker(exchange, cast(Drafter, drafter), None, leads_draft=True, leads_target=False, use_logits=False)
+    if is_here:
+        letters.came[VERDICT_TAG].append(verdict)
+    launched = worker.launch_round(make_plan(3, (0,)))
+    if not is_here:
+        assert not launched.may_be_followed and not launched.is_done() and drafter.seen == []
+        letters.came[VERDICT_TAG].append(verdict)
+    assert launched.is_done()
+    report = launched.finish()
+    assert report is not None and report.round_index == 3 and drafter.seen == [[42]]
 
 
 def test_rounds_of_the_same_number_have_openings_of_their_own(letters: Letters) -> None:
