@@ -8,6 +8,7 @@ templates and messages, and no files (`chat_template_files`) and no protocol.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -29,6 +30,11 @@ MOST_LETTERS = 1 << 24
 """That a template may write: as many as the largest body has bytes, unless that is set otherwise."""
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+_DEVELOPER = re.compile(r"['\"]developer['\"]")
+
+_ASKS_FOR_NULL = re.compile(r"(?<![A-Za-z_])content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
+"""What a template holds that may write calls only where a message's content is null, as DeepSeek's do."""
 
 
 class ChatTemplate:
@@ -77,23 +83,33 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: the template refuses these messages, or cannot make anything of them.
         """
-        told = [_with_thoughts(message) for message in messages]
+        template, source = self._template, self.source
+        if tools and self._tool_template is not None:
+            template, source = self._tool_template, self.tool_source or ""
+        told = _with_known_roles([_with_thoughts(message) for message in messages], source)
         if continue_final_message:
             told[-1]["content"] += _MARK
         given = {**self.tokens, **(values or {}), "tools": tools, "documents": documents}
         given["add_generation_prompt"] = add_generation_prompt
-        template = self._tool_template if tools and self._tool_template is not None else self._template
-        try:
-            text = self._render(template, {**given, "messages": told})
-        except InvalidRequestError as error:
-            others = _with_arguments_as_texts(told)
-            if others is None:
-                raise
-            try:  # some templates, as DeepSeek's own, put arguments together with other texts
-                text = self._render(template, {**given, "messages": others})
-            except InvalidRequestError:
-                raise error from None
+        text = self._render_calls(template, given, told, source)
         return _cut_at_mark(text, messages[-1]["content"]) if continue_final_message else text
+
+    def _render_calls(
+        self, template: Template, given: Mapping[str, Any], told: Sequence[Mapping[str, Any]], source: str
+    ) -> str:
+        """The text, whatever a template wants calls to be: arguments as objects or as texts, beside null or beside an
+        empty content. Where none will do, it is said what was wrong with objects beside an empty content."""
+        texts = _with_arguments_as_texts(told)
+        ways: list[Sequence[Mapping[str, Any]]] = [told] if texts is None else [told, texts]
+        if _ASKS_FOR_NULL.search(source) and any(map(_is_call_alone, told)):
+            ways = [*([_with_null(message) for message in way] for way in ways), *ways]
+        errors = []
+        for way in ways:
+            try:
+                return self._render(template, {**given, "messages": way})
+            except InvalidRequestError as error:
+                errors.append(error)
+        raise errors[ways.index(told)]  # what is wrong with null would say nothing of what a client wrote
 
     def _render(self, template: Template, values: Mapping[str, Any]) -> str:
         try:
@@ -122,6 +138,22 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with what the assistant thought under the names that templates look at, as transformers has it."""
     thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
     return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _with_known_roles(messages: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    """Messages of whom a template knows: where it has no developers, whose words it would leave out or refuse, they are
+    the system's."""
+    if _DEVELOPER.search(source):
+        return [*messages]
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+def _is_call_alone(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) and message["content"] == ""
+
+
+def _with_null(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": None} if _is_call_alone(message) else dict(message)
 
 
 def _with_arguments_as_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:

@@ -134,11 +134,13 @@ def _tools_of(template: str) -> str:
     something else between them than an object."""
     if harmony.CHANNEL in template and harmony.START in template:
         return "gpt-oss"
-    if hermes.OPEN in template and "<function=" not in template and "<arg_key>" not in template:
+    if hermes.OPEN in template and not any(mark in template for mark in ("<function=", "<arg_key>", "<tool_calls>")):
         return "hermes"
     if mistral.MARK in template:
         return "mistral"
-    if llama3.TAG in template or '"parameters": dictionary of argument name' in template:
+    if (
+        llama3.TAG in template and "<function=" not in template
+    ) or '"parameters": dictionary of argument name' in template:
         return "llama3_json"
     return ""
 

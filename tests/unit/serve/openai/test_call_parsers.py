@@ -241,6 +241,8 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ("<tool_call><function=", "", ""),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
         ("<|python_tag|>", "llama3_json", ""),
+        ("<|python_tag|> <function=", "", ""),  # Functionary's
+        ("<tool_call></tool_call> <tool_calls>[", "", ""),  # Apriel's
         ("<｜Assistant｜></think>", "", "deepseek_r1"),
         ("<|start|><|channel|>", "gpt-oss", "gpt-oss"),
         ("{{ messages }}", "", ""),

@@ -228,6 +228,52 @@ def test_templates_that_take_arguments_as_texts_get_these(tmp_path: Path) -> Non
         template_of(tmp_path, refusing).render(CALLS)
 
 
+def test_calls_without_text_are_null_where_the_template_writes_them_only_so(tmp_path: Path) -> None:
+    """As DeepSeek's distilled models have it; others look at the length of a content, and would fail at null."""
+    source = (
+        "{% for message in messages %}{% if message['content'] is none %}{% for call in message.tool_calls %}"
+        "{{ '<' + call.function.name + call.function.arguments + '>' }}{% endfor %}"
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    assert template_of(tmp_path, source).render(CALLS) == 'x<f{"a": "é", "b": [1]}>y'
+    with_text = [CALLS[0], {**CALLS[1], "content": "I look."}, CALLS[2]]
+    assert template_of(tmp_path, source).render(with_text) == "xI look.y"
+    measuring = (
+        "{% for message in messages %}{% if message.content is not none or message.content | length %}"
+        "{{ message.content }}{% for call in message.tool_calls or [] %}<{{ call.function.arguments.a }}>{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    assert template_of(tmp_path, measuring).render(CALLS) == "x<é>y"
+    refusing = source.replace("{% for call", "{{ raise_exception('null') }}{% for call").replace(
+        "{{ message.content }}", "{{ message.content }}{{ raise_exception('text') if message.tool_calls }}"
+    )
+    with pytest.raises(InvalidRequestError, match="refuses them: 'text'"):
+        template_of(tmp_path, refusing).render(CALLS)
+    # Thoughts that are null say nothing of the content.
+    about_thoughts = "{{ messages[1].reasoning_content is none }}{{ messages[1].content is string }}"
+    assert template_of(tmp_path, about_thoughts).render(CALLS) == "FalseTrue"
+
+
+def test_developers_are_the_system_where_the_template_has_none(tmp_path: Path) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
+    of_any = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    of_known = (
+        "{% for message in messages %}{% if message.role in ('system', 'user') %}{{ message.content }}"
+        "{% else %}{{ raise_exception('of no role') }}{% endif %}{% endfor %}"
+    )
+    of_developers = of_any + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert template_of(tmp_path, of_any).render(messages) == "<system>Be brief.<user>x"
+    assert template_of(tmp_path, of_known).render(messages) == "Be brief.x"
+    assert template_of(tmp_path, of_developers).render(messages) == "<developer>Be brief.<user>x!"
+    in_words = of_any + "I was made by a developer."
+    assert template_of(tmp_path, in_words).render(messages).startswith("<system>")
+    # Of two templates, the one that is used says it.
+    named = [{"name": "tool_use", "template": of_developers}, {"name": "default", "template": of_any}]
+    template = template_of(tmp_path, named)
+    assert template.render(messages, tools=TOOLS).startswith("<developer>")
+    assert template.render(messages).startswith("<system>")
+
+
 def test_chats_with_tools_have_the_template_for_them(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     template = template_of(tmp_path, named)
