@@ -9,8 +9,9 @@ import secrets
 import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from launch.serve.openai.output import harmony, hermes, llama3, mistral
+from launch.serve.openai.output import harmony, hermes, llama3, mistral, qwen3_coder
 from launch.serve.openai.output.machine import Machine
 from trtrun.errors import nearest
 
@@ -30,25 +31,31 @@ def _short_id() -> str:
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of tools' arguments, by the tools' names."""
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """How calls are written.
 
     Attributes:
-        make_parser: for a request with tools of these names.
+        make_parser: for a request with tools of these names; and with these schemas, where it reads them.
         marks: of which some are special tokens, that a text usually lacks.
         argument_key: of arguments in a call that is an object.
         new_id: of a call.
         is_harmony: messages with heads; thoughts are in some of them.
         has_bare_names: of tools, without quotes: they end at a blank, a bracket or a quote.
+        reads_schemas: what an argument is, its schema says.
     """
 
-    make_parser: Callable[[Collection[str]], Machine]
+    make_parser: Callable[[Collection[str], Schemas], Machine]
     marks: tuple[str, ...] = ()
     argument_key: str = "arguments"
     new_id: Callable[[], str] = new_id
     is_harmony: bool = False
     has_bare_names: bool = False
+    reads_schemas: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,13 +85,21 @@ JSON = "json"
 """A list of calls alone: what a model without a family's form is made to write."""
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names: hermes.HermesParser(), (hermes.OPEN, hermes.CLOSE)),
-    "llama3_json": ToolFormat(llama3.Llama3Parser, (llama3.TAG,), "parameters"),
+    "hermes": ToolFormat(lambda names, schemas: hermes.HermesParser(), (hermes.OPEN, hermes.CLOSE)),
+    "llama3_json": ToolFormat(lambda names, schemas: llama3.Llama3Parser(names), (llama3.TAG,), "parameters"),
     "mistral": ToolFormat(
-        lambda names: mistral.MistralParser(), (mistral.MARK, mistral.ARGS, mistral.CALL_ID), new_id=_short_id
+        lambda names, schemas: mistral.MistralParser(), (mistral.MARK, mistral.ARGS, mistral.CALL_ID), new_id=_short_id
     ),
-    "gpt-oss": ToolFormat(lambda names: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True),
-    JSON: ToolFormat(mistral.ListParser, argument_key="parameters"),
+    "gpt-oss": ToolFormat(
+        lambda names, schemas: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True
+    ),
+    "qwen3_coder": ToolFormat(
+        lambda names, schemas: qwen3_coder.Qwen3CoderParser(schemas),
+        (hermes.OPEN, hermes.CLOSE),
+        has_bare_names=True,
+        reads_schemas=True,
+    ),
+    JSON: ToolFormat(lambda names, schemas: mistral.ListParser(names), argument_key="parameters"),
 }
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -94,7 +109,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "gpt-oss": ReasoningFormat(is_harmony=True),
 }
 
-_TOOL_ALIASES = {"openai": "gpt-oss", "qwen": "hermes", "llama3": "llama3_json"}
+_TOOL_ALIASES = {"openai": "gpt-oss", "qwen": "hermes", "llama3": "llama3_json", "qwen3_xml": "qwen3_coder"}
 _REASONING_ALIASES = {"openai_gptoss": "gpt-oss", "deepseek-r1": "deepseek_r1"}
 
 
@@ -134,6 +149,8 @@ def _tools_of(template: str) -> str:
     something else between them than an object."""
     if harmony.CHANNEL in template and harmony.START in template:
         return "gpt-oss"
+    if all(mark in template for mark in (hermes.OPEN, qwen3_coder.FUNCTION, qwen3_coder.PARAMETER)):
+        return "qwen3_coder"
     if hermes.OPEN in template and not any(mark in template for mark in ("<function=", "<arg_key>", "<tool_calls>")):
         return "hermes"
     if mistral.MARK in template:

@@ -113,7 +113,47 @@ HARMONY: list[tuple[str, list[Event]]] = [
     ("<|channel|>analysis", [Text("<|channel|>analysis")]),
     ("<|channel|>" + "x" * 2000, [Text("<|channel|>" + "x" * 2000)]),
 ]
+SCHEMAS: dict[str, dict[str, object]] = {
+    "f": {
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "on": {"type": ["boolean", "null"]}},
+    },
+    "g": {},
+}
+CITY = '<parameter=city>\nA "b"\n<c>\n</parameter>'
+CITY_JSON = '"city": "A \\"b\\"\\n<c>"'
+QWEN3_CODER: list[tuple[str, list[Event]]] = [
+    ("hello <b> \n", [Text("hello <b> \n")]),
+    (
+        f"I look.\n<tool_call>\n<function=f>\n{CITY}\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n</function>\n</tool_call> tail <tool",
+        [Text("I look."), *call("f", f'{{{CITY_JSON}, "days": 3}}'), *call("g"), Text("tail <tool")],
+    ),
+    ("<tool_call><function=h><parameter=x>[1, 2]</parameter></function></tool_call>", call("h", '{"x": [1, 2]}')),
+    ("<function=f>\n<parameter=on>True</parameter>\n</function>\n</tool_call>", call("f", '{"on": true}')),
+    ("<function=h>\n<parameter=on>True</parameter>", [Text("<function=h>\n<parameter=on>True</parameter>")]),
+    (
+        "<tool_call><function=f><parameter=days>many</parameter></tool_call> so",
+        [*call("f", '{"days": "many"}'), Text("so")],
+    ),
+    ("<tool_call>\n<function=f>\n</function>\n<function=g>\n</function></tool_call>", [*call("f"), *call("g")]),
+    ('<tool_call>{"name": "f"}</tool_call>', [Text('<tool_call>{"name": "f"}</tool_call>')]),
+    ("<tool_call>\n<function=f>\nno", [Text("<tool_call>\n<function=f>\nno")]),
+    ("<tool_call><function=a b\n>", [Text("<tool_call><function=a b\n>")]),
+    (f"<tool_call><function={'n' * 300}>", [Text(f"<tool_call><function={'n' * 300}>")]),
+    ("<tool_call><tool_call><function=f></function>", [Text("<tool_call>"), *call("f")]),
+    ("<function=<function=g></function>", [Text("<function="), *call("g")]),
+    ("<tool_call><function=f>", [Text("<tool_call><function=f>")]),
+    ("<tool_call><function=f><parameter=city>\nRo", call("f", '{"city": "Ro')),
+    ("<tool_call><function=f><parameter=city>\nRo\n</para", call("f", '{"city": "Ro\\n</para')),
+    ("<tool_call><function=f><parameter=days>\n3", call("f", '{"days": 3')),
+    (f"<tool_call><function=f>{CITY}", call("f", f"{{{CITY_JSON}")),
+    (f"<tool_call><function=f>{CITY} and so", [*call("f", f"{{{CITY_JSON}}}"), Text("and so")]),
+    (f"<tool_call><function=f>{CITY}<parameter=<x>", [*call("f", f"{{{CITY_JSON}}}"), Text("<parameter=<x>")]),
+    ("<tool_call><function=f><parameter=city>\n\n</parameter></function>", call("f", '{"city": ""}')),
+    ("<tool_call><function=f><parameter=city></parameter></function>", call("f", '{"city": ""}')),
+]
 TEXTS = [
+    *(("qwen3_coder", "", text, found) for text, found in QWEN3_CODER),
     *(("hermes", "", text, found) for text, found in HERMES),
     *(("llama3_json", "", text, found) for text, found in LLAMA),
     *(("mistral", "", text, found) for text, found in MISTRAL),
@@ -126,7 +166,7 @@ TEXTS = [
 def test_what_is_found_does_not_depend_on_where_the_text_is_cut(
     tools: str, reasoning: str, text: str, found: list[Event]
 ) -> None:
-    parsing = Parsing(tools, reasoning, names=("f", "g"))
+    parsing = Parsing(tools, reasoning, names=("f", "g"), schemas=SCHEMAS)
     assert parse(parsing, [text]) == found
     assert parse(parsing, list(text)) == found
     for place in range(len(text)):
@@ -136,17 +176,18 @@ def test_what_is_found_does_not_depend_on_where_the_text_is_cut(
 PIECES = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
     "<|start|>", "analysis", "commentary to=functions.f", "f", '{"name": "f", "arguments": {', '{"name": "g"}', "}",
+    "<function=", "<function=f>", "</function>", "<parameter=", "<parameter=city>", "<parameter=days>", "</parameter>",
     "]", "{", "[", '"', "\\", ": ", ", ", " ", "\n", ";", "<think>", "</think>", "{}", '"a": 1', "x", "é",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral", "json", "gpt-oss", ""])
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral", "json", "gpt-oss", "qwen3_coder", ""])
 def test_nonsense_is_the_same_wherever_it_is_cut_and_nothing_of_it_is_lost(tools: str) -> None:
     for seed in range(150):
         draw = random.Random(seed)
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
         reasoning = "gpt-oss" if tools == "gpt-oss" else draw.choice(["", "qwen3", "deepseek_r1"])
-        parsing = Parsing(tools, reasoning, draw.random() < 0.5, ("f", "g"), draw.random() < 0.2)
+        parsing = Parsing(tools, reasoning, draw.random() < 0.5, ("f", "g"), draw.random() < 0.2, schemas=SCHEMAS)
         whole = parse(parsing, [text])
         assert parse(parsing, list(text)) == whole, (seed, text)
         cuts = sorted(draw.choices(range(len(text) + 1), k=4))
@@ -184,7 +225,7 @@ def test_thoughts_are_told_apart(text: str, begun_by_itself: list[Event], begun_
 
 @pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)
 def test_deltas_join_to_the_whole_message(tools: str, reasoning: str, text: str, found: list[Event]) -> None:
-    parsing = Parsing(tools, reasoning, names=("f", "g"))
+    parsing = Parsing(tools, reasoning, names=("f", "g"), schemas=SCHEMAS)
     whole, streamed = ChatText(parsing), ChatText(parsing)
     whole.keep(text, True)
     message = whole.message()
@@ -239,6 +280,7 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ("<tool_call>", "hermes", ""),
         ("<tool_call> </think>", "hermes", "qwen3"),
         ("<tool_call><function=", "", ""),
+        ("<tool_call><function= <parameter= </think>", "qwen3_coder", "qwen3"),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
         ("<|python_tag|>", "llama3_json", ""),
         ("<|python_tag|> <function=", "", ""),  # Functionary's

@@ -1,0 +1,137 @@
+"""Calls as Qwen3-Coder, Qwen3.5 and Nemotron 3 write them: `<function=name>` and each argument as text behind
+`<parameter=key>`, between `<tool_call>` and `</tool_call>`; told as JSON by the tool's schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from launch.serve.openai.output.events import Arguments, CallBegin
+from launch.serve.openai.output.hermes import CLOSE, OPEN
+from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
+from launch.serve.openai.output.parameters import as_json, schema_of, types_of
+
+FUNCTION, END = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+_MOST_NAME = 256
+_NAME = re.compile(r"([^<>\n]{1,256})>")
+
+
+class Qwen3CoderParser(CallMachine):
+    """Finds them. Texts come piece by piece, other values whole. What stands behind a mark and is no call is text, with
+    its marks. Models leave out the outer marks at times: without them it is a call of a tool of the request's."""
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """Begin.
+
+        Args:
+            schemas: of the arguments of the request's tools, by the tools' names.
+        """
+        super().__init__()
+        self._schemas = schemas
+        self._opening = ""
+
+    def _begin(self) -> bool:
+        mark = self._say_until(OPEN, FUNCTION)
+        if not mark:
+            return False
+        self._is_marked, self._is_begun, self._opening = mark == OPEN, False, ""
+        if self._is_marked:
+            self._opening = self._take(len(OPEN))
+        return self._go(self._read_function)
+
+    def _read_function(self) -> bool:
+        self._opening += self._skip_blanks()
+        return self._read_named(FUNCTION, self._begin_function)
+
+    def _read_named(self, mark: str, state: Any) -> bool:
+        """A mark with a name in it, and what to do with that; else it is no call."""
+        if (not self._text or may_become(self._text, mark)) and not self._is_over:
+            return False
+        found = _NAME.match(self._text, len(mark)) if self._text.startswith(mark) else None
+        if found is not None:
+            self._opening += self._take(found.end())
+            return bool(state(found[1]))
+        rest = self._text[len(mark) :]
+        may_be = self._text.startswith(mark) and len(rest) <= _MOST_NAME and not set("<>\n") & set(rest)
+        if may_be and not self._is_over:
+            return False
+        if mark == FUNCTION and self._text.startswith(FUNCTION):
+            self._opening += self._take(len(FUNCTION))  # which is not looked at again
+        return self._give_up()
+
+    def _begin_function(self, name: str) -> bool:
+        if not name.strip() or not (self._is_marked or name in self._schemas):
+            return self._give_up()
+        self._name, self._is_begun = name, False  # a second one, too
+        return self._go(self._read_member)
+
+    def _read_member(self) -> bool:
+        """In a call: a parameter, or the end."""
+        self._opening += self._skip_blanks()
+        ends = (END, CLOSE)
+        if not self._text and not self._is_over:
+            return False
+        if self._text.startswith(ends):
+            self._tell_begin("{}" if not self._is_begun else "}")
+            if self._text.startswith(END):
+                self._take(len(END))
+            return self._go(self._read_close)
+        if any(may_become(self._text, end) for end in ends) and not self._is_over:
+            return False
+        if self._is_begun and not self._text.startswith(PARAMETER) and not may_become(self._text, PARAMETER):
+            return self._give_up()
+        return self._read_named(PARAMETER, self._begin_value)
+
+    def _begin_value(self, key: str) -> bool:
+        parameters = self._schemas.get(self._name, {})
+        self._types = types_of(schema_of(parameters, key), parameters)
+        self._is_text, self._value, self._is_first = self._types == {"string"}, list[str](), True
+        opening = f"{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._is_text else "")
+        self._tell_begin(("{" if not self._is_begun else ", ") + opening)
+        return self._go(self._read_value)
+
+    def _tell_begin(self, arguments: str) -> None:
+        """What is told of arguments, behind the call's beginning where that was not told yet."""
+        self._tell([*([] if self._is_begun else [CallBegin(self._name)]), Arguments(arguments)])
+        self._is_begun, self._opening = True, ""
+
+    def _read_value(self) -> bool:
+        """A value: a line break at its beginning and one at its end are the mark's."""
+        if self._is_first and self._text:
+            self._is_first = False
+            if self._text.startswith("\n"):
+                self._take(1)
+        place, mark = find_mark(self._text, (f"\n{END_PARAMETER}", END_PARAMETER))
+        piece = self._take(len(self._text) if self._is_over and not mark else place)
+        if self._is_text:
+            self._tell([Arguments(json.dumps(piece, ensure_ascii=False)[1:-1])])
+        else:
+            self._value.append(piece)
+        if not mark:
+            if self._is_over and not self._is_text:
+                self._tell([Arguments("".join(self._value).strip())])  # as far as it has come
+            return False
+        self._take(len(mark))
+        self._tell([Arguments('"' if self._is_text else as_json("".join(self._value), self._types))])
+        return self._go(self._read_member)
+
+    def _read_close(self) -> bool:
+        """Behind a call: its mark, or another call within the same marks."""
+        self._skip_blanks()
+        if any(may_become(self._text, mark) for mark in (CLOSE, FUNCTION)) and not self._is_over:
+            return False
+        if self._text.startswith(FUNCTION) and self._is_marked:
+            return self._go(self._read_function)
+        if self._text.startswith(CLOSE):
+            self._take(len(CLOSE))
+        return self._go(self._begin)
+
+    def _give_up(self) -> bool:
+        """What stands next is no part of a call; what was taken for one is text."""
+        if self._is_begun and not self._is_over:
+            self._tell([Arguments("}")])
+        self._say(self._opening)
+        return self._go(self._begin)
