@@ -128,7 +128,10 @@ class AnswerPlanner:
     def _guide(self, sampling: SamplingParams, wanted: Wanted, parsing: Parsing) -> SamplingParams:
         with refusing():
             special = self._prompts.ids_in_guides(_marks(parsing))
-        grammar = write_grammar(parsing.tools, parsing.reasoning, parsing.is_thinking, wanted, special)
+        try:
+            grammar = write_grammar(parsing.tools, parsing.reasoning, parsing.is_thinking, wanted, special)
+        except InvalidRequestError as error:
+            raise Refusal(Kind.INVALID, str(error), "tools") from None
         try:
             return replace(sampling, guided={"grammar": grammar})  # type: ignore[arg-type]
         except InvalidRequestError as error:

@@ -14,6 +14,9 @@ from typing import Any
 
 from launch.serve.openai.output import harmony, hermes, llama3, mistral
 from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
+from launch.serve.openai.output.lark import Lark
+from launch.serve.openai.output.parameter_rules import free_parameters, parameter_rules
+from launch.serve.openai.output.qwen3_coder import END, FUNCTION
 from launch.serve.openai.tools import Tool
 from trtrun.core.guide import Guide
 
@@ -46,42 +49,6 @@ class Wanted:
     has_arguments_in_brackets: bool = False
 
 
-class _Lark:
-    """Rules of a grammar, as they are put down."""
-
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self._special = special
-        self._rules: dict[str, str] = {"TEXT": r"/(.|\n)*/", "BLANKS": r"/\s*/"}
-
-    def put(self, name: str, rule: str) -> str:
-        """Put down a rule; returns its name."""
-        self._rules[name] = rule
-        return name
-
-    def mark(self, text: str) -> str:
-        """A mark."""
-        return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
-
-    def until(self, text: str) -> str:
-        """Any text, and a mark, which the text does not hold."""
-        if text in self._special:
-            return f"TEXT {self.mark(text)}"
-        name = f"until_{len(self._rules)}"
-        return self.put(f"{name}[lazy]", f"TEXT {self.mark(text)}").removesuffix("[lazy]")
-
-    def without(self, text: str) -> str:
-        """Any text that does not hold a mark."""
-        if text in self._special:
-            return "TEXT"
-        escaped = re.escape(text).replace("/", r"\/")
-        return self.put(f"PLAIN_{len(self._rules)}", rf"/(.|\n)*/ & ~/(.|\n)*{escaped}(.|\n)*/")
-
-    def whole(self, start: str) -> str:
-        """All of it."""
-        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
-        return "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])
-
-
 def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted, special: Mapping[str, int]) -> str:
     """The grammar of an answer.
 
@@ -91,7 +58,7 @@ def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted,
         wanted: of it.
         special: marks that are special tokens, with their ids.
     """
-    lark = _Lark(special)
+    lark = Lark(special)
     if wanted.other is not None:
         # A terminal for texts: of a rule each would be an item of its own to the parser, whose bound many would pass.
         wanted = replace(wanted, other=lark.put("CHOICE" if wanted.other.startswith('"') else "other", wanted.other))
@@ -129,20 +96,20 @@ def as_lark(guide: Guide) -> str | None:
     return None
 
 
-def _thoughts(lark: _Lark, form: ReasoningFormat, is_thinking: bool) -> str:
+def _thoughts(lark: Lark, form: ReasoningFormat, is_thinking: bool) -> str:
     end = f"{lark.until(form.close_mark)} BLANKS"
     return (
         lark.put("thoughts", end) if is_thinking else f"{lark.put('thoughts', f'{lark.mark(form.open_mark)} {end}')}?"
     )
 
 
-def _arguments(lark: _Lark, number: int, tool: Tool, must_call: bool) -> str:
+def _arguments(lark: Lark, number: int, tool: Tool, must_call: bool) -> str:
     """The arguments of a call: as the tool's schema says, where it is strict or a call is wanted."""
     schema = without_notes(tool.parameters) if tool.is_strict or must_call else _ANY
     return lark.put(f"arguments_{number}", f"%json {json.dumps(schema, ensure_ascii=False)}")
 
 
-def _objects(lark: _Lark, wanted: Wanted, key: str) -> str:
+def _objects(lark: Lark, wanted: Wanted, key: str) -> str:
     """A call of one of the tools, as an object."""
     rules = []
     for number, tool in enumerate(wanted.tools):
@@ -190,35 +157,56 @@ def _repeated(rule: str, between: str, wanted: Wanted) -> str:
     return f"{rule} ({between} {rule})*" if wanted.in_parallel else rule
 
 
-def _hermes_rest(lark: _Lark, wanted: Wanted) -> str:
+def _hermes_rest(lark: Lark, wanted: Wanted) -> str:
     """A call behind its opening mark."""
     call = _objects(lark, wanted, TOOL_FORMATS["hermes"].argument_key)
     return lark.put("marked", f'"\\n" {call} "\\n" {lark.mark(hermes.CLOSE)}')
 
 
-def _hermes_calls(lark: _Lark, wanted: Wanted) -> str:
+def _hermes_calls(lark: Lark, wanted: Wanted) -> str:
     return _repeated(f"{lark.mark(hermes.OPEN)} {_hermes_rest(lark, wanted)}", '"\\n"', wanted)
 
 
-def _hermes_free(lark: _Lark, wanted: Wanted) -> str:
+def _hermes_free(lark: Lark, wanted: Wanted) -> str:
     often = "*" if wanted.in_parallel else "?"
     return f"({lark.until(hermes.OPEN)} marked){often} {lark.without(hermes.OPEN)}"
 
 
-def _llama_calls(lark: _Lark, wanted: Wanted) -> str:
+def _qwen_rest(lark: Lark, wanted: Wanted) -> str:
+    """A call in Qwen3-Coder's form behind its opening mark."""
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        is_bound = tool.is_strict or wanted.must_call
+        told = parameter_rules(lark, tool.place, without_notes(tool.parameters)) if is_bound else free_parameters(lark)
+        head, end = json.dumps(f"\n{FUNCTION}{tool.name}>\n", ensure_ascii=False), json.dumps(f"{END}\n")
+        rules.append(lark.put(f"call_{number}", f"{head} {told} {end} {lark.mark(hermes.CLOSE)}"))
+    return lark.put("marked", " | ".join(rules))
+
+
+def _qwen_calls(lark: Lark, wanted: Wanted) -> str:
+    return _repeated(f"{lark.mark(hermes.OPEN)} {_qwen_rest(lark, wanted)}", '"\\n"', wanted)
+
+
+def _qwen_free(lark: Lark, wanted: Wanted) -> str:
+    """Without the outer mark there is no call: what stands in one would not be guided."""
+    marked, often = _qwen_rest(lark, wanted), "*" if wanted.in_parallel else "?"
+    return f"({lark.until(hermes.OPEN, FUNCTION)} {marked}){often} {lark.without(hermes.OPEN, FUNCTION)}"
+
+
+def _llama_calls(lark: Lark, wanted: Wanted) -> str:
     return _repeated(_objects(lark, wanted, TOOL_FORMATS["llama3_json"].argument_key), '"; "', wanted)
 
 
-def _llama_free(lark: _Lark, wanted: Wanted) -> str:
+def _llama_free(lark: Lark, wanted: Wanted) -> str:
     other = lark.put("OTHER", r"/[^\s{](.|\n)*/")
     return f"BLANKS ({lark.mark(llama3.TAG)}? calls | {other}?)"
 
 
-def _mistral_calls(lark: _Lark, wanted: Wanted) -> str:
+def _mistral_calls(lark: Lark, wanted: Wanted) -> str:
     return f"{lark.mark(mistral.MARK)} {_mistral_rest(lark, wanted)}"
 
 
-def _mistral_rest(lark: _Lark, wanted: Wanted) -> str:
+def _mistral_rest(lark: Lark, wanted: Wanted) -> str:
     """What stands behind the first mark."""
     if not wanted.has_arguments_in_brackets:
         call = _objects(lark, wanted, TOOL_FORMATS["mistral"].argument_key)
@@ -233,35 +221,37 @@ def _mistral_rest(lark: _Lark, wanted: Wanted) -> str:
     return lark.put("listed", _repeated(lark.put("call", " | ".join(rules)), lark.mark(mistral.MARK), wanted))
 
 
-def _mistral_free(lark: _Lark, wanted: Wanted) -> str:
+def _mistral_free(lark: Lark, wanted: Wanted) -> str:
     return f"({lark.until(mistral.MARK)} listed | {lark.without(mistral.MARK)})"
 
 
-def _list_calls(lark: _Lark, wanted: Wanted) -> str:
+def _list_calls(lark: Lark, wanted: Wanted) -> str:
     items = _repeated(_objects(lark, wanted, TOOL_FORMATS[JSON].argument_key), '", "', wanted)
     return f'"[" {items} "]"'
 
 
-def _list_free(lark: _Lark, wanted: Wanted) -> str:
+def _list_free(lark: Lark, wanted: Wanted) -> str:
     other = lark.put("OTHER", r"/[^\s\[](.|\n)*/")
     return f"BLANKS (calls | {other}?)"
 
 
-_CALLS: Mapping[str, Callable[[_Lark, Wanted], str]] = {
+_CALLS: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "hermes": _hermes_calls,
     "llama3_json": _llama_calls,
     "mistral": _mistral_calls,
+    "qwen3_coder": _qwen_calls,
     JSON: _list_calls,
 }
-_FREE: Mapping[str, Callable[[_Lark, Wanted], str]] = {
+_FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "hermes": _hermes_free,
     "llama3_json": _llama_free,
     "mistral": _mistral_free,
+    "qwen3_coder": _qwen_free,
     JSON: _list_free,
 }
 
 
-def _harmony(lark: _Lark, wanted: Wanted) -> str:
+def _harmony(lark: Lark, wanted: Wanted) -> str:
     """Messages: thoughts and words to the user, each followed by another one; then calls, or the answer."""
     channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
     again = f'{lark.until(harmony.ENDS[0])} {lark.mark(harmony.START)} "assistant"'

@@ -28,6 +28,9 @@ ARGUMENTS, WRONG = '{"a": 1}', '{"a": "x"}'
 F, G = f'{{"name": "f", "arguments": {ARGUMENTS}}}', '{"name": "g", "arguments": {"free": 1}}'
 LLAMA_F, LLAMA_G = F.replace("arguments", "parameters"), G.replace("arguments", "parameters")
 HERMES_F, HERMES_G = f"<tool_call>\n{F}\n</tool_call>", f"<tool_call>\n{G}\n</tool_call>"
+CODER_F = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+CODER_G = "<tool_call>\n<function=g>\n<parameter=free>\n1\n</parameter>\n</function>\n</tool_call>"
+CODER_FREE = CODER_G.replace("</f", "<parameter=some>\nwords <b>\n\n</parameter>\n</f")
 HEAD, CALL = "<|channel|>", " <|constrain|>json<|message|>"
 HARMONY_F = f"{HEAD}commentary to=functions.f{CALL}{ARGUMENTS}"
 HARMONY_G = f'{HEAD}commentary to=functions.g{CALL}{{"free": 1}}'
@@ -80,6 +83,9 @@ def write(tokenizer: Tokenizer, tools: str, reasoning: str, is_thinking: bool, a
 FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
     ("hermes", [HERMES_F, f"{HERMES_F}\n{HERMES_G}"], ["", "text", f"text\n{HERMES_F}", f"{HERMES_F} text {HERMES_G}"],
      [HERMES_F.replace(ARGUMENTS, WRONG), "<tool_call>", f"<tool_call>{F}", HERMES_F.replace('"f"', '"h"')]),
+    ("qwen3_coder", [CODER_F, f"{CODER_F}\n{CODER_G}", CODER_FREE], ["", "text", f"text\n{CODER_F}"],
+     [CODER_F.replace("\n1\n", "\nx\n"), "<tool_call>", CODER_F.replace("=a", "=b"), CODER_F.replace("=f", "=h"),
+      CODER_F.removeprefix("<tool_call>\n"), CODER_F.replace("<parameter=a>\n1\n</parameter>\n", "")]),
     ("llama3_json", [LLAMA_F, f"{LLAMA_F}; {LLAMA_G}"], ["", "text", f" {LLAMA_F}", "a {b}"],
      [LLAMA_F.replace(ARGUMENTS, WRONG), "{", f"{LLAMA_F} text", '{"name": "h"}']),
     ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS] [{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
@@ -113,7 +119,9 @@ def test_what_may_be_written_in_a_form(
     for text in [*calls, *free]:
         events = ChoiceParser(Parsing(form, names=("f", "g"))).feed(text, True)
         assert [event.name for event in events if isinstance(event, CallBegin)] == [
-            name for name in ("f", "g") if f'"{name}"' in text or f"functions.{name}" in text
+            name
+            for name in ("f", "g")
+            if any(mark in text for mark in (f'"{name}"', f"functions.{name}", f"<function={name}>"))
         ]
         assert all(json.loads(event.text) for event in events if isinstance(event, Arguments))
 

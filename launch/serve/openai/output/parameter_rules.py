@@ -1,0 +1,118 @@
+"""Rules of parameters that are written one by one as text, in the order of a tool's schema.
+
+A value is text, within its lengths and pattern, one of some, or JSON of its schema. It knows Lark and JSON schemas, and
+no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from launch.serve.openai.output.lark import Lark
+from launch.serve.openai.output.parameters import resolved, types_of
+from launch.serve.openai.output.qwen3_coder import END_PARAMETER, PARAMETER
+from trtrun.errors import InvalidRequestError
+
+_KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
+_OF_TEXT = ("type", "enum", "const", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "$ref")
+_KEY = re.compile(r"[^\s<>]{1,256}")
+_CLOSED = json.dumps(f"\n{END_PARAMETER}\n")
+_ANY_TEXT = r"/(.|\n)*/"
+
+
+def free_parameters(lark: Lark) -> str:
+    """Any parameters."""
+    lark.put("KEY", r"/[^\s<>]{1,256}/")
+    return lark.put("free_parameter", f'"{PARAMETER}" KEY ">\\n" {_text(lark, _ANY_TEXT)}') + "*"
+
+
+def parameter_rules(lark: Lark, place: str, parameters: Mapping[str, Any]) -> str:
+    """The parameters of a tool, in the order that its schema has. Others than it names are not written, unless it
+    names none.
+
+    Raises:
+        InvalidRequestError: its schema says something that calls in this form cannot be held to.
+    """
+    where = f"{place}.function.parameters"
+    for key in parameters:
+        if key not in _KNOWN and not key.startswith("x-"):
+            raise _unfollowed(where, f"has {key} at its root")
+    properties = parameters.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    required = parameters.get("required", ())
+    if not properties and not required and parameters.get("additionalProperties", True) is True:
+        return free_parameters(lark)
+    for name in required:
+        if name not in properties:
+            raise _unfollowed(where, f"requires {name!r}, which is not among its properties")
+    rules = []
+    for name, schema in properties.items():
+        if not _KEY.fullmatch(name):
+            raise _unfollowed(where, f"has a name with blanks or brackets, {name!r}")
+        opening = json.dumps(f"{PARAMETER}{name}>\n", ensure_ascii=False)
+        rule = f"{opening} {_value(lark, f'{where}.properties.{name}', schema, parameters)}"
+        rules.append(rule if name in required else f"({rule})?")
+    return " ".join(rules)
+
+
+def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """A value, and the mark behind it."""
+    types = types_of(schema, root)
+    if "string" not in types:
+        return f"{_json(lark, schema, root)} {_CLOSED}"
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return _text(lark, _ANY_TEXT)
+    for key in schema:
+        if key not in _OF_TEXT and types == {"string"}:
+            raise _unfollowed(where, f"has {key}")
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list):
+        told = [choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False) for choice in choices]
+        if any(END_PARAMETER in choice for choice in told):
+            raise _unfollowed(where, f"has a value with {END_PARAMETER}")
+        return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in told)}) {_CLOSED}"
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return f"({' | '.join(_value(lark, where, item, root) for item in schema[key])})"
+    if types != {"string"} and set(schema) & {"minLength", "maxLength", "pattern"}:
+        raise _unfollowed(where, "is a text among others, with lengths or a pattern")
+    return _text(lark, _pattern(schema))
+
+
+def _pattern(schema: Mapping[str, Any]) -> str:
+    """What a text is, as an intersection of regular expressions."""
+    parts = [_ANY_TEXT]
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if least or most != "":
+        parts.append(rf"/(.|\n){{{least},{most}}}/")
+    if isinstance(schema.get("pattern"), str):
+        inner = schema["pattern"]
+        begin = "" if inner.startswith("^") else r"(.|\n)*"
+        end = "" if inner.endswith("$") and not inner.endswith(r"\$") else r"(.|\n)*"
+        inner = inner.removeprefix("^") if begin == "" else inner
+        inner = inner.removesuffix("$") if end == "" else inner
+        inner = re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], inner)
+        parts.append(f"/{begin}({inner}){end}/")
+    return " & ".join(parts)
+
+
+def _text(lark: Lark, pattern: str) -> str:
+    """Text that a pattern allows, up to the mark behind it, which it does not hold."""
+    number = lark.size
+    escaped = re.escape(END_PARAMETER).replace("/", r"\/")
+    text = lark.put(f"VALUE_{number}", rf"{pattern} & ~/(.|\n)*{escaped}(.|\n)*/")
+    return lark.put(f"value_{number}[lazy]", f"{text} {_CLOSED}").removesuffix("[lazy]")
+
+
+def _json(lark: Lark, schema: Any, root: Mapping[str, Any]) -> str:
+    parts = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    whole = {**schema, **parts} if isinstance(schema, Mapping) else schema
+    return lark.put(f"json_{lark.size}", f"%json {json.dumps(whole, ensure_ascii=False)}")
+
+
+def _unfollowed(where: str, line: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} {line}: this model's calls, whose arguments are texts, cannot be held to that")

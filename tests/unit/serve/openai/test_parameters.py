@@ -1,0 +1,159 @@
+"""Arguments that are written as text, each behind its name: what they are as JSON, and what a schema lets be written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_tokenizer
+
+from launch.serve.openai.output.events import Arguments
+from launch.serve.openai.output.grammars import Wanted, write_grammar
+from launch.serve.openai.output.parameters import ALL_TYPES, as_json, types_of
+from launch.serve.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.openai.tools import Choice, read_tools
+from trtrun.core.guide import Guide
+from trtrun.errors import InvalidRequestError
+from trtrun.guiding.grammars import grammars_of
+from trtrun.guiding.vocabulary import Spelling
+from trtrun.tokens.text import read_tokenizer
+
+ROOT = {"$defs": {"kind": {"enum": ["a", "5"]}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"enum": ["a", 1]}, {"string", "integer"}),
+        ({"type": "string", "enum": ["a"]}, {"string"}),
+        ({"const": True}, {"boolean"}),
+        ({"anyOf": [{"type": "number"}, {"type": "null"}]}, {"number", "null"}),
+        ({"$ref": "#/$defs/kind"}, {"string"}),
+        ({"anyOf": [{"$ref": "#/$defs/kind"}, {"$ref": "#/$defs/a~1b"}]}, {"string", "null"}),
+        ({"$ref": "#/$defs/loop"}, ALL_TYPES),
+        ({"$ref": "elsewhere"}, ALL_TYPES),
+        ({}, ALL_TYPES),
+        (None, ALL_TYPES),
+        (True, ALL_TYPES),
+    ],
+)
+def test_types_are_what_a_schema_says(schema: Any, types: set[str]) -> None:
+    assert types_of(schema, ROOT) == types
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "value"),
+    [
+        ("5", {"string"}, "5"),
+        ("5", {"integer"}, 5),
+        ("5", {"number"}, 5),
+        ("5", {"string", "null"}, "5"),
+        ("5", ALL_TYPES, 5),
+        ("None", {"string", "null"}, None),
+        ("null", {"string"}, "null"),
+        ("False", {"boolean"}, False),
+        ("True", ALL_TYPES, True),
+        ('"quoted"', ALL_TYPES, '"quoted"'),
+        ('{"a": [1]}', {"object"}, {"a": [1]}),
+        ('{"a": [1]}', {"string", "object"}, {"a": [1]}),
+        ('{"a": [1]}', {"string"}, '{"a": [1]}'),
+        ("{a: 1}", {"object"}, "{a: 1}"),
+        ("NaN", {"number"}, "NaN"),
+        ("three", {"integer"}, "three"),
+        (" 3\n", {"integer"}, 3),
+        ('é\n"', {"string"}, 'é\n"'),
+    ],
+)
+def test_a_value_is_json_of_its_type(text: str, types: set[str], value: object) -> None:
+    told = json.loads(as_json(text, frozenset(types)))
+    assert told == value and type(told) is type(value)
+
+
+@pytest.fixture(scope="module")
+def allows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], bool]:
+    """Whether a text is a whole sentence of a grammar."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    tokens = grammars_of(Spelling.of(tokenizer, tokenizer.vocab_size, (0,)).read())
+
+    def answer(grammar: str, text: str) -> bool:
+        tokens.check(Guide("grammar", grammar))
+        matcher, ids = tokens.matcher(Guide("grammar", grammar)), tokenizer.encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return answer
+
+
+def grammar_of(parameters: dict[str, Any]) -> str:
+    use = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]})
+    assert use is not None and use.choice is Choice.AUTO
+    return write_grammar("qwen3_coder", "", False, Wanted(use.callable, must_call=True), {})
+
+
+def call(**values: str) -> str:
+    told = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<tool_call>\n<function=f>\n{told}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string"}, ["", "a\nb <c>\n", "</param"], ["a</parameter>b"]),
+        ({"type": "string", "format": "date", "minLength": 2, "maxLength": 3}, ["ab", "a\nb"], ["a", "abcd"]),
+        ({"type": "string", "pattern": "^[a-z]+/$"}, ["ab/"], ["a/b", "xAb/"]),
+        ({"type": "string", "pattern": "b|c"}, ["abd", "c"], ["ad"]),
+        ({"enum": ["a", "5", None]}, ["a", "5", "null"], ["b", ""]),
+        ({"$ref": "#/$defs/kind"}, ["a", "5"], ["b"]),
+        ({"anyOf": [{"$ref": "#/$defs/kind"}, {"type": "null"}]}, ["a", "null"], ["b"]),
+        ({"type": "integer", "minimum": 1}, ["5"], ["0", "x", "1.5"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/kind"}}, ['["a"]', "[]"], ['["b"]', "a"]),
+        ({"type": "boolean"}, ["true"], ["yes"]),
+    ],
+)
+def test_values_are_what_their_schemas_allow_and_are_read_so(
+    allows: Callable[[str, str], bool], schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], **ROOT}
+    grammar = grammar_of(parameters)
+    for text in right:
+        assert allows(grammar, call(a=text)), text
+        events = ChoiceParser(Parsing("qwen3_coder", schemas={"f": parameters})).feed(call(a=text), True)
+        told = json.loads("".join(event.text for event in events if isinstance(event, Arguments)))
+        assert told == {"a": json.loads(as_json(text, types_of(schema, ROOT)))}
+    for text in wrong:
+        assert not allows(grammar, call(a=text)), text
+    assert not allows(grammar, call())
+
+
+def test_parameters_are_in_order_and_those_that_are_not_required_may_be_left_out(
+    allows: Callable[[str, str], bool],
+) -> None:
+    of = {"type": "string"}
+    grammar = grammar_of({"type": "object", "properties": {"a": of, "b": of, "c": of}, "required": ["b"]})
+    for right in (call(b="x"), call(a="x", b="y"), call(a="x", b="y", c="z")):
+        assert allows(grammar, right)
+    for wrong in (call(a="x"), call(b="x", a="y"), call(b="x", d="y"), call(b="x", c="y").replace("</function>\n", "")):
+        assert not allows(grammar, wrong)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "line"),
+    [
+        ({"anyOf": [{"type": "object"}]}, "tools\\[0\\].function.parameters has anyOf at its root: .* be held to that"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "requires 'b', which is not among its properties"),
+        ({"properties": {"a b": {}}}, "has a name with blanks or brackets, 'a b'"),
+        ({"properties": {"a": {"type": "string", "not": {}}}}, "parameters.properties.a has not"),
+        ({"properties": {"a": {"enum": ["</parameter>"]}}}, "properties.a has a value with </parameter>"),
+        ({"properties": {"a": {"type": ["string", "null"], "maxLength": 2}}}, "a text among others"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_its_place(parameters: dict[str, Any], line: str) -> None:
+    with pytest.raises(InvalidRequestError, match=line):
+        grammar_of(parameters)
