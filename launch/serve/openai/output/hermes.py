@@ -45,7 +45,9 @@ class HermesParser(CallMachine):
     def _read_close(self) -> bool:
         """Behind a call: its mark, or another call."""
         self._skip_blanks()
-        if not self._text or (may_become(self._text, CLOSE) and not self._is_over):
+        if may_become(self._text, CLOSE):
+            if self._is_over:
+                self._take(len(self._text))  # a mark that was cut
             return False
         if self._text.startswith("{"):
             self._opening = ""

@@ -109,7 +109,7 @@ def _text(lark: Lark, pattern: str) -> str:
 
 
 def _json(lark: Lark, schema: Any, root: Mapping[str, Any]) -> str:
-    parts = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    parts = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
     whole = {**schema, **parts} if isinstance(schema, Mapping) else schema
     return lark.put(f"json_{lark.size}", f"%json {json.dumps(whole, ensure_ascii=False)}")
 

@@ -56,7 +56,8 @@ class Qwen3CoderParser(CallMachine):
             return bool(state(found[1]))
         rest = self._text[len(mark) :]
         may_be = self._text.startswith(mark) and len(rest) <= _MOST_NAME and not set("<>\n") & set(rest)
-        if may_be and not self._is_over:
+        if may_be and (self._is_begun or not self._is_over):
+            self._take(len(self._text) if self._is_over else 0)  # a mark that was cut
             return False
         if mark == FUNCTION and self._text.startswith(FUNCTION):
             self._opening += self._take(len(FUNCTION))  # which is not looked at again
@@ -65,7 +66,7 @@ class Qwen3CoderParser(CallMachine):
     def _begin_function(self, name: str) -> bool:
         if not name.strip() or not (self._is_marked or name in self._schemas):
             return self._give_up()
-        self._name, self._is_begun = name, False  # a second one, too
+        self._name = name
         return self._go(self._read_member)
 
     def _read_member(self) -> bool:
@@ -75,14 +76,15 @@ class Qwen3CoderParser(CallMachine):
         if not self._text and not self._is_over:
             return False
         if self._text.startswith(ends):
-            self._tell_begin("{}" if not self._is_begun else "}")
+            self._tell_begin("}" if self._is_begun else "{}")
+            self._is_begun = False
             if self._text.startswith(END):
                 self._take(len(END))
             return self._go(self._read_close)
-        if any(may_become(self._text, end) for end in ends) and not self._is_over:
+        may_be = any(may_become(self._text, mark) for mark in (*ends, PARAMETER))
+        if may_be and (self._is_begun or not self._is_over):
+            self._take(len(self._text) if self._is_over else 0)  # a mark that was cut
             return False
-        if self._is_begun and not self._text.startswith(PARAMETER) and not may_become(self._text, PARAMETER):
-            return self._give_up()
         return self._read_named(PARAMETER, self._begin_value)
 
     def _begin_value(self, key: str) -> bool:
@@ -121,7 +123,9 @@ class Qwen3CoderParser(CallMachine):
     def _read_close(self) -> bool:
         """Behind a call: its mark, or another call within the same marks."""
         self._skip_blanks()
-        if any(may_become(self._text, mark) for mark in (CLOSE, FUNCTION)) and not self._is_over:
+        if any(may_become(self._text, mark) for mark in (CLOSE, FUNCTION)):
+            if self._is_over:
+                self._take(len(self._text))  # a mark that was cut
             return False
         if self._text.startswith(FUNCTION) and self._is_marked:
             return self._go(self._read_function)

@@ -9,6 +9,12 @@ HERMES = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}" + _TAIL
 )
+QWEN3_CODER = (
+    _TOOLS + _HEAD + "{% for call in message.tool_calls or [] %}\n<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
+    "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}" + _TAIL
+)
 QWEN3 = HERMES + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 DEEPSEEK = PLAIN + "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}{# </think> #}"
 LLAMA = (

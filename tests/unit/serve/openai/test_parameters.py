@@ -1,4 +1,4 @@
-"""Arguments that are written as text, each behind its name: what they are as JSON, and what a schema lets be written."""
+"""Arguments that are written as text, each behind its name: what they are as JSON, and what schemas let be written."""
 
 from __future__ import annotations
 

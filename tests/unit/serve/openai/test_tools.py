@@ -15,7 +15,7 @@ from tool_chats import ASKED, COMPACT, MESSAGES, NAMED, STRICT, TOOLS, WEATHER
 
 pytestmark = pytest.mark.timeout(240)
 CLOSE_THOUGHTS = {str(1 + MARKS.index("</think>")): 100.0}
-FAMILIES = ["PLAIN", "HERMES", "QWEN3", "LLAMA", "MISTRAL", "MISTRAL_NEW"]
+FAMILIES = ["PLAIN", "HERMES", "QWEN3", "LLAMA", "MISTRAL", "MISTRAL_NEW", "QWEN3_CODER"]
 
 
 def ask(server: ChatServer, template: str, **fields: Any) -> Any:
@@ -99,7 +99,13 @@ def test_a_model_thinks_before_a_call_that_is_wanted(server: ChatServer, reasoni
 
 
 @pytest.mark.parametrize(
-    ("family", "mark"), [("HERMES", "<tool_call>"), ("LLAMA", "<|python_tag|>"), ("MISTRAL", "[TOOL_CALLS]")]
+    ("family", "mark"),
+    [
+        ("HERMES", "<tool_call>"),
+        ("LLAMA", "<|python_tag|>"),
+        ("MISTRAL", "[TOOL_CALLS]"),
+        ("QWEN3_CODER", "<tool_call>"),
+    ],
 )
 def test_strict_tools_are_guided_where_the_model_calls_one_by_itself(
     server: ChatServer, family: str, mark: str
@@ -107,7 +113,7 @@ def test_strict_tools_are_guided_where_the_model_calls_one_by_itself(
     """Its mark is made likely: behind it there is a call, whatever the model would have written."""
     template = getattr(templates, family)
     bias = {str(1 + MARKS.index(mark)): 100.0}
-    found = ask(server, template, tools=STRICT, logit_bias=bias, parallel_tool_calls=False, max_tokens=90)
+    found = ask(server, template, tools=STRICT, logit_bias=bias, parallel_tool_calls=False, max_tokens=120)
     _, _, ((name, arguments),), _ = whole(found)
     check_call(name, arguments)
     # Else it writes what it does, which is no call, and is told as it is.
@@ -151,6 +157,29 @@ def test_what_the_model_writes_by_itself_is_read(server: ChatServer) -> None:
     assert whole(cut) == ('Let me see. <tool_call>\n{"name": "', "", [], "stop")
     cut = ask(server, templates.HERMES, tools=TOOLS, extra_body=written(TEXT), max_tokens=len(TEXT) - 60)
     assert whole(cut)[3] == "length"
+
+
+def test_arguments_that_are_written_as_text_are_told_as_json_of_their_schema(server: ChatServer) -> None:
+    note = {"type": "object", "properties": {"text": {"type": "string"}, "to": {}, "loud": {"type": "boolean"}}}
+    tools = [{"type": "function", "function": {"name": "note", "parameters": note}}]
+    text = (
+        "So: <tool_call>\n<function=note>\n<parameter=text>\n5\n</parameter>\n<parameter=to>\n5\n</parameter>\n"
+        "<parameter=loud>\nTrue\n</parameter>\n</function>\n</tool_call>"
+    )
+    asked: dict[str, Any] = {"tools": tools, "extra_body": written(text), "max_tokens": 240}
+    answer = ask(server, templates.QWEN3_CODER, **asked)
+    expected = ("So:", "", [("note", '{"text": "5", "to": 5, "loud": true}')], "tool_calls")
+    assert whole(answer) == expected
+    assert joined(stream(server, templates.QWEN3_CODER, **asked)) == expected
+    # An answer goes back as it came, and stands in the prompt as the model writes it.
+    earlier = [*MESSAGES, answer.choices[0].message.model_dump(exclude_none=True)]
+    again = ask(server, templates.QWEN3_CODER, tools=tools, messages=earlier, max_tokens=1)
+    assert again.usage.prompt_tokens > len(text) - len("</tool_call>") * 2
+    # What a schema says and calls in this form cannot be held to is refused where they are to be held to it.
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"allOf": [{}]}}}]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].function.parameters has allOf at its root"):
+        ask(server, templates.QWEN3_CODER, tools=wrong, tool_choice="required")
+    assert ask(server, templates.QWEN3_CODER, tools=wrong, max_tokens=2)
 
 
 def test_where_no_tool_may_be_called_a_text_is_told_as_it_is(server: ChatServer) -> None:
@@ -288,7 +317,7 @@ def test_a_part_of_the_tools_may_be_allowed(server: ChatServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["my tool", "a[b]", 'a"b'])
-@pytest.mark.parametrize("family", ["HERMES", "MISTRAL_NEW", "HARMONY"])
+@pytest.mark.parametrize("family", ["HERMES", "MISTRAL_NEW", "HARMONY", "QWEN3_CODER"])
 def test_names_that_calls_cannot_hold_are_refused(server: ChatServer, family: str, name: str) -> None:
     tools = [{"type": "function", "function": {"name": name}}]
     asked: dict[str, Any] = {"tools": tools, "tool_choice": "required", "max_tokens": 200, "parallel_tool_calls": False}
