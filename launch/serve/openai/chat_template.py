@@ -8,7 +8,6 @@ templates and messages, and no files (`chat_template_files`) and no protocol.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from launch.serve.openai.template_messages import as_template_knows, ways_of_calls
 from trtrun.errors import InvalidRequestError, one_line, shorten
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -28,13 +28,6 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 MOST_LETTERS = 1 << 24
 """That a template may write: as many as the largest body has bytes, unless that is set otherwise."""
-
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-
-_DEVELOPER = re.compile(r"['\"]developer['\"]")
-
-_ASKS_FOR_NULL = re.compile(r"(?<![A-Za-z_])content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
-"""What a template holds that may write calls only where a message's content is null, as DeepSeek's do."""
 
 
 class ChatTemplate:
@@ -86,7 +79,7 @@ class ChatTemplate:
         template, source = self._template, self.source
         if tools and self._tool_template is not None:
             template, source = self._tool_template, self.tool_source or ""
-        told = _with_known_roles([_with_thoughts(message) for message in messages], source)
+        told = as_template_knows(messages, source)
         if continue_final_message:
             told[-1]["content"] += _MARK
         given = {**self.tokens, **(values or {}), "tools": tools, "documents": documents}
@@ -99,10 +92,7 @@ class ChatTemplate:
     ) -> str:
         """The text, whatever a template wants calls to be: arguments as objects or as texts, beside null or beside an
         empty content. Where none will do, it is said what was wrong with objects beside an empty content."""
-        texts = _with_arguments_as_texts(told)
-        ways: list[Sequence[Mapping[str, Any]]] = [told] if texts is None else [told, texts]
-        if _ASKS_FOR_NULL.search(source) and any(map(_is_call_alone, told)):
-            ways = [*([_with_null(message) for message in way] for way in ways), *ways]
+        ways = ways_of_calls(told, source)
         errors = []
         for way in ways:
             try:
@@ -132,43 +122,6 @@ def _bounded(parts: Iterable[str]) -> Iterator[str]:
                 f"messages: the model's chat template writes more than {MOST_LETTERS} characters of them"
             )
         yield part
-
-
-def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with what the assistant thought under the names that templates look at, as transformers has it."""
-    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
-    return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
-
-
-def _with_known_roles(messages: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
-    """Messages of whom a template knows: where it has no developers, whose words it would leave out or refuse, they are
-    the system's."""
-    if _DEVELOPER.search(source):
-        return [*messages]
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-
-
-def _is_call_alone(message: Mapping[str, Any]) -> bool:
-    return bool(message.get("tool_calls")) and message["content"] == ""
-
-
-def _with_null(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {**message, "content": None} if _is_call_alone(message) else dict(message)
-
-
-def _with_arguments_as_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Messages whose calls have their arguments as texts of JSON; None where all have, or there are no calls."""
-    told, has_objects = [], False
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            if not isinstance(function["arguments"], str):
-                has_objects = True
-                function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-            calls.append({**call, "function": function})
-        told.append({**message, "tool_calls": calls} if calls else dict(message))
-    return told if has_objects else None
 
 
 def _cut_at_mark(text: str, final: str) -> str:

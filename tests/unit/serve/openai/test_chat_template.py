@@ -254,6 +254,26 @@ def test_calls_without_text_are_null_where_the_template_writes_them_only_so(tmp_
     assert template_of(tmp_path, about_thoughts).render(CALLS) == "FalseTrue"
 
 
+def test_ids_of_other_programs_are_short_where_the_template_refuses_others(tmp_path: Path) -> None:
+    """As Mistral's do."""
+    ids = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}%s<{{ call.id }}>{% endfor %}"
+        "{% if message.role == 'tool' %}<{{ message.tool_call_id }}>{% endif %}{% endfor %}"
+    )
+    refusing = ids.replace("%s", "{% if call.id | length != 9 %}{{ raise_exception('of length 9') }}{% endif %}")
+
+    def render(source: str, call_id: str) -> list[str]:
+        call = {**CALLS[1]["tool_calls"][0], "id": call_id}  # type: ignore[index]
+        messages = [CALLS[0], {**CALLS[1], "tool_calls": [call]}, {**CALLS[2], "tool_call_id": call_id}]
+        return template_of(tmp_path, source).render(messages).strip("<>").split("><")
+
+    assert render(refusing, "abcDEF123") == ["abcDEF123"] * 2
+    told, again = render(refusing, "call_1234567890")
+    assert told == again and len(told) == 9 and told.isalnum()
+    assert render(refusing, "call_1234567891")[0] != told
+    assert render(ids.replace("%s", ""), "call_1234567890") == ["call_1234567890"] * 2
+
+
 def test_developers_are_the_system_where_the_template_has_none(tmp_path: Path) -> None:
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
     of_any = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -1,0 +1,96 @@
+"""Messages of chats as chat templates know them: by the names, roles, ids and forms of calls that they look at.
+
+It knows messages, and of templates only what their source holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+_DEVELOPER = re.compile(r"['\"]developer['\"]")
+
+_ASKS_FOR_NULL = re.compile(r"(?<![A-Za-z_])content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
+"""What a template holds that may write calls only where a message's content is null, as DeepSeek's do."""
+
+_WANTS_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+"""What a template holds that refuses other ids of calls, as Mistral's do."""
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+def as_template_knows(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
+    """Messages as a template of this source knows them."""
+    return [*_with_short_ids(_with_known_roles([_with_thoughts(message) for message in messages], source), source)]
+
+
+def ways_of_calls(told: Sequence[Mapping[str, Any]], source: str) -> list[Sequence[Mapping[str, Any]]]:
+    """Messages in each way that a template may want calls in, itself among them: with null beside them first, where it
+    asks for that; with arguments as objects before those as texts."""
+    texts = _with_arguments_as_texts(told)
+    ways: list[Sequence[Mapping[str, Any]]] = [told] if texts is None else [told, texts]
+    if _ASKS_FOR_NULL.search(source) and any(map(_is_call_alone, told)):
+        ways = [*([_with_null(message) for message in way] for way in ways), *ways]
+    return ways
+
+
+def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with what the assistant thought under the names that templates look at, as transformers has it."""
+    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _with_short_ids(messages: Sequence[dict[str, Any]], source: str) -> Sequence[dict[str, Any]]:
+    """Messages whose calls have ids of nine letters and digits, where a template refuses others: those of other servers
+    and programs become such, each the same wherever it stands."""
+    if not _WANTS_SHORT_IDS.search(source):
+        return messages
+    told = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [{**call, "id": _short(call["id"])} if "id" in call else call for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": _short(message["tool_call_id"])}
+        told.append(message)
+    return told
+
+
+def _short(call_id: str) -> str:
+    return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
+
+
+def _with_known_roles(messages: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    """Messages of whom a template knows: where it has no developers, whose words it would leave out or refuse, they are
+    the system's."""
+    if _DEVELOPER.search(source):
+        return [*messages]
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+def _is_call_alone(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) and message["content"] == ""
+
+
+def _with_null(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": None} if _is_call_alone(message) else dict(message)
+
+
+def _with_arguments_as_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages whose calls have their arguments as texts of JSON; None where all have, or there are no calls."""
+    told, has_objects = [], False
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                has_objects = True
+                function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+            calls.append({**call, "function": function})
+        told.append({**message, "tool_calls": calls} if calls else dict(message))
+    return told if has_objects else None
