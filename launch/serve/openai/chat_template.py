@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from launch.serve.openai.template_messages import as_template_knows, ways_of_calls
+from launch.serve.openai.template_messages import as_template_knows, num_python_objects, ways_of_calls
 from trtrun.errors import InvalidRequestError, one_line, shorten
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -84,7 +84,10 @@ class ChatTemplate:
             told[-1]["content"] += _MARK
         given = {**self.tokens, **(values or {}), "tools": tools, "documents": documents}
         given["add_generation_prompt"] = add_generation_prompt
-        text = self._render_calls(template, given, told, source)
+        try:
+            text = self._render_calls(template, given, told, source)
+        except RecursionError:
+            raise InvalidRequestError("messages: arguments of a call are nested too deeply") from None
         return _cut_at_mark(text, messages[-1]["content"]) if continue_final_message else text
 
     def _render_calls(
@@ -94,11 +97,20 @@ class ChatTemplate:
         empty content. Where none will do, it is said what was wrong with objects beside an empty content."""
         ways = ways_of_calls(told, source)
         errors = []
-        for way in ways:
+        for place, way in enumerate(ways):
             try:
-                return self._render(template, {**given, "messages": way})
+                text = self._render(template, {**given, "messages": way})
             except InvalidRequestError as error:
                 errors.append(error)
+                continue
+            if num_python_objects(text, way):
+                try:
+                    other = self._render(template, {**given, "messages": ways[place + 1]})
+                except InvalidRequestError:
+                    return text
+                if num_python_objects(other, way) < num_python_objects(text, way):
+                    return other
+            return text
         raise errors[ways.index(told)]  # what is wrong with null would say nothing of what a client wrote
 
     def _render(self, template: Template, values: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import islice
 from typing import Any
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -24,6 +25,9 @@ _WANTS_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
+_MOST_LOOKED_AT = 8
+
+
 def as_template_knows(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
     """Messages as a template of this source knows them."""
     return [*_with_short_ids(_with_known_roles([_with_thoughts(message) for message in messages], source), source)]
@@ -37,6 +41,20 @@ def ways_of_calls(told: Sequence[Mapping[str, Any]], source: str) -> list[Sequen
     if _ASKS_FOR_NULL.search(source) and any(map(_is_call_alone, told)):
         ways = [*([_with_null(message) for message in way] for way in ways), *ways]
     return ways
+
+
+def num_python_objects(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
+    """How often a prompt has arguments of calls as Python writes objects, and not as JSON: a template that writes them
+    as they are, as Phi-4's, wants texts. What somebody else has written so is counted, too. Templates write calls
+    alike: some are looked at."""
+    every = (call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ())
+    objects = ((str(item), _as_text(item)) for item in every if isinstance(item, dict))
+    others = (written for written, as_json in objects if written != as_json)
+    return sum(text.count(written) for written in islice(others, _MOST_LOOKED_AT))
+
+
+def _as_text(arguments: object) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +108,7 @@ def _with_arguments_as_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict
             function = call["function"]
             if not isinstance(function["arguments"], str):
                 has_objects = True
-                function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+                function = {**function, "arguments": _as_text(function["arguments"])}
             calls.append({**call, "function": function})
         told.append({**message, "tool_calls": calls} if calls else dict(message))
     return told if has_objects else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,30 @@ def test_templates_that_take_arguments_as_texts_get_these(tmp_path: Path) -> Non
     refusing = with_calls.replace("%s", "{{ raise_exception('no calls') }}")
     with pytest.raises(InvalidRequestError, match="refuses them: 'no calls'"):
         template_of(tmp_path, refusing).render(CALLS)
+
+
+def test_arguments_are_json_where_the_template_writes_them_as_they_are(tmp_path: Path) -> None:
+    """As Phi-4's does, which would write Python; unless it was somebody else who wrote that."""
+    source = (
+        "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "<{{ call.function.arguments }}>{% endfor %}{% endfor %}"
+    )
+    assert template_of(tmp_path, source).render(CALLS) == 'x<{"a": "é", "b": [1]}>y'
+    quoting = [{"role": "user", "content": "{'a': 'é', 'b': [1]}"}, *CALLS[1:]]
+    assert template_of(tmp_path, source).render(quoting) == "{'a': 'é', 'b': [1]}<{\"a\": \"é\", \"b\": [1]}>y"
+    as_json = source.replace("arguments }}", "arguments | tojson }}")
+    assert template_of(tmp_path, as_json).render(quoting) == "{'a': 'é', 'b': [1]}<{\"a\": \"é\", \"b\": [1]}>y"
+    of_objects = source.replace("arguments }}", "arguments }}{{ call.function.arguments.items() | length }}")
+    assert template_of(tmp_path, of_objects).render(CALLS) == "x<{'a': 'é', 'b': [1]}2>y"
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {}
+    for _ in range(sys.getrecursionlimit() + 100):
+        arguments = {"a": arguments}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequestError, match="messages: arguments of a call are nested too deeply"):
+        template_of(tmp_path, "x").render([{"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
 def test_calls_without_text_are_null_where_the_template_writes_them_only_so(tmp_path: Path) -> None:
