@@ -4,6 +4,7 @@ protocols before it. It starts nothing.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from starlette.routing import Route
@@ -39,6 +40,8 @@ from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -156,4 +159,9 @@ def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str
             found.append(find(asked, source))
         except ValueError as error:
             raise ConfigError(f"server.{key}: {error}") from None
+    if section.tool_parser is None and not found[0] and template is not None and template.shows_tools:
+        logger.warning(
+            "the chat template shows tools, but how the model writes calls is not known by it: those that it makes by "
+            "itself stay text; name their form in server.tool_parser, or none to be spared this line"
+        )
     return found[0], found[1]

@@ -54,6 +54,11 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._tool_template = None if tool_source is None else environment.from_string(tool_source)
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether it looks at the tools of chats."""
+        return "tools" in self.names or self.tool_source is not None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
