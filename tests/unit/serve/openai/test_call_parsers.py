@@ -263,6 +263,17 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.feed("}} </tool_call>", True) == [Arguments("}")]
 
 
+def test_texts_behind_parameters_come_as_they_are_written_and_other_values_whole() -> None:
+    parser = ChoiceParser(Parsing("qwen3_coder", schemas=SCHEMAS))
+    assert parser.feed("<tool_call>\n<function=f>\n<parameter=city>\non", False) == call("f", '{"city": "on')
+    assert parser.feed('ce "upon"\n', False) == [Arguments('ce \\"upon\\"')]
+    assert parser.feed("</param", False) == []
+    assert parser.feed("s>", False) == [Arguments("\\n</params>")]
+    assert parser.feed("\n</parameter>\n<parameter=days>\n1", False) == [Arguments('", "days": ')]
+    assert parser.feed("2\n</parameter>", False) == [Arguments("12")]
+    assert parser.feed("\n</function>\n</tool_call>", True) == [Arguments("}")]
+
+
 def test_an_object_that_is_no_call_is_told_as_it_comes() -> None:
     parser = ChoiceParser(Parsing("llama3_json", names=("f",)))
     assert parser.feed('{"answer": "on', False) == [Text('{"answer": "on')]
