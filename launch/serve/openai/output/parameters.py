@@ -71,8 +71,6 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 def as_json(text: str, types: frozenset[str]) -> str:
     """The JSON of a value that was written as text: itself where it is JSON of a type that the value may have, and a
     text where it may be one, or is no JSON."""
-    if types == {"string"}:
-        return json.dumps(text, ensure_ascii=False)
     word = _WORDS.get(text.strip().lower())
     if word is not None and word[0] in types:
         return word[1]

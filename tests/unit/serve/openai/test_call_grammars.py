@@ -85,7 +85,7 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
      [HERMES_F.replace(ARGUMENTS, WRONG), "<tool_call>", f"<tool_call>{F}", HERMES_F.replace('"f"', '"h"')]),
     ("qwen3_coder", [CODER_F, f"{CODER_F}\n{CODER_G}", CODER_FREE], ["", "text", f"text\n{CODER_F}"],
      [CODER_F.replace("\n1\n", "\nx\n"), "<tool_call>", CODER_F.replace("=a", "=b"), CODER_F.replace("=f", "=h"),
-      CODER_F.removeprefix("<tool_call>\n"), CODER_F.replace("<parameter=a>\n1\n</parameter>\n", "")]),
+      CODER_F.removeprefix("<tool_call>\n"), f"<function=f>\n</function>\n{CODER_F}", CODER_F.replace("<parameter=a>\n1\n</parameter>\n", "")]),
     ("llama3_json", [LLAMA_F, f"{LLAMA_F}; {LLAMA_G}"], ["", "text", f" {LLAMA_F}", "a {b}"],
      [LLAMA_F.replace(ARGUMENTS, WRONG), "{", f"{LLAMA_F} text", '{"name": "h"}']),
     ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS] [{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
