@@ -177,9 +177,15 @@ class ForkedCommands:
             )
         self.descriptor = self._socket.fileno()
 
-    def start(self, arguments: Sequence[str], environment: dict[str, str], folder: Path) -> ForkedProcess:
-        """Start `trtrun` with these arguments."""
-        words = ["trtrun", *arguments]
+    def start(
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        program: Sequence[str] | None = None,
+    ) -> ForkedProcess:
+        """Start `trtrun`, or a program of Python, with these arguments."""
+        words = [*(program or ["trtrun"]), *arguments]
         outputs, errors = os.pipe(), os.pipe()
         writers = [pipe[1] for pipe in (outputs, errors)]
         process, status = fork_by(
@@ -190,14 +196,19 @@ class ForkedCommands:
         return ForkedProcess(process, status, (outputs[0], errors[0]), words)
 
     def run(
-        self, arguments: Sequence[str], environment: dict[str, str], folder: Path, timeout: float
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        timeout: float,
+        program: Sequence[str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `trtrun` with these arguments; what it says is captured, as by `subprocess.run`.
+        """As `start`, to its end; what it says is captured, as by `subprocess.run`.
 
         Raises:
             subprocess.TimeoutExpired: it did not end within `timeout` seconds, and was killed.
         """
-        process = self.start(arguments, environment, folder)
+        process = self.start(arguments, environment, folder, program)
         try:
             output, errors = process.communicate(timeout)
         except subprocess.TimeoutExpired:
