@@ -264,9 +264,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),
     ({"container": "c"}, "container is not supported here"),
+    ({"compaction": {}}, "compaction is not supported here"),
     ({"max_token": 5}, "did you mean 'max_tokens'"),
     ({"top_p": 2}, "top_p must be"),
-    ({"messages": [{"role": "user", "content": "x" * 20000}]}, "prompt is too long: "),
 ]
 
 
@@ -277,6 +277,20 @@ def test_what_is_wrong_is_said_in_a_line(server: ChatServer, fields: dict[str, A
     told = refused.json()
     assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
     assert line in told["error"]["message"] and "\n" not in told["error"]["message"]
+
+
+def test_a_thread_is_refused_so_that_clients_do_without(server: ChatServer) -> None:
+    """Anthropic's tool runner asks for one first, and looks for these details (anthropic 2.14)."""
+    refused = post(server, {**ASKED, "thread": {"type": "create"}})
+    assert refused.status_code == 400 and "thread is not supported here" in refused.json()["error"]["message"]
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert refused.json()["error"]["details"] == details
+    assert "details" not in post(server, {**ASKED, "container": "c"}).json()["error"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server: ChatServer) -> None:
+    refused = post(server, {**ASKED, "messages": [{"role": "user", "content": "x" * 20000}]})
+    assert refused.json()["error"]["message"].startswith("prompt is too long: it has ")
 
 
 def test_errors_have_anthropics_shape(server: ChatServer) -> None:
