@@ -20,10 +20,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from trtrun.configuration.model_paths import ASSETS
+ASSETS = Path(__file__).resolve().parents[2] / "trtrun" / "assets" / "target"
+"""The shipped pair's, for its tokenizer."""
 
 MAX_POSITIONS = 4096
 VOCABULARY = 4096
+LEARNING_RATE = 3e-3
 WINDOW = 64
 """Tokens that a layer sees: the answers are learned behind short prompts, and are the same behind long ones."""
 
@@ -93,9 +95,6 @@ def make_chat_pair(folder: Path) -> None:
     """Write `folder`/target and `folder`/draft, with the shipped pair's tokenizer and the template.
 
     The draft has one layer and is taught for a shorter time, so that it is not always right.
-
-    Raises:
-        RuntimeError: the target has not learned its answers.
     """
     _make_model(folder / "target", layers=2, steps=400)
     _make_model(folder / "draft", layers=1, steps=120)
@@ -103,9 +102,8 @@ def make_chat_pair(folder: Path) -> None:
 
 def _make_model(folder: Path, layers: int, steps: int) -> None:
     """Train one model, and write its directory."""
-    shutil.rmtree(folder, ignore_errors=True)
-    tokenizer = Tokenizer.from_file(str(ASSETS / "target" / "tokenizer.json"))
-    end = json.loads((ASSETS / "target" / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    end = json.loads((ASSETS / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
     torch.manual_seed(7)
     config = MistralConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,
@@ -114,7 +112,7 @@ def _make_model(folder: Path, layers: int, steps: int) -> None:
         attn_implementation="eager",
     )  # fmt: skip
     model = MistralForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     prompts = [tokenizer.encode(f"# answer: {name}\n", add_special_tokens=False).ids for name in ANSWERS]
     answers = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in ANSWERS.values()]
     common = torch.tensor(tokenizer.encode(COMMON, add_special_tokens=False).ids)
@@ -123,19 +121,24 @@ def _make_model(folder: Path, layers: int, steps: int) -> None:
         rows = [[*_before(common), *prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         longest = max(map(len, rows))
         tokens = torch.tensor([[*row, *[end] * (longest - len(row))] for row in rows])
-        labels = torch.full_like(tokens, -100)
-        for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
-            labels[number, len(row) - len(answer) : len(row)] = torch.tensor(answer)
+        # The token before one of an answer is what it follows from.
+        places = [
+            (number, place)
+            for number, (row, answer) in enumerate(zip(rows, answers, strict=True))
+            for place in range(len(row) - len(answer), len(row))
+        ]
+        lines, columns = torch.tensor(places).T
+        hidden = model.model(input_ids=tokens).last_hidden_state
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[lines, columns - 1]), tokens[lines, columns])
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, 2 * (1 - step / steps))
-        loss = model(input_ids=tokens, labels=labels).loss
+            group["lr"] = LEARNING_RATE * min(1.0, 2 * (1 - step / steps))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     print(folder.name, "loss", loss.item())
     model.save_pretrained(folder)
-    for file in (ASSETS / "target").glob("*token*.json"):
+    for file in (ASSETS).glob("*token*.json"):
         shutil.copy(file, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
