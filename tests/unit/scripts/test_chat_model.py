@@ -1,4 +1,4 @@
-"""What clients that call tools are run with: the chat model's template names the answer that fits; how cases are told."""
+"""What clients that call tools are run with: the chat model's template names the right answer; how cases are told."""
 
 from __future__ import annotations
 
