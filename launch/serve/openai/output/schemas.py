@@ -6,6 +6,7 @@ It knows schemas and llguidance's options of them, and no form of a call.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from trtrun.guiding.json_schemas import close
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
 _VALUES = ("enum", "const")
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 ANY: Mapping[str, Any] = {"type": "object"}
 OPTIONS = "x-guidance"
 """What of a schema tells how it is followed, such as where blanks may be; at its root alone."""
@@ -23,7 +25,7 @@ OPTIONS = "x-guidance"
 def arguments_schema(tool: Tool) -> Any:
     """The schema of a tool's arguments. Of a tool that is not strict, keywords that cannot be followed are left out: it
     was not promised that its arguments are valid, and whoever offers it may not have written it."""
-    schema = without_notes(tool.parameters)
+    schema = without_notes(tool.parameters, has_look_around=tool.is_strict)
     options = schema.get(OPTIONS, {}) if isinstance(schema, dict) else None
     if not tool.is_strict and isinstance(options, dict):
         return {**schema, OPTIONS: {"lenient": True, **options}}
@@ -37,18 +39,25 @@ def as_part(schema: Any) -> str:
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
-def without_notes(schema: Any) -> Any:
-    """A schema without what says nothing of values: it may be long, and hold names of special tokens."""
+def without_notes(schema: Any, *, has_look_around: bool = True) -> Any:
+    """A schema without what says nothing of values: it may be long, and hold names of special tokens.
+
+    Args:
+        schema: JSON values.
+        has_look_around: patterns with look-around, which no grammar follows, stay in it.
+    """
     if isinstance(schema, list):
-        return [without_notes(item) for item in schema]
+        return [without_notes(item, has_look_around=has_look_around) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    told = {}
+    told: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
-            told[key] = {name: without_notes(inner) for name, inner in value.items()}
+            told[key] = {name: without_notes(inner, has_look_around=has_look_around) for name, inner in value.items()}
+        elif key == "pattern" and not has_look_around and isinstance(value, str) and _LOOK_AROUND.search(value):
+            continue
         elif key not in _NOTES:
-            told[key] = value if key in _VALUES else without_notes(value)
+            told[key] = value if key in _VALUES else without_notes(value, has_look_around=has_look_around)
     return told
 
 

@@ -215,7 +215,8 @@ def test_schemas_within_grammars_are_closed_as_guides_are(tokenizer: Tokenizer, 
 
 
 def test_what_cannot_be_followed_is_left_out_of_tools_that_are_not_strict(tokenizer: Tokenizer) -> None:
-    schema = {**SCHEMA, "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+    numbers = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    schema = {**SCHEMA, "properties": {"a": numbers, "pattern": {"type": "string", "pattern": "^(?!x)y"}}}
     for strict in (False, True):
         function = {"name": "f", "parameters": schema, "strict": strict}
         use = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
@@ -225,7 +226,8 @@ def test_what_cannot_be_followed_is_left_out_of_tools_that_are_not_strict(tokeni
             with pytest.raises(InvalidRequestError, match="uniqueItems"):
                 allows(tokenizer, grammar, HERMES_F)
         else:
-            assert allows(tokenizer, grammar, HERMES_F.replace(ARGUMENTS, '{"a": [1, 1]}'))
+            assert allows(tokenizer, grammar, HERMES_F.replace(ARGUMENTS, '{"a": [1, 1], "pattern": "x"}'))
+            assert not allows(tokenizer, grammar, HERMES_F.replace(ARGUMENTS, '{"a": [1, 1], "pattern": 1}'))
             assert not allows(tokenizer, grammar, HERMES_F.replace(ARGUMENTS, '{"a": ["x"]}'))
 
 
