@@ -43,7 +43,14 @@ TOOL_CLIENTS = (
         "langchain==1.5.2",
         "langchain-openai==1.7.4",
     ),
-    _client("instructor", "1.17.0", "instructor_client.py", "modes, retries, partials", "instructor==1.17.0"),
+    _client(
+        "instructor",
+        "1.17.0",
+        "instructor_client.py",
+        "modes, retries, partials",
+        "instructor==1.17.0",
+        "anthropic==2.14.0",
+    ),
     _client("openai-agents", "0.24.0", "agents_client.py", "tools, handoffs, typed", "openai-agents==0.24.0"),
     _client(
         "Pydantic AI", "2.68.0", "pydantic_ai_client.py", "tools, typed", "pydantic-ai-slim[openai,anthropic]==2.68.0"
