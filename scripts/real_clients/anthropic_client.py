@@ -59,7 +59,7 @@ def whole(url: str, model: str) -> None:
         model=model, system="be brief", messages=[{"role": "user", "content": "hi"}]
     ).input_tokens
     same(counted, told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0))
-    same([one.id for one in client.models.list()], [model])
+    same([(one.id, one.type, one.display_name) for one in client.models.list()], [(model, "model", model)])
 
 
 @case("streams, with the helper and without")

@@ -4,6 +4,7 @@ sends them, events put together as it does."""
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -70,7 +71,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_text_is_answered_as_a_chat_is(server: ChatServer) -> None:
-    told = ask(server, metadata={"user_id": "me"}, service_tier="auto", thinking={"type": "adaptive"})
+    ignored = {"service_tier": "auto", "fallbacks": "default", "diagnostics": {"previous_message_id": None}}
+    told = ask(server, metadata={"user_id": "me"}, thinking={"type": "adaptive"}, **ignored)
     found = chat(server, [USER])
     (choice,) = found.choices
     assert told["content"] == [{"type": "text", "text": choice.message.content}]
@@ -291,6 +293,19 @@ def test_a_thread_is_refused_so_that_clients_do_without(server: ChatServer) -> N
 def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server: ChatServer) -> None:
     refused = post(server, {**ASKED, "messages": [{"role": "user", "content": "x" * 20000}]})
     assert refused.json()["error"]["message"].startswith("prompt is too long: it has ")
+
+
+def test_models_have_what_anthropics_client_reads(server: ChatServer) -> None:
+    async def listed() -> Any:
+        transport = httpx.ASGITransport(server.application(templates.HERMES))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=HEADERS) as client:
+            return (await client.get("/v1/models")).json()
+
+    told = server.run(listed())
+    (model,) = told["data"]
+    assert (told["first_id"], told["last_id"], told["has_more"]) == ("chat", "chat", False)
+    assert (model["type"], model["display_name"]) == ("model", "chat")
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
 
 
 def test_errors_have_anthropics_shape(server: ChatServer) -> None:
