@@ -55,6 +55,7 @@ def whole(url: str, model: str) -> None:
     client = make_client(url)
     told = client.messages.create(**asked(model, "hi", system="be brief"))
     same((told.content[0].text, told.stop_reason, told.usage.output_tokens), (HELLO, "end_turn", 10))
+    assert told._request_id
     counted = client.messages.count_tokens(
         model=model, system="be brief", messages=[{"role": "user", "content": "hi"}]
     ).input_tokens

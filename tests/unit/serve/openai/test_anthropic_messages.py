@@ -299,9 +299,11 @@ def test_models_have_what_anthropics_client_reads(server: ChatServer) -> None:
     async def listed() -> Any:
         transport = httpx.ASGITransport(server.application(templates.HERMES))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=HEADERS) as client:
-            return (await client.get("/v1/models")).json()
+            return await client.get("/v1/models")
 
-    told = server.run(listed())
+    answer = server.run(listed())
+    assert len(answer.headers["request-id"]) == 32 and answer.headers["request-id"] == answer.headers["x-request-id"]
+    told = answer.json()
     (model,) = told["data"]
     assert (told["first_id"], told["last_id"], told["has_more"]) == ("chat", "chat", False)
     assert (model["type"], model["display_name"]) == ("model", "chat")
