@@ -206,17 +206,17 @@ class SchedulerLimits:
         """
         if length == 0:
             raise InvalidRequestError("the prompt has 0 tokens; give at least 1")
-        # OpenAI's words and llama.cpp's for it: programs look for them (litellm, for its context fallbacks).
+        # OpenAI's, Anthropic's and llama.cpp's words: programs look for them (LangChain, litellm, to shorten).
         if length > self.max_seq_len - 1:
             raise PromptTooLongError(
-                f"the prompt has {length} tokens, and this model's maximum context length is {self.max_seq_len} "
-                f"(max_seq_len {self.max_seq_len}), which leaves room for {self.max_seq_len - 1}; shorten it or raise "
-                "scheduler.max_seq_len within the target's context"
+                f"the prompt is too long: it has {length} tokens, and this model's maximum context length is "
+                f"{self.max_seq_len} (max_seq_len {self.max_seq_len}), which leaves room for {self.max_seq_len - 1}; "
+                "shorten it or raise scheduler.max_seq_len within the target's context"
             )
         if length + 1 > self.num_stored_tokens:
             raise PromptTooLongError(
-                f"the prompt has {length} tokens, which exceeds the available context size: it needs {length + 1} in "
-                "the KV store, which holds "
+                f"the prompt is too long: it has {length} tokens, which exceeds the available context size: it needs "
+                f"{length + 1} in the KV store, which holds "
                 f"{self.num_stored_tokens} ({self.num_blocks - 1} blocks of {self.block_size}); "
                 "shorten it or raise kv_cache.max_tokens or kv_cache.free_memory_fraction"
             )

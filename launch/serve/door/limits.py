@@ -245,8 +245,8 @@ def check_text(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> None
         return
     raise Refusal(
         Kind.INVALID,
-        f"the prompt has {len(text)} characters, more than the {most_tokens} tokens that there is room for can spell: "
-        "shorten it",
+        f"the prompt is too long: it has {len(text)} characters, more than the {most_tokens} tokens that there is room "
+        "for can spell; shorten it",
         "prompt",
         "context_length_exceeded",
     )

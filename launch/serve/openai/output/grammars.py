@@ -14,15 +14,9 @@ from typing import Any
 
 from launch.serve.openai.output import harmony, hermes, llama3, mistral
 from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
+from launch.serve.openai.output.schemas import ANY, OPTIONS, arguments_schema, as_part, moved, without_notes
 from launch.serve.openai.tools import Tool
 from trtrun.core.guide import Guide
-
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
-_VALUES = ("enum", "const")
-_ANY: Mapping[str, Any] = {"type": "object"}
-_SPACES = "x-guidance"
-"""How a schema has its blanks; at its root alone."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ def as_lark(guide: Guide) -> str | None:
     """What a guide allows as a part of a rule; None of one that is a grammar itself."""
     if guide.kind == "json":
         schema = json.loads(guide.text)
-        return f"%json {json.dumps({} if schema is True else without_notes(schema), ensure_ascii=False)}"
+        return as_part({} if schema is True else without_notes(schema))
     if guide.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(guide.text)))
     if guide.kind == "regex":
@@ -138,8 +132,8 @@ def _thoughts(lark: _Lark, form: ReasoningFormat, is_thinking: bool) -> str:
 
 def _arguments(lark: _Lark, number: int, tool: Tool, must_call: bool) -> str:
     """The arguments of a call: as the tool's schema says, where it is strict or a call is wanted."""
-    schema = without_notes(tool.parameters) if tool.is_strict or must_call else _ANY
-    return lark.put(f"arguments_{number}", f"%json {json.dumps(schema, ensure_ascii=False)}")
+    schema = arguments_schema(tool) if tool.is_strict or must_call else ANY
+    return lark.put(f"arguments_{number}", as_part(schema))
 
 
 def _objects(lark: _Lark, wanted: Wanted, key: str) -> str:
@@ -157,33 +151,15 @@ def _call_or_object(wanted: Wanted, other: Any) -> str:
     alike the lexer takes one."""
     parts, key = [other], TOOL_FORMATS["llama3_json"].argument_key
     for tool in wanted.tools:
-        schema = without_notes(tool.parameters) if tool.is_strict else _ANY
-        properties = {"name": {"const": tool.name}, key: schema}
+        properties = {"name": {"const": tool.name}, key: arguments_schema(tool) if tool.is_strict else ANY}
         parts.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         )
     # References are of a schema's own parts, which stand deeper now.
-    placed = [_moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
-    placed += [_moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
-    spaces = {_SPACES: other[_SPACES]} if isinstance(other, Mapping) and _SPACES in other else {}
-    return f"%json {json.dumps({**spaces, 'anyOf': placed}, ensure_ascii=False)}"
-
-
-def _moved(schema: Any, root: str) -> Any:
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    told: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, Mapping):
-            told[key] = {name: _moved(inner, root) for name, inner in value.items()}
-        elif key != "$id":  # against which references would be read
-            told[key] = value if key in _VALUES else _moved(value, root)
-    for key in ("$ref", "$dynamicRef"):
-        if isinstance(told.get(key), str) and told[key].startswith("#"):
-            told[key] = root + told[key].removeprefix("#")
-    return told
+    placed = [moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
+    placed += [moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
+    options = {OPTIONS: other[OPTIONS]} if isinstance(other, Mapping) and OPTIONS in other else {}
+    return as_part({**options, "anyOf": placed})
 
 
 def _repeated(rule: str, between: str, wanted: Wanted) -> str:
@@ -274,18 +250,3 @@ def _harmony(lark: _Lark, wanted: Wanted) -> str:
         constrain = f'{lark.mark(harmony.CONSTRAIN)} "json"'
         rules.append(lark.put(f"call_{number}", f"{channel} {head} {constrain} {message} {arguments}"))
     return f"before* ({' | '.join(rules if wanted.must_call else [*rules, final])})"
-
-
-def without_notes(schema: Any) -> Any:
-    """A schema without what says nothing of values: it may be long, and hold names of special tokens."""
-    if isinstance(schema, list):
-        return [without_notes(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    told = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, Mapping):
-            told[key] = {name: without_notes(inner) for name, inner in value.items()}
-        elif key not in _NOTES:
-            told[key] = value if key in _VALUES else without_notes(value)
-    return told
