@@ -58,6 +58,29 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
         return entries
 
 
+class Logits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The target's logits at some positions, before penalties, masks and temperature. Packed, as they are many.
+
+    Attributes:
+        width: tokens of the target's vocabulary.
+        values: [positions, width] float32 of the machine's byte order.
+    """
+
+    width: int
+    values: bytes
+
+    def array(self) -> np.ndarray:
+        """[positions, width] float32, which cannot be written to."""
+        return np.frombuffer(self.values, dtype=np.float32).reshape(-1, self.width)
+
+
+def join_logits(parts: Sequence[Logits]) -> Logits | None:
+    """Those of several parts, one behind the other; None for no part."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return Logits(parts[0].width, b"".join(part.values for part in parts))
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One finished completion of a prompt.
@@ -72,6 +95,8 @@ class CompletionOutput:
         token_origins: how each token came, a letter each: `a` an accepted draft token, `r` recovered after a rejected
             one, `b` the bonus behind a draft that was accepted whole, `p` plain: no draft was verified, as for the
             first token. After a preemption, and on another engine, the next token is plain again.
+        generation_logits: [tokens, vocab] float32 where the request asked for them: of each token those of the target
+            that it was chosen from, before penalties, masks and temperature. It cannot be written to.
     """
 
     index: int
@@ -81,6 +106,7 @@ class CompletionOutput:
     statistics: RequestStatistics
     logprobs: list[TokenLogprobs] | None = None
     token_origins: str = ""
+    generation_logits: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -94,6 +120,9 @@ class RequestOutput:
         completions: `n` of them; empty when the request was refused.
         error: why it was refused, else None.
         prompt_logprobs: one entry a token of the prompt, None for the first, where the request asked for them.
+        context_logits: [prompt tokens, vocab] float32 where the request asked for them: the target's behind each token
+            of the prompt, so that the last are those of the first new token. It cannot be written to. Comparisons
+            leave arrays out.
     """
 
     index: int
@@ -102,6 +131,7 @@ class RequestOutput:
     completions: tuple[CompletionOutput, ...]
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    context_logits: np.ndarray | None = field(default=None, compare=False)
 
 
 class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -120,6 +150,8 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
         token_origins: how each new token came; see CompletionOutput.
         statistics: of the completion so far; final on the last delta.
         prompt_logprobs: on the first delta of a request's first completion, where it asked for them, else None.
+        context_logits: of each token of the prompt; the same.
+        generation_logits: of each new token where the request asked for them, else None.
     """
 
     request_id: RequestId
@@ -132,6 +164,8 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
     error: str | None = None
     token_origins: str = ""
     prompt_logprobs: PromptLogprobs | None = None
+    context_logits: Logits | None = None
+    generation_logits: Logits | None = None
 
 
 def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
@@ -145,6 +179,8 @@ def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
         text="".join(delta.text for delta in deltas),
         token_origins="".join(delta.token_origins for delta in deltas),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+        context_logits=next((delta.context_logits for delta in deltas if delta.context_logits is not None), None),
+        generation_logits=join_logits([one for delta in deltas if (one := delta.generation_logits) is not None]),
         logprobs=None
         if all(delta.logprobs is None for delta in deltas)
         else tuple(entry for delta in deltas for entry in delta.logprobs or ()),

@@ -60,7 +60,7 @@ class Admission:
             if running is oldest:
                 kept = 0
             most = plan.budget - kept
-            if plan.takes_prompts(most) or (running is oldest and most > 0):
+            if plan.may_read(running) and (plan.takes_prompts(most) or (running is oldest and most > 0)):
                 plan.prefill(running, most)
         self._admit(plan, plan.budget, None, speculating)
 
@@ -69,7 +69,7 @@ class Admission:
         with fewer tokens to read."""
         end = plan.budget - budget
         while plan.takes_prompts(plan.budget - end) and self._waiting and self._batch.has_free_row():
-            admitted = self._admit_one(below, speculating)
+            admitted = self._admit_one(plan, below, speculating)
             if admitted is None:
                 return
             if admitted.statistics.admitted is None:
@@ -77,11 +77,13 @@ class Admission:
             plan.admit(admitted)
             plan.prefill(admitted, plan.budget - end)
 
-    def _admit_one(self, below: int | None, speculating: bool) -> Completion | None:
+    def _admit_one(self, plan: PlanBuilder, below: int | None, speculating: bool) -> Completion | None:
         """Give a row to the first in turn that may have one now, and return it."""
         draft_context, has_store = self._limits.draft_max_seq_len, self._limits.has_draft_store
         blocked: Completion | None = None
         for running in islice(self._waiting.in_turn(), _MOST_LOOKED_AT):
+            if not plan.may_read(running):
+                continue
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
             is_left = drafted and not self._drafts_pay and has_store and not running.given_draft

@@ -19,6 +19,7 @@ from trtrun.core.request_statistics import RequestStatistics
 from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.prompt_logits import PromptLogits
 from trtrun.scheduling.prompt_scores import PromptScores
 from trtrun.tokens.detokenizer import ROOT, AhoCorasick, CompletionText
 
@@ -57,6 +58,7 @@ class Completion:
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
+        logits: those of its prompt; the same.
     """
 
     request: Request
@@ -84,6 +86,23 @@ class Completion:
     arrival: int = 0
     num_overtaken: int = 0
     scores: PromptScores | None = None
+    logits: PromptLogits | None = None
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Leading tokens that may come from the cache, as what is to be told of their positions is there."""
+        found = len(self.token_ids)
+        if self.scores is not None and not self.scores.is_whole:
+            found = min(found, self.scores.num_scored)
+        if self.reports_prompt:
+            assert self.logits is not None
+            found = min(found, self.logits.num_reported)
+        return found
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether logits of its prompt are still to come."""
+        return self.logits is not None and not self.logits.is_whole
 
     @property
     def num_output_tokens(self) -> int:
@@ -170,7 +189,8 @@ class PlannedRow(NamedTuple):
 
 
 class ScoredRow(NamedTuple):
-    """How many positions of a prompt a plan that has no result yet scores, whose, and its admission then."""
+    """Of how many positions of a prompt a plan that has no result yet tells something, whose, and its admission
+    then."""
 
     completion: Completion
     epoch: int
@@ -211,11 +231,10 @@ class RunningBatch:
         return len(running.token_ids) - len(cached) * self._limits.block_size
 
     def _cached(self, running: Completion, followed: bool) -> list[int]:
-        """Cached blocks that the request can start with: where its prompt is scored, those whose positions are."""
+        """Cached blocks that the request can start with: where its prompt is scored, or its logits are reported, those
+        of which there is all."""
         cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
-        if running.scores is None or running.scores.is_whole:
-            return cached
-        return cached[: running.scores.num_scored // self._limits.block_size]
+        return cached[: running.most_cached_tokens // self._limits.block_size]
 
     def try_admit(self, running: Completion, drafted: bool, followed: bool) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""

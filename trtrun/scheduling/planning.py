@@ -12,7 +12,7 @@ import numpy as np
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.kvcache.tile_widths import padding
 from trtrun.scheduling.batch import Completion, PlannedRow, ScoredRow, Work
-from trtrun.scheduling.limits import most_unfed
+from trtrun.scheduling.limits import SchedulerLimits, most_unfed
 
 MOST_MISSED_ROUNDS = 30
 _MISSED_BY_MANY, _MANY_ROWS = 6, 17
@@ -43,21 +43,34 @@ class PlanBuilder:
         budget: tokens that still fit into the round; a last tile may take a little more.
     """
 
-    def __init__(self, budget: int, prompt_tile: int | None = None, most_chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        budget: int,
+        prompt_tile: int | None = None,
+        most_chunk: int | None = None,
+        most_reported: int | None = None,
+    ) -> None:
         """Plan up to `budget` tokens; see `SchedulerLimits` for the others."""
         self.budget = budget
         self._tile = prompt_tile or 1
         self._most_chunk = most_chunk or budget
+        self._most_reported = max(most_reported or budget, self._tile)
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
         self._scored: list[ScoredRow] = []
+        self._reported: list[ScoredRow] = []
         self._prefill: list[PrefillChunk] = []
         self._admissions: list[RowAdmission] = []
         self._updates: list[tuple[int, int, int]] = []
         self._max_context = 0
         self._catch_up: list[int] = []
         self._given: list[int] = []
+
+    @classmethod
+    def of(cls, limits: SchedulerLimits) -> PlanBuilder:
+        """Plan a round within limits."""
+        return cls(limits.max_num_tokens, limits.prompt_tile, limits.most_chunk, limits.most_reported)
 
     @property
     def is_empty(self) -> bool:
@@ -107,11 +120,18 @@ class PlanBuilder:
         round that has a token left reads on."""
         return most >= self._tile or (most > 0 and not self._prefill)
 
+    def may_read(self, running: Completion) -> bool:
+        """Whether a prompt may be read on in this round: those whose logits are reported have few positions of it, so
+        that reports stay small, and the first one its share at least."""
+        return not (running.reports_prompt and self._reported and self._most_reported < self._tile)
+
     def prefill(self, running: Completion, most: int) -> None:
         """Have a row compute its next admission tokens, at most `most`, which is one at least; the last chunk's result
         counts as pending."""
         start = running.num_prefilled
         length = min(running.num_unread, most, self._most_chunk)
+        if running.reports_prompt:
+            length = min(length, self._most_reported)
         if self._tile <= length < running.num_unread:
             length -= length % self._tile
         end = start + length
@@ -122,7 +142,11 @@ class PlanBuilder:
         scored = running.scores.part_of(start, length) if running.scores is not None else None
         if scored is not None:
             self._scored.append(ScoredRow(running, running.epoch, scored.length))
-        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed, scored))
+        reported = running.logits.part_of(start, length) if running.logits is not None else None
+        if reported is not None:
+            self._most_reported -= reported.length
+            self._reported.append(ScoredRow(running, running.epoch, reported.length))
+        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed, scored, reported))
         if is_last:
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
@@ -185,6 +209,10 @@ class PlanBuilder:
     def scored(self) -> list[ScoredRow]:
         """Rows whose prompt's log probabilities the round reports."""
         return self._scored
+
+    def reported(self) -> list[ScoredRow]:
+        """Rows of whose prompt the round reports logits."""
+        return self._reported
 
     def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
         """Freeze to the plan that ranks get."""

@@ -252,6 +252,52 @@ def check_text(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> None
     )
 
 
+@dataclass(frozen=True)
+class LogitsLimit:
+    """How much one request may have of logits, which are many: 500 KB a token at 128k entries.
+
+    Attributes:
+        vocab_size: numbers of a position.
+        most_bytes: over all positions of a request.
+    """
+
+    vocab_size: int
+    most_bytes: int
+
+    def check(self, lengths: Sequence[int], sampling: Sequence[SamplingParams], max_length: int) -> None:
+        """Hold a request to it.
+
+        Args:
+            lengths: tokens of each prompt.
+            sampling: of each prompt.
+            max_length: tokens at which the engine ends a completion, its prompt among them.
+
+        Raises:
+            Refusal: it may come to more.
+        """
+        names: set[str] = set()
+        positions = 0
+        for length, parameters in zip(lengths, sampling, strict=True):
+            if parameters.return_context_logits:
+                names.add("return_context_logits")
+                positions += length
+            if parameters.return_generation_logits:
+                names.add("return_generation_logits")
+                positions += parameters.n * min(parameters.max_tokens, max_length - length)
+        num_bytes = positions * self.vocab_size * _LOGIT_BYTES
+        if num_bytes > self.most_bytes:
+            raise Refusal(
+                Kind.INVALID,
+                f"{' and '.join(sorted(names))}: {positions} positions of {self.vocab_size} logits take {num_bytes} "
+                f"bytes, and a request may have {self.most_bytes} (server.max_logits_bytes): send a shorter prompt, or "
+                "ask for fewer tokens",
+                min(names),
+            )
+
+
+_LOGIT_BYTES = 4
+
+
 def distinct(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
     """Each object once: the prompts of a request share theirs."""
     return list({id(parameters): parameters for parameters in sampling}.values())

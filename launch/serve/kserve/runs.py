@@ -35,6 +35,8 @@ class Gain:
         num_tokens: of prompt and completion so far.
         num_cached_tokens: of the prompt, whose keys and values were there.
         is_last: whether it has ended.
+        context_logits, generation_logits: [positions, vocab] float32 of the prompt, where they came with it, and of the
+            new tokens, in parts.
     """
 
     row: int
@@ -46,6 +48,8 @@ class Gain:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_last: bool = False
+    context_logits: list[Array] = field(default_factory=list)
+    generation_logits: list[Array] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -57,6 +61,8 @@ class Gain:
         self.tokens += later.tokens
         self.texts += later.texts
         self.log_probs += later.log_probs
+        self.generation_logits += later.generation_logits
+        self.context_logits += later.context_logits
         self.sum_log_probs, self.num_tokens = later.sum_log_probs, later.num_tokens
         self.num_cached_tokens, self.is_last = later.num_cached_tokens, later.is_last
 
@@ -98,7 +104,12 @@ class _Completion:
         if self._text is not None:
             text = self._text.extend(tokens) + (self._text.flush() if is_last else "")
         self._num_cached_tokens = delta.statistics.num_cached_prompt_tokens
-        return self._gain(tokens, text, log_probs, is_last)
+        gain = self._gain(tokens, text, log_probs, is_last)
+        if delta.context_logits is not None:
+            gain.context_logits = [delta.context_logits.array()]
+        if delta.generation_logits is not None:
+            gain.generation_logits = [delta.generation_logits.array()[:kept]]
+        return gain
 
     def _ends_with_end_token(self) -> bool:
         """Whether the newest token is one that is left out: it may be the end of a stop sequence, which stays."""
@@ -119,10 +130,10 @@ class _Completion:
             tokens,
             [text] if text else [],
             log_probs,
-            self._sum_log_probs,
-            self._num_tokens,
-            self._num_cached_tokens,
-            is_last,
+            sum_log_probs=self._sum_log_probs,
+            num_tokens=self._num_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            is_last=is_last,
         )
 
 
@@ -259,6 +270,7 @@ class Run:
             ]
         if any(row_request.log_probs for row_request in self._requests):
             found += _log_probs(gains)
+        found += self._logits(gains)
         found.append(_integers("batch_index", [gain.row for gain in gains]))
         found.append(_integers("sequence_index", [gain.sequence for gain in gains]))
         if any(row_request.reuse_stats for row_request in self._requests):
@@ -270,6 +282,30 @@ class Run:
                 _integers("kv_cache_alloc_total_blocks", totals),
             ]
         return found
+
+    def _logits(self, gains: Sequence[Gain]) -> list[Tensor]:
+        """[rows, prompt, vocab] behind prompts, and [rows, 1, tokens, vocab] of tokens, filled up with 0: as much as
+        there is of what is asked for."""
+        found = []
+        if any(gain.context_logits for gain in gains):
+            found.append(Tensor("context_logits", "FP32", _stack_logits([gain.context_logits for gain in gains])))
+        if any(row_request.sampling.return_generation_logits for row_request in self._requests):
+            of_tokens = _stack_logits([gain.generation_logits for gain in gains])
+            found.append(Tensor("generation_logits", "FP32", of_tokens[:, None]))
+        return found
+
+
+def _stack_logits(of_rows: Sequence[Sequence[Array]]) -> Array:
+    """[rows, positions, vocab] float32 of what each row has in parts, filled up with 0."""
+    lengths = [sum(map(len, parts)) for parts in of_rows]
+    width = max((part.shape[1] for parts in of_rows for part in parts), default=0)
+    if len(of_rows) == 1 and len(of_rows[0]) == 1:
+        return of_rows[0][0][None]
+    stacked = np.zeros((len(of_rows), max(lengths), width), np.float32)
+    for row, parts, length in zip(stacked, of_rows, lengths, strict=True):
+        if parts:
+            np.concatenate(parts, out=row[:length])
+    return stacked
 
 
 def _add(found: dict[tuple[int, int], Gain], gain: Gain) -> None:
