@@ -118,7 +118,7 @@ def test_streams_have_the_prompts_first_and_those_of_the_new_tokens(server: Serv
 def test_rows_of_a_batch_are_filled_up_and_a_long_request_is_read_apart(
     server: Server, llm: LLM, protocol: str
 ) -> None:
-    prompts, lengths = ["def main(", "import os" * 455], [9, 4]
+    prompts, lengths = ["def main(", "#" * 4200 + "\nimport os"], [9, 4]
     rows = {
         "text_input": np.array([[prompt] for prompt in prompts], np.object_),
         "max_tokens": np.array([[length] for length in lengths], np.int32),
@@ -142,12 +142,12 @@ def test_what_is_too_large_is_refused_with_the_bytes_and_the_option(server: Serv
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"max_tokens": 900, "num_return_sequences": 8, "return_generation_logits": True},
-            f"return_generation_logits: 7200 positions of 4096 logits take {7200 * 4096 * 4} bytes, and a request may "
-            f"have {1 << 26} (server.max_logits_bytes)",
+            "return_generation_logits: logits of 900 tokens, 4096 each, for each of 8 completions take "
+            f"{7200 * 4096 * 4} bytes, and a request may have {1 << 25} (server.max_logits_bytes)",
         ),
         (
             eight | {name: np.full((8, 1), True) for name in WANTED},
-            f"return_context_logits and return_generation_logits: {8 * 1024} positions of 4096 logits",
+            "return_context_logits and return_generation_logits: logits of 1024 tokens, 4096 each, for each of 8",
         ),
         (GREEDY | WANTED | {"num_return_sequences": 2}, "num_return_sequences: must be 1 with return_context_logits"),
         (GREEDY | WANTED | {"beam_width": 2}, "beam_width: there is no beam search here"),

@@ -51,7 +51,7 @@ def make_delta(
         result.token_origins,
         _prompt_logprobs(completion),
         _prompt_logits(completion),
-        None if logits is None else Logits(logits.shape[1], logits[: len(gained)].tobytes()),
+        None if logits is None else Logits(logits.shape[1], (logits[: len(gained)].tobytes(),)),
     )
 
 
@@ -70,15 +70,17 @@ def new_text(completion: Completion, gained: Sequence[int]) -> str:
 
 
 def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
-    """Those of its prompt, the first time that it is asked, by when the prompt is read."""
-    scores, completion.scores = completion.scores, None
-    return scores.whole() if scores is not None and scores.is_whole else None
+    """Those of its prompt, once, as soon as it is read."""
+    scores = completion.scores
+    if scores is None or not scores.is_whole or completion.statistics.first_token is None:
+        return None
+    completion.scores = None
+    return scores.whole()
 
 
 def _prompt_logits(completion: Completion) -> Logits | None:
-    """The same of its prompt's logits."""
-    logits, completion.logits = completion.logits, None
-    return logits.whole() if logits is not None and logits.is_whole else None
+    """Those of its prompt that have come and were not told."""
+    return None if completion.logits is None else completion.logits.take_new()
 
 
 def _why_failed(completion: Completion, vocab_size: int) -> str:

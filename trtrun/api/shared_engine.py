@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from trtrun.api.interrupts import FairLock, held_interrupts
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.core.nouns import TokenLogprobs
@@ -100,7 +102,7 @@ class _Parts:
     token_ids: list[int] = field(default_factory=list)
     token_origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    logits: list[Logits] = field(default_factory=list)
+    logits: list[Logits | None] = field(default_factory=list)
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     finish_reason: str | None = None
 
@@ -124,7 +126,7 @@ class PendingRequest:
         self._prompt_token_ids = prompt_token_ids
         self._has_logprobs = sampling.logprobs is not None
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._context_logits: Logits | None = None
+        self._context_logits: list[Logits | None] = []
         self._completions = [_Parts() for _ in range(sampling.n)]
         self._num_finished = 0
         self._error: str | None = None
@@ -141,9 +143,8 @@ class PendingRequest:
                 parts.logprobs += delta.logprobs
             if delta.prompt_logprobs is not None:
                 self._prompt_logprobs = delta.prompt_logprobs.entries()
-            if delta.generation_logits is not None:
-                parts.logits.append(delta.generation_logits)
-            self._context_logits = self._context_logits or delta.context_logits
+            parts.logits.append(delta.generation_logits)
+            self._context_logits.append(delta.context_logits)
             parts.statistics = delta.statistics
             if delta.error is not None and self._error is None:
                 self._error = delta.error
@@ -164,7 +165,7 @@ class PendingRequest:
                 parts.statistics,
                 parts.logprobs if self._has_logprobs else None,
                 "".join(parts.token_origins),
-                None if (logits := join_logits(parts.logits)) is None else logits.array(),
+                _whole(parts.logits),
             )
             for index, parts in enumerate(self._completions)
         )
@@ -174,5 +175,11 @@ class PendingRequest:
             self._prompt_token_ids,
             completions,
             prompt_logprobs=self._prompt_logprobs,
-            context_logits=None if self._context_logits is None else self._context_logits.array(),
+            context_logits=_whole(self._context_logits),
         )
+
+
+def _whole(found: list[Logits | None]) -> np.ndarray | None:
+    """[positions, vocab] float32 of what came in parts; None where nothing did."""
+    logits = join_logits(found)
+    return None if logits is None else logits.array()

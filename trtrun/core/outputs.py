@@ -59,26 +59,45 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class Logits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The target's logits at some positions, before penalties, masks and temperature. Packed, as they are many.
+    """The target's logits at some positions, before penalties, masks and temperature. They are many: packed, and in
+    parts, so that nobody puts them together before that is needed.
 
     Attributes:
         width: tokens of the target's vocabulary.
-        values: [positions, width] float32 of the machine's byte order.
+        parts: [positions, width] float32 of the machine's byte order each, one behind the other.
     """
 
     width: int
-    values: bytes
+    parts: tuple[bytes, ...]
+
+    @property
+    def num_positions(self) -> int:
+        """Over all parts."""
+        return sum(map(len, self.parts)) // (_FLOAT_BYTES * self.width)
+
+    def arrays(self) -> list[np.ndarray]:
+        """[positions, width] float32 for each part, which cannot be written to."""
+        return [np.frombuffer(part, dtype=np.float32).reshape(-1, self.width) for part in self.parts]
 
     def array(self) -> np.ndarray:
-        """[positions, width] float32, which cannot be written to."""
-        return np.frombuffer(self.values, dtype=np.float32).reshape(-1, self.width)
+        """[positions, width] float32 of all parts, which cannot be written to."""
+        return Logits(self.width, (b"".join(self.parts),)).arrays()[0]
+
+    def behind(self, count: int) -> Logits | None:
+        """Without the first `count` positions; None where no other is left."""
+        left = self.array()[count:]
+        return Logits(self.width, (left.tobytes(),)) if len(left) else None
 
 
-def join_logits(parts: Sequence[Logits]) -> Logits | None:
-    """Those of several parts, one behind the other; None for no part."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return Logits(parts[0].width, b"".join(part.values for part in parts))
+_FLOAT_BYTES = 4
+
+
+def join_logits(found: Sequence[Logits | None]) -> Logits | None:
+    """Those of several, one behind the other; None where there are none."""
+    known = [one for one in found if one is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    return Logits(known[0].width, tuple(part for one in known for part in one.parts))
 
 
 @dataclass(frozen=True)
@@ -141,7 +160,7 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
     Attributes:
         request_id: of the request, as `LLMEngine.add_request` returned it.
         index: which of the request's `n` completions.
-        token_ids: its new tokens; none where a round gave only the end.
+        token_ids: its new tokens; none where a round gave only the end, or logits of the prompt.
         text: its new text: never ends inside a character or inside what may become a stop string, so it may lag behind
             the tokens; empty for a checkpoint without a tokenizer.
         logprobs: one entry a new token where the request asked for them, else None.
@@ -150,7 +169,8 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
         token_origins: how each new token came; see CompletionOutput.
         statistics: of the completion so far; final on the last delta.
         prompt_logprobs: on the first delta of a request's first completion, where it asked for them, else None.
-        context_logits: of each token of the prompt; the same.
+        context_logits: where the request asked for them, those behind further tokens of its prompt, on deltas of its
+            first completion: as they come, before its first token on deltas without tokens, the last ones with it.
         generation_logits: of each new token where the request asked for them, else None.
     """
 
@@ -179,8 +199,8 @@ def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
         text="".join(delta.text for delta in deltas),
         token_origins="".join(delta.token_origins for delta in deltas),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
-        context_logits=next((delta.context_logits for delta in deltas if delta.context_logits is not None), None),
-        generation_logits=join_logits([one for delta in deltas if (one := delta.generation_logits) is not None]),
+        context_logits=join_logits([delta.context_logits for delta in deltas]),
+        generation_logits=join_logits([delta.generation_logits for delta in deltas]),
         logprobs=None
         if all(delta.logprobs is None for delta in deltas)
         else tuple(entry for delta in deltas for entry in delta.logprobs or ()),

@@ -58,7 +58,7 @@ class Completion:
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
-        logits: those of its prompt; the same.
+        logits: logits of its prompt; None where nobody asked.
     """
 
     request: Request
@@ -142,13 +142,17 @@ class Completion:
         return len(self.token_ids) + self.num_pending_tokens
 
 
+NO_PLACE = -1
+"""Of a row that gets no tokens in a round."""
+
+
 class RowResult(NamedTuple):
     """What one round gave one completion.
 
     Attributes:
         completion: already updated; its `finish_reason` is set where this round ended it.
         new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended it.
-        index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
+        index_in_verdict: its place in `plan.sampled_rows`, for logprobs and logits; NO_PLACE where it is none of them.
         token_origins: how each of the new tokens came, a letter each; see `request_statistics`.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from trtrun.core.nouns import LogitsPart
-from trtrun.core.outputs import Logits
+from trtrun.core.outputs import Logits, join_logits
 
 
 class PromptLogits:
@@ -22,8 +22,7 @@ class PromptLogits:
     def __init__(self, num_prompt_tokens: int) -> None:
         """Begin with none, of a prompt of so many tokens."""
         self._num_positions = num_prompt_tokens
-        self._width = 0
-        self._parts: list[bytes] = []
+        self._untold: Logits | None = None
         self.num_reported = 0
 
     @property
@@ -38,10 +37,10 @@ class PromptLogits:
 
     def take(self, logits: np.ndarray) -> None:
         """Add those of the next positions, [positions, vocab] float32. They are copied."""
-        self._width = logits.shape[1]
-        self._parts.append(logits.tobytes())
+        self._untold = join_logits([self._untold, Logits(logits.shape[1], (logits.tobytes(),))])
         self.num_reported += len(logits)
 
-    def whole(self) -> Logits:
-        """All of them."""
-        return Logits(self._width, b"".join(self._parts))
+    def take_new(self) -> Logits | None:
+        """Those that came since the last call; None where none did."""
+        found, self._untold = self._untold, None
+        return found

@@ -120,15 +120,17 @@ def commit_scores(scored: Sequence[ScoredRow], ids: np.ndarray, values: np.ndarr
         start = end
 
 
-def commit_logits(reported: Sequence[ScoredRow], logits: np.ndarray) -> None:
-    """Hand the logits of a round, [positions, vocab], to the prompts whose they are."""
-    start = 0
+def commit_logits(reported: Sequence[ScoredRow], logits: np.ndarray) -> list[Completion]:
+    """Hand the logits of a round, [positions, vocab], to the prompts whose they are; returns the completions."""
+    start, found = 0, []
     for row in reported:
         end = start + row.num_positions
         completion = row.completion
         if completion.epoch == row.epoch and completion.logits is not None:
             completion.logits.take(logits[start:end])
+            found.append(completion)
         start = end
+    return found
 
 
 def commit_chunk(planned: PlannedRow) -> None:

@@ -25,7 +25,7 @@ from trtrun.core.nouns import FinishReason, Request, RoundPlan
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.admission import Admission, Decoding
-from trtrun.scheduling.batch import NO_ROW, Completion, RowResult, RunningBatch
+from trtrun.scheduling.batch import NO_PLACE, NO_ROW, Completion, RowResult, RunningBatch
 from trtrun.scheduling.guide_books import GuideBooks, GuideOrders
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
@@ -345,7 +345,8 @@ class Scheduler:
             prompt_logits: of the plan's reported positions, [positions, vocab] float32; None where none are.
 
         Returns:
-            One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
+            One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`, and
+            behind these one without tokens for each other prompt of which there are logits.
 
         Raises:
             RuntimeError: the plan is not the oldest one out, or the lists do not fit it.
@@ -355,8 +356,7 @@ class Scheduler:
         self._outstanding.popleft()
         if prompt_logprobs is not None:
             commit_scores(record.scored, *prompt_logprobs)
-        if prompt_logits is not None:
-            commit_logits(record.reported, prompt_logits)
+        reported = [] if prompt_logits is None else commit_logits(record.reported, prompt_logits)
         for planned in record.chunks:
             if planned.completion.epoch == planned.epoch:
                 commit_chunk(planned)
@@ -378,6 +378,9 @@ class Scheduler:
                     self._release(row.completion)
                     self._forget(row.completion)
                 results.append(row)
+        for completion in reported:
+            if all(completion is not row.completion for row in results):
+                results.append(RowResult(completion, [], NO_PLACE))
         return results
 
     def _release(self, running: Completion) -> None:

@@ -265,7 +265,7 @@ class LogitsLimit:
     most_bytes: int
 
     def check(self, lengths: Sequence[int], sampling: Sequence[SamplingParams], max_length: int) -> None:
-        """Hold a request to it.
+        """Hold a request to it. Completions of one answer are filled up to the longest.
 
         Args:
             lengths: tokens of each prompt.
@@ -275,24 +275,25 @@ class LogitsLimit:
         Raises:
             Refusal: it may come to more.
         """
-        names: set[str] = set()
-        positions = 0
+        of_prompts = of_tokens = 0
         for length, parameters in zip(lengths, sampling, strict=True):
             if parameters.return_context_logits:
-                names.add("return_context_logits")
-                positions += length
+                of_prompts = max(of_prompts, length)
             if parameters.return_generation_logits:
-                names.add("return_generation_logits")
-                positions += parameters.n * min(parameters.max_tokens, max_length - length)
-        num_bytes = positions * self.vocab_size * _LOGIT_BYTES
-        if num_bytes > self.most_bytes:
-            raise Refusal(
-                Kind.INVALID,
-                f"{' and '.join(sorted(names))}: {positions} positions of {self.vocab_size} logits take {num_bytes} "
-                f"bytes, and a request may have {self.most_bytes} (server.max_logits_bytes): send a shorter prompt, or "
-                "ask for fewer tokens",
-                min(names),
-            )
+                of_tokens = max(of_tokens, min(parameters.max_tokens, max_length - length))
+        count = sum(parameters.n for parameters in sampling)
+        num_bytes = count * (of_prompts + of_tokens) * self.vocab_size * _LOGIT_BYTES
+        if num_bytes <= self.most_bytes:
+            return
+        asked = {"return_context_logits": of_prompts, "return_generation_logits": of_tokens}
+        names = [name for name, length in asked.items() if length]
+        raise Refusal(
+            Kind.INVALID,
+            f"{' and '.join(names)}: logits of {of_prompts + of_tokens} tokens, {self.vocab_size} each, for each of "
+            f"{count} completions take {num_bytes} bytes, and a request may have {self.most_bytes} "
+            "(server.max_logits_bytes): send a shorter prompt, or ask for fewer tokens",
+            names[0],
+        )
 
 
 _LOGIT_BYTES = 4

@@ -88,11 +88,16 @@ class Outbox(Outlet):
             self._connection.close()
 
     def _write_deltas(self, deltas: Iterable[CompletionDelta]) -> None:
-        told = tuple(deltas)
+        told = []
+        for delta in deltas:
+            if delta.context_logits is None and delta.generation_logits is None:
+                told.append(delta)
+            else:  # by itself: logits are large, and the front reads a message at a stretch
+                self._write(encode(Deltas(deltas=(delta,))))
         if not told:
             return
         try:
-            self._write(encode(Deltas(deltas=told)))
+            self._write(encode(Deltas(deltas=tuple(told))))
         except MessageError:  # larger than a message may be: each by itself
             if len(told) == 1:
                 raise
