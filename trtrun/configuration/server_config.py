@@ -53,10 +53,9 @@ class ServerSection(Section):
             gRPC has at most 4194304 bytes.
         max_total_body_bytes: of all bodies longer than 65536 bytes, while they are read and until their requests are in
             work; one beyond is answered with 429.
-        max_logits_bytes: of the logits that one request over Triton's protocol may ask for (`return_context_logits`,
-            `return_generation_logits`): 4 for each token of the vocabulary, for each token of its prompts and each that
-            it may generate; more is answered with 400. Over gRPC an answer of 64 MiB takes the server some 0.08 s in
-            which it does nothing else.
+        max_logits_bytes: of the logits that one request may ask for (`return_context_logits`,
+            `return_generation_logits`), 4 for each token of the vocabulary at each position; more is answered with 400.
+            Beyond the default an answer over gRPC may hold up all streams for longer than 50 ms.
         request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
             not say. Left out: true for the models of text, false for those of tokens.
