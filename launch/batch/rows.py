@@ -21,7 +21,7 @@ from trtrun.core.values import check_characters, cut_text, show_value, unique_ke
 from trtrun.errors import InvalidRequestError, nearest
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-KNOWN_KEYS = (*PROMPT_KEYS, *(item.name for item in fields(SamplingParams) if item.name not in LOGITS_FIELDS))
+KNOWN_KEYS = (*PROMPT_KEYS, *(item.name for item in fields(SamplingParams)))
 NUM_INPUT_ROWS = "num_input_rows"
 MOST_OF_AN_ERROR = 1000
 """Characters of a row's `error`."""
@@ -147,17 +147,17 @@ def _read_row(
         if taken is None:
             raise InvalidRequestError(f'a row must be an object such as {{"prompt": "…"}}, not {show_value(values)}')
         for name in taken:
-            if name in LOGITS_FIELDS:
+            if name not in KNOWN_KEYS:
+                raise InvalidRequestError(f"unknown key '{cut_text(name, 100)}'{nearest(name, KNOWN_KEYS)}")
+        prompt = _read_prompt({name: taken.pop(name) for name in PROMPT_KEYS if name in taken})
+        chosen = sampling or SamplingParams.from_mapping({**defaults, **taken})
+        for name in LOGITS_FIELDS:
+            if getattr(chosen, name):
                 raise InvalidRequestError(
                     f"{name}: rows have no logits, which are too large for JSON: ask for logprobs or prompt_logprobs, "
                     "or take them from the Python API or over Triton's protocol"
                 )
-            if name not in KNOWN_KEYS:
-                raise InvalidRequestError(f"unknown key '{cut_text(name, 100)}'{nearest(name, KNOWN_KEYS)}")
-        prompt = _read_prompt({name: taken.pop(name) for name in PROMPT_KEYS if name in taken})
-        return PromptRow(
-            index, prompt, sampling or SamplingParams.from_mapping({**defaults, **taken}), digest, line=number
-        )
+        return PromptRow(index, prompt, chosen, digest, line=number)
     except InvalidRequestError as error:
         return _refuse(index, number, text, str(error), digest)
     except RecursionError:

@@ -54,7 +54,7 @@ class Admission:
             self._admit(plan, plan.budget, None, speculating)
             return
         oldest = reading[0]
-        kept = min(oldest.num_unread, -(-plan.budget // 2))
+        kept = min(plan.most_read(oldest), -(-plan.budget // 2))
         for running in sorted(reading, key=lambda running: running.num_unread):
             self._admit(plan, plan.budget - kept, running.num_unread, speculating)
             if running is oldest:
@@ -81,9 +81,7 @@ class Admission:
         """Give a row to the first in turn that may have one now, and return it."""
         draft_context, has_store = self._limits.draft_max_seq_len, self._limits.has_draft_store
         blocked: Completion | None = None
-        for running in islice(self._waiting.in_turn(), _MOST_LOOKED_AT):
-            if not plan.may_read(running):
-                continue
+        for running in islice(filter(plan.may_read, self._waiting.in_turn()), _MOST_LOOKED_AT):
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
             is_left = drafted and not self._drafts_pay and has_store and not running.given_draft

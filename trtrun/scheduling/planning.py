@@ -120,6 +120,10 @@ class PlanBuilder:
         round that has a token left reads on."""
         return most >= self._tile or (most > 0 and not self._prefill)
 
+    def most_read(self, running: Completion) -> int:
+        """Tokens of a row's prompt that the round may read, however much of it is left."""
+        return min(running.num_unread, self._most_reported) if running.reports_prompt else running.num_unread
+
     def may_read(self, running: Completion) -> bool:
         """Whether a prompt may be read on in this round: those whose logits are reported have few positions of it, so
         that reports stay small, and the first one its share at least."""
@@ -129,9 +133,7 @@ class PlanBuilder:
         """Have a row compute its next admission tokens, at most `most`, which is one at least; the last chunk's result
         counts as pending."""
         start = running.num_prefilled
-        length = min(running.num_unread, most, self._most_chunk)
-        if running.reports_prompt:
-            length = min(length, self._most_reported)
+        length = min(self.most_read(running), most, self._most_chunk)
         if self._tile <= length < running.num_unread:
             length -= length % self._tile
         end = start + length

@@ -80,6 +80,14 @@ def test_they_are_before_penalties_and_temperature(llm: LLM, reference: Referenc
         check(reference, output)
 
 
+def test_they_are_the_targets_where_drafts_are_accepted_by_probability(folder: Path, reference: Reference) -> None:
+    asked = replace(ASKED, temperature=1.0, seed=4, max_tokens=24)
+    with make_llm(folder / "target", folder / "draft", speculation={"use_logits": True}) as llm:
+        for output in llm.generate(PROMPTS, asked):
+            check(reference, output)
+        assert llm.statistics()["num_accepted_draft_tokens"] > 0
+
+
 def test_either_comes_without_the_other(llm: LLM) -> None:
     asked = llm.generate([PROMPTS[2]], ASKED)[0]
     context = llm.generate([PROMPTS[2]], replace(ASKED, return_generation_logits=False))[0]
