@@ -69,10 +69,8 @@ class VerdictCopy:
         if verdict.logprobs is not None:
             sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
         self._copies = [_to_host(source) for source in sources]
-        # The next forward writes where they are.
-        self._logits = {
-            place: one.clone() if one.is_cpu else _to_host(one) for place, one in verdict.reported_logits.items()
-        }
+        # On a GPU the next forward writes where they are, behind the copy.
+        self._logits = {place: _to_host(one) for place, one in verdict.reported_logits.items()}
 
     def is_here(self) -> bool:
         """Whether `wait` would not wait."""

@@ -88,6 +88,27 @@ def test_they_are_the_targets_where_drafts_are_accepted_by_probability(folder: P
         assert llm.statistics()["num_accepted_draft_tokens"] > 0
 
 
+def test_they_are_before_masks_of_guides(llm: LLM, reference: Reference) -> None:
+    guided = SamplingParams(**(vars(ASKED) | {"guided": {"regex": "[0-9]{20}"}, "max_tokens": 12}))
+    for output in llm.generate(PROMPTS[2:], guided):
+        assert output.completions[0].text.isdigit()
+        check(reference, output)
+
+
+def test_a_completion_that_goes_on_has_those_of_its_new_tokens_alone(llm: LLM) -> None:
+    whole = llm.generate([PROMPTS[3]], ASKED)[0]
+    tokens, engine = whole.completions[0].token_ids, llm.engine
+    request_id = engine.add_request(PROMPTS[3], ASKED, generated={0: tokens[:2]})
+    deltas = []
+    while engine.has_unfinished_requests:
+        deltas += engine.step()
+    assert {delta.request_id for delta in deltas} == {request_id}
+    assert [token for delta in deltas for token in delta.token_ids] == [*tokens[2:]]
+    assert all(delta.context_logits is None for delta in deltas)
+    found = np.concatenate([delta.generation_logits.array() for delta in deltas if delta.generation_logits is not None])
+    assert found == pytest.approx(logits_of(whole)[1][2:], abs=1e-4)
+
+
 def test_either_comes_without_the_other(llm: LLM) -> None:
     asked = llm.generate([PROMPTS[2]], ASKED)[0]
     context = llm.generate([PROMPTS[2]], replace(ASKED, return_generation_logits=False))[0]
@@ -151,8 +172,7 @@ def test_a_row_that_is_preempted_loses_nothing(
 
 
 def test_graphs_are_played_with_them(folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are played by running the captured work again, into the same memory; prompts are cut into tiles, as on
-    GPUs."""
+    """Graphs are played by running the captured work again; prompts are cut into tiles, as on GPUs."""
     monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     monkeypatch.setattr(HostAttention, "tile", 64)
     settings: dict[str, Any] = {"scheduler": {"max_num_tokens": 128, "max_batch_size": 4, "plans_ahead": 1}}
@@ -175,13 +195,13 @@ def test_speculation_does_not_change_a_bit_of_them(folder: Path, asked: Sampling
         check_same(llm.generate(PROMPTS, asked), speculative)
 
 
-def test_draft_trees_do_not_change_a_bit_of_them(folder: Path) -> None:
-    asked = [replace(ASKED, max_tokens=24), replace(PENALIZED, max_tokens=24)] * 2
-    prompts = [PROMPTS[2], PROMPTS[3], PROMPTS[2] * 3, PROMPTS[3]]
-    settings: dict[str, Any] = {"dtype": "bfloat16"}
-    with make_llm(folder / "target", **settings) as llm:
+@pytest.mark.parametrize("asked", [[replace(ASKED, max_tokens=24)] * 4, [ASKED, replace(PENALIZED, max_tokens=24)] * 2])
+def test_draft_trees_do_not_change_a_bit_of_them(folder: Path, asked: list[SamplingParams]) -> None:
+    """Nodes are looked at once where no row has penalties, else path by path."""
+    prompts = [PROMPTS[2], PROMPTS[3], PROMPTS[2] * 3, PROMPTS[4]]
+    with make_llm(folder / "target", dtype="bfloat16") as llm:
         plain = llm.generate(prompts, asked)
-    with make_llm(folder / "target", speculation={"method": "token_recycling"}, **settings) as llm:
+    with make_llm(folder / "target", speculation={"method": "token_recycling"}, dtype="bfloat16") as llm:
         found = llm.generate(prompts, asked)
         assert llm.statistics()["num_accepted_draft_tokens"] > 0
         check_same(found, plain)

@@ -84,6 +84,16 @@ def test_a_round_reports_few_positions_and_reads_other_prompts_as_ever(tile: int
     assert parts[:3] == [(8, 8), (16, 2), (0, 6 if tile is None else 4)]
 
 
+def test_a_prompt_that_is_reported_keeps_no_tokens_of_the_round_that_it_may_not_read() -> None:
+    scheduler = Scheduler(with_limits(max_num_tokens=20, most_reported=4))
+    scheduler.add(Request(0, (1,) * 30, ASKED))
+    scheduler.add(make_request(1, [2] * 30, 5))
+    plan = schedule(scheduler)
+    assert chunks(plan) == {0: (0, 4, LogitsPart(0, 4)), 1: (0, 16, None)}
+    scheduler.commit(plan, [], [], prompt_logits=logits(4))
+    assert chunks(schedule(scheduler)) == {0: (4, 4, LogitsPart(4, 4)), 1: (16, 14, None)}
+
+
 def test_a_prompt_alone_gets_on_whatever_the_limit() -> None:
     scheduler = Scheduler(with_limits(most_reported=1, prompt_tile=4))
     scheduler.add(Request(0, (1,) * 6, ASKED))

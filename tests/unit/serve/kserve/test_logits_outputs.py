@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
-from engine_messages import run
+from engine_messages import delta_of, run
 
 from launch.serve.kserve import logits
 from launch.serve.kserve.logits import first_positions, stack_logits
+from launch.serve.kserve.row_requests import RowRequest
+from launch.serve.kserve.runs import _Completion
 from launch.serve.kserve.tensors import MOST_WHOLE_BYTES, Tensor, write_bytes, write_parts
+from trtrun.core.outputs import Logits
+from trtrun.core.sampling_params import SamplingParams
 
 
 def numbers(count: int, first: int = 1) -> np.ndarray:
@@ -38,6 +43,16 @@ def test_the_first_positions_of_parts() -> None:
     for count in range(6):
         found = first_positions(count, parts)
         assert np.array_equal(np.concatenate(found), numbers(5)[:count])
+
+
+def test_a_token_that_is_left_out_has_no_logits() -> None:
+    sampling = SamplingParams(stop_token_ids=(9,), return_generation_logits=True)
+    completion = _Completion(
+        RowRequest("x", sampling, frozenset({9}), 0, True, False, False, False), 0, 0, [1, 1], None
+    )
+    delta = msgspec.structs.replace(delta_of((5, 6, 9), "stop"), generation_logits=Logits(2, (numbers(3).tobytes(),)))
+    gain = completion.take(delta)
+    assert gain.tokens == [5, 6] and np.array_equal(np.concatenate(gain.generation_logits), numbers(2))
 
 
 @pytest.mark.parametrize("count", [0, 3, MOST_WHOLE_BYTES // 8 + 5])
