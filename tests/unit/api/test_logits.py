@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from branching import branching_method
 from gpus import needs_gpu
 from pipelines import LLM_VOCABULARY, Reference, make_llm, prompt_of
 
@@ -198,13 +199,14 @@ def test_speculation_does_not_change_a_bit_of_them(folder: Path, asked: Sampling
 @pytest.mark.parametrize("asked", [[replace(ASKED, max_tokens=24)] * 4, [ASKED, replace(PENALIZED, max_tokens=24)] * 2])
 def test_draft_trees_do_not_change_a_bit_of_them(folder: Path, asked: list[SamplingParams]) -> None:
     """Nodes are looked at once where no row has penalties, else path by path."""
-    prompts = [PROMPTS[2], PROMPTS[3], PROMPTS[2] * 3, PROMPTS[4]]
     with make_llm(folder / "target", dtype="bfloat16") as llm:
-        plain = llm.generate(prompts, asked)
-    with make_llm(folder / "target", speculation={"method": "token_recycling"}, dtype="bfloat16") as llm:
-        found = llm.generate(prompts, asked)
-        assert llm.statistics()["num_accepted_draft_tokens"] > 0
-        check_same(found, plain)
+        plain = llm.generate(PROMPTS[1:], asked)
+    with branching_method() as method:
+        method.texts = [[*output.prompt_token_ids, *output.completions[0].token_ids] for output in plain]
+        speculation = {"method": "branching", "draft_len": 4}
+        with make_llm(folder / "target", speculation=speculation, dtype="bfloat16") as llm:
+            check_same(llm.generate(PROMPTS[1:], asked), plain)
+            assert llm.statistics()["num_accepted_draft_tokens"] > 10 and method.num_shared > 3
 
 
 @needs_gpu
@@ -212,16 +214,17 @@ def test_on_a_gpu_they_are_transformers_and_drafts_change_no_bit(folder: Path, r
     """With the graphs that rounds have there: two rounds are in work, and the second must not write over the logits of
     the first."""
     settings: dict[str, Any] = {
-        "devices": (("cuda:0",), ("cuda:0",)), "dtype": "float32",
-        "scheduler": {"max_num_tokens": 64, "plans_ahead": 1},
+        "devices": (("cuda:0",), ("cuda:0",)), "scheduler": {"max_num_tokens": 64, "plans_ahead": 1},
     }  # fmt: skip
     asked = replace(ASKED, max_tokens=40)
-    with make_llm(folder / "target", **settings) as llm:
+    with make_llm(folder / "target", folder / "draft", dtype="float32", **settings) as llm:
+        for output in llm.generate(PROMPTS, asked):
+            check(reference, output)
+    with make_llm(folder / "target", dtype="bfloat16", **settings) as llm:
         plain = llm.generate(PROMPTS, asked)
-    for output in plain:
-        check(reference, output)
-    with make_llm(folder / "target", folder / "draft", **settings) as llm:
+    with make_llm(folder / "target", folder / "draft", dtype="bfloat16", **settings) as llm:
         check_same(llm.generate(PROMPTS, asked), plain)
+        assert llm.statistics()["num_accepted_draft_tokens"] > 0
 
 
 def test_of_several_completions_the_first_computes_the_prompts(llm: LLM, reference: Reference) -> None:
