@@ -123,6 +123,25 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
     assert all(rank.bytes_read == rank.shard_bytes for rank in workers if len(devices[1]) == 1 == len(devices[0]))
 
 
+@pytest.mark.skipif("1+2" not in HERE, reason="of four ranks")
+def test_logits_of_two_target_ranks_are_the_same_bits_with_and_without_drafts(folder: Path) -> None:
+    config = job_configuration(folder, HERE["1+2"], dtype="bfloat16")
+
+    def use(llm: LLM) -> tuple[list[RequestOutput], list[RequestOutput], int]:
+        drafted = llm.generate(prompts(), sampling())
+        num_accepted = llm.statistics()["num_accepted_draft_tokens"]
+        llm.set_speculation(False)
+        return drafted, llm.generate(prompts(), sampling()), num_accepted
+
+    found = run_job(config, use)
+    if found is None:
+        return
+    drafted, plain, num_accepted = found
+    assert tokens_of(drafted) == tokens_of(plain) and num_accepted > 20
+    for logits, same in zip(logits_of(drafted), logits_of(plain), strict=True):
+        assert np.array_equal(logits, same)
+
+
 @pytest.mark.parametrize("name", [name for name in HERE if SIZE > 1 and not {*HERE[name][0]}.isdisjoint(HERE[name][1])])
 def test_a_round_is_launched_behind_one_whose_verdict_is_not_here(
     folder: Path, greedy: list[tuple[int, ...]], name: str, monkeypatch: pytest.MonkeyPatch
