@@ -155,6 +155,8 @@ class Decoding:
                 break
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
             wanted = limits.draft_len if follows_given else draft_len if num_left > 0 else 0
+            if batch.num_reporting and running.request.sampling.return_generation_logits:
+                wanted = min(wanted, limits.longest_reported(batch.num_reporting))
             longest = running.longest
             most = self._choose_draft_len(running, longest, limits.longest_draft(wanted, plan.budget - kept))
             kept -= 1

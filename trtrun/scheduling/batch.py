@@ -206,6 +206,7 @@ class RunningBatch:
 
     Attributes:
         requests: in order of admission; only the last one is ever preempted.
+        num_reporting: of them, those whose tokens' logits are reported.
         pool: the blocks.
         cache: which of them hold reusable tokens.
     """
@@ -219,6 +220,7 @@ class RunningBatch:
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, limits.enable_block_reuse)
         self.requests: list[Completion] = []
+        self.num_reporting = 0
 
     def new_table(self, adapter: LoadedAdapter | None = None) -> BlockTable:
         """An empty block table on this batch's pool, for a request with an adapter or none."""
@@ -266,6 +268,7 @@ class RunningBatch:
         if running.statistics.num_preemptions == 0:
             running.statistics.num_cached_prompt_tokens = running.num_prefilled
         self.requests.append(running)
+        self.num_reporting += running.request.sampling.return_generation_logits
         return True
 
     def room(self, running: Completion) -> int:
@@ -301,6 +304,7 @@ class RunningBatch:
         """
         running.table.release()
         self.requests.remove(running)
+        self.num_reporting -= running.request.sampling.return_generation_logits
         heapq.heappush(self._free_rows, running.row)
         self._dropped.append(running.row)
         running.row = NO_ROW

@@ -46,7 +46,8 @@ class SchedulerLimits:
         num_behind: tokens behind a block on which what a draft store keeps of it depends: 1 where that is one of heads,
             which keep at each position what depends on the next token; else 0.
         most_chunk: tokens of a prompt that a row reads in a round, at most; None where the round alone bounds it.
-        most_reported: positions of prompts whose logits a round reports, at most, or a tile; None for no limit.
+        most_reported: positions of prompts whose logits a round reports, at most, or a tile; and of tokens, or one a
+            row; None for no limit.
         lookahead: window size, n-gram size and verification set size, where the method is lookahead; else empty.
     """
 
@@ -134,6 +135,11 @@ class SchedulerLimits:
         if not self.draft_nodes:
             return min(most, max(0, num_tokens))
         return next((length for length in range(most, 0, -1) if self.draft_nodes[length] <= num_tokens), 0)
+
+    def longest_reported(self, num_rows: int) -> int:
+        """Tokens that are drafted for each of `num_rows` whose tokens' logits are reported, at most: a row may gain one
+        more."""
+        return self.draft_len if self.most_reported is None else max(0, self.most_reported // num_rows - 1)
 
     @property
     def num_stored_tokens(self) -> int:

@@ -94,6 +94,22 @@ def test_a_prompt_that_is_reported_keeps_no_tokens_of_the_round_that_it_may_not_
     assert chunks(schedule(scheduler)) == {0: (4, 4, LogitsPart(4, 4)), 1: (16, 14, None)}
 
 
+@pytest.mark.parametrize(("most_reported", "drafted"), [(None, 3), (8, 3), (6, 2), (2, 0), (1, 0)])
+def test_few_are_drafted_for_many_rows_whose_logits_are_reported(most_reported: int | None, drafted: int) -> None:
+    scheduler = Scheduler(with_limits(most_reported=most_reported))
+    reporting = SamplingParams(return_generation_logits=True, max_tokens=30, seed=0)
+    requests = [Request(0, (1,) * 4, reporting), make_request(1, [2] * 4, 30), Request(2, (3,) * 4, reporting)]
+    for request in requests:
+        scheduler.add(request)
+    commit(scheduler, schedule(scheduler), *[[5]] * 3)
+    plan = schedule(scheduler)
+    assert plan.draft_lens.tolist() == [drafted, 3, drafted]
+    commit(scheduler, plan, *[[5]] * 3)
+    scheduler.cancel(2)
+    if most_reported == 6:
+        assert schedule(scheduler).draft_lens.tolist() == [3, 3], "of one row more"
+
+
 def test_a_prompt_alone_gets_on_whatever_the_limit() -> None:
     scheduler = Scheduler(with_limits(most_reported=1, prompt_tile=4))
     scheduler.add(Request(0, (1,) * 6, ASKED))
