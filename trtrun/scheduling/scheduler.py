@@ -167,7 +167,7 @@ class Scheduler:
         alternatives = request.sampling.prompt_logprobs
         if alternatives is not None and not generated:  # they are told with the first token
             completion.scores = PromptScores(len(request.prompt_token_ids), alternatives)
-        if request.sampling.return_context_logits and True:
+        if request.sampling.return_context_logits and not generated:
             completion.logits = PromptLogits(len(request.prompt_token_ids))
         self._requests[request.request_id] = completion
         guide = request.sampling.guided
