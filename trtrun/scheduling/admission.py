@@ -53,7 +53,7 @@ class Admission:
         if not reading:
             self._admit(plan, plan.budget, None, speculating)
             return
-        oldest = reading[0]
+        oldest = plan.oldest = reading[0]
         kept = min(plan.most_read(oldest), -(-plan.budget // 2))
         for running in sorted(reading, key=lambda running: running.num_unread):
             self._admit(plan, plan.budget - kept, running.num_unread, speculating)

@@ -41,6 +41,7 @@ class PlanBuilder:
 
     Attributes:
         budget: tokens that still fit into the round; a last tile may take a little more.
+        oldest: of the prompts that are being read; where its logits are reported, no other's are in the round.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PlanBuilder:
     ) -> None:
         """Plan up to `budget` tokens; see `SchedulerLimits` for the others."""
         self.budget = budget
+        self.oldest: Completion | None = None
         self._tile = prompt_tile or 1
         self._most_chunk = most_chunk or budget
         self._most_reported = max(most_reported or budget, self._tile)
@@ -127,7 +129,11 @@ class PlanBuilder:
     def may_read(self, running: Completion) -> bool:
         """Whether a prompt may be read on in this round: those whose logits are reported have few positions of it, so
         that reports stay small, and the first one its share at least."""
-        return not (running.reports_prompt and self._reported and self._most_reported < self._tile)
+        if not running.reports_prompt:
+            return True
+        if self.oldest is not None and self.oldest.reports_prompt:
+            return running is self.oldest
+        return not self._reported or self._most_reported >= self._tile
 
     def prefill(self, running: Completion, most: int) -> None:
         """Have a row compute its next admission tokens, at most `most`, which is one at least; the last chunk's result

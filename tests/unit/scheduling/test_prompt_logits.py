@@ -81,7 +81,7 @@ def test_a_round_reports_few_positions_and_reads_other_prompts_as_ever(tile: int
         assert count <= 8
         rows = plan.sampled_rows
         scheduler.commit(plan, [1] * len(rows), [[5]] * len(rows), prompt_logits=logits(count))
-    assert parts[:3] == [(8, 8), (16, 2), (0, 6 if tile is None else 4)]
+    assert parts == [(8, 8), (16, 2), (0, 8), (8, 8), (16, 2)]
 
 
 def test_a_prompt_that_is_reported_keeps_no_tokens_of_the_round_that_it_may_not_read() -> None:
@@ -108,6 +108,18 @@ def test_few_are_drafted_for_many_rows_whose_logits_are_reported(most_reported: 
     scheduler.cancel(2)
     if most_reported == 6:
         assert schedule(scheduler).draft_lens.tolist() == [3, 3], "of one row more"
+
+
+def test_the_oldest_prompt_that_is_reported_comes_to_its_end_whatever_shorter_ones_come() -> None:
+    scheduler = Scheduler(with_limits(most_reported=4))
+    scheduler.add(Request(0, (1,) * 20, ASKED))
+    for number in range(5):
+        plan = schedule(scheduler)
+        assert chunks(plan)[0] == (4 * number, 4, LogitsPart(4 * number, 4))
+        scheduler.add(Request(number + 1, (2,) * 3, ASKED))
+        rows = plan.sampled_rows
+        scheduler.commit(plan, [1] * len(rows), [[5]] * len(rows), prompt_logits=logits(4))
+    assert chunks(schedule(scheduler)) == {1: (0, 3, LogitsPart(0, 3)), 2: (0, 1, LogitsPart(0, 1))}
 
 
 def test_a_prompt_alone_gets_on_whatever_the_limit() -> None:
