@@ -223,8 +223,12 @@ def decode_report(payload: bytes) -> RoundReport:
     places = struct.unpack_from(f"<{header.logits_rows}q", payload, at)
     at += 8 * len(places)
     values, prompt_values = _split(payload, np.float32, at, counts)
-    gained = [*(num_tokens[place] for place in places), header.prompt_logits]
-    *logits, prompt_logits = _split_logits(payload, at + 4 * sum(counts), gained, header.vocab_size)
+    logits: dict[int, np.ndarray] = {}
+    prompt_logits = _no_rows(2)
+    if header.vocab_size:
+        gained = [*(num_tokens[place] for place in places), header.prompt_logits]
+        *of_rows, prompt_logits = _split_logits(payload, at + 4 * sum(counts), gained, header.vocab_size)
+        logits = dict(zip(places, of_rows, strict=True))
     return RoundReport(
         round_index=header.round_index,
         times=RoundTimes(
@@ -246,15 +250,13 @@ def decode_report(payload: bytes) -> RoundReport:
         hit_chances=list(struct.unpack_from(f"<{num_chances}f", payload, len(payload) - 4 * num_chances)),
         prompt_ids=prompt_ids.reshape(of_prompts),
         prompt_values=prompt_values.reshape(of_prompts),
-        logits=dict(zip(places, logits, strict=True)),
+        logits=logits,
         prompt_logits=prompt_logits,
     )
 
 
 def _split_logits(payload: bytes, at: int, counts: list[int], vocab_size: int) -> list[np.ndarray]:
     """[count, vocab_size] float32 for each of the counts, one behind the other from byte `at` on."""
-    if not vocab_size:
-        return [_no_rows(2)] * len(counts)
     whole = np.frombuffer(payload, dtype=np.float32, count=sum(counts) * vocab_size, offset=at)
     ends = np.cumsum(counts, dtype=np.int64)
     return np.split(whole.reshape(-1, vocab_size), ends[:-1])
