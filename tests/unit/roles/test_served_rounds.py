@@ -110,3 +110,18 @@ def test_a_round_is_released_once_the_one_before_is_told(
     rank = Rank(messages, may_be_followed)
     serve(rank, rank)  # type: ignore[arg-type]  # both ends are the test's
     assert ", ".join(rank.said) == expected
+
+
+@pytest.mark.parametrize(
+    ("may_be_followed", "expected"),
+    [
+        (True, "launch 0, release 0, launch 1, finish 0, release 1, finish 1"),
+        (False, "launch 0, release 0, finish 0, launch 1, release 1, release 1, finish 1"),
+    ],
+    ids=["ahead", "behind verdicts"],
+)
+def test_the_end_comes_behind_all_rounds_that_were_told(may_be_followed: bool, expected: str) -> None:
+    """It may come before a verdict on one rank and behind it on another: both run the round that follows."""
+    rank = Rank([encode_plan(plan(0)), encode_plan(plan(1))], may_be_followed)
+    serve(rank, rank)  # type: ignore[arg-type]  # both ends are the test's
+    assert ", ".join(rank.said) == expected
