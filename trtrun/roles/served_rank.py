@@ -87,6 +87,7 @@ class _Served:
             elif (orders := decode_orders(message)) is not None:
                 self._desk.take(orders)
             else:
+                self._worker.activity.rest()  # no round is left
                 load = decode_load(message)
                 answer = self._worker.load_adapter(*load).encode() if load is not None else self._tracer.answer(message)
                 assert answer is not None

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from parallel.watchdog.activity import Activity
+from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.served_rank import serve
 from trtrun.timing.phase_clock import HostPhases
@@ -57,12 +57,14 @@ class Rank:
         self.said.append("report" if kind == 0 else "answer")
 
     def load_adapter(self, slot: int, path: Path) -> str:
+        assert self.activity.look().is_idle, "a rank in a round must get on with it"
         self.said.append(f"load {slot}")
         return ""
 
     def launch_round(self, plan: RoundPlan) -> SimpleNamespace:
         number = plan.round_index
         self.said.append(f"launch {number}")
+        self.activity.enter(number, Phase.REPORTING)
 
         def finish() -> ReportArrays:
             self.said.append(f"finish {number}")
