@@ -76,6 +76,7 @@ setup(
             "types-PyYAML",
             *SERVE,
             "openai>=2",
+            "langchain-openai>=1.7,<2",
             "httpx>=0.28",
             "jsonschema>=4.20",
             # Drives a Chromium that the system has, for the page; without one its tests are skipped.

@@ -1,16 +1,18 @@
-"""Runs clients that nobody here wrote against `trtrun serve` with the shipped pair, and prints what became of each.
+"""Runs clients that nobody here wrote against `trtrun serve`, and prints what became of each. The server has the
+shipped pair; for clients that call tools it has the made-up chat model of real_clients/chat_model.py.
 
     scripts/clients.sh [--only NAME]… [--backend DIR] [--folder DIR]
 
 Each client is installed into an environment of its own below --folder, which is kept for the next time; that takes a
-network, some gigabytes and minutes. --backend names a checkout of tensorrtllm_backend at v0.18.0 for its scripts. The
-last line is JSON. Exit status: 0 all did what they should, 1 some did not.
+network, some gigabytes and minutes. --backend names a checkout of tensorrtllm_backend at v0.18.0 for its scripts. Where
+there is no Node, its client is skipped. The last line is JSON. Exit status: 0 all did what they should, 1 some did not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -21,9 +23,10 @@ import threading
 import time
 import venv
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import real_clients
 from real_clients.calls import Call, Client, Place
 from real_clients.table import CLIENTS
 from served.processes import server_environment
@@ -52,7 +55,7 @@ def main() -> int:
     results = []
     with tempfile.TemporaryDirectory(prefix="trtrun-clients-") as work:
         tokenizer = write_tokenizer(Path(work) / "tokenizer")
-        config = _write_config(Path(work) / "serve.yaml", tokenizer)
+        config = _write_config(Path(work) / "serve.yaml", {"target": "asset:target", "draft": "asset:draft"}, tokenizer)
         for client in CLIENTS:
             calls = [
                 call
@@ -62,8 +65,19 @@ def main() -> int:
             ]
             if not calls:
                 continue
-            for call, problem in _run_calls(client, calls, config, tokenizer, folder, options.backend):
-                results.append({"client": client.name, "version": client.version, "call": call, "problem": problem})
+            named = {"client": client.name, "version": client.version}
+            if client.packages and not (shutil.which("node") and shutil.which("npm")):
+                results += [{**named, "call": call.name, "problem": "", "skipped": "needs node, npm"} for call in calls]
+                print(*map(_row, results[-len(calls) :]), sep="\n", flush=True)
+                continue
+            if client.calls_tools:
+                pair = _chat_pair(folder)
+                models = {role: str(pair / role) for role in ("target", "draft")}
+                own_config = _write_config(Path(work) / "chat.yaml", models, pair / "target")
+            else:
+                own_config = config
+            for call, problem in _run_calls(client, calls, own_config, tokenizer, folder, options.backend):
+                results.append({**named, "call": call, "problem": problem})
                 print(_row(results[-1]), flush=True)
     failed = [result for result in results if result["problem"]]
     print(json.dumps({"calls": len(results), "failed": len(failed), "results": results}))
@@ -73,14 +87,30 @@ def main() -> int:
 def _row(result: dict[str, str]) -> str:
     """A line of the table."""
     state = "✓" if not result["problem"] else f"✗ {result['problem']}"
+    if "skipped" in result:
+        state = f"skipped: {result['skipped']}"
     return f"| {result['client']} {result['version']} | `{result['call']}` | {state} |"
 
 
-def _write_config(path: Path, tokenizer: Path) -> Path:
-    """The shipped pair in one process, with a tokenizer that has a chat template."""
-    pair = {role: {"model": f"asset:{role}", "devices": ["cpu:0"]} for role in ("target", "draft")}
+def _write_config(path: Path, models: Mapping[str, str], tokenizer: Path) -> Path:
+    """A pair in one process, with a tokenizer that has a chat template."""
+    pair = {role: {"model": model, "devices": ["cpu:0"]} for role, model in models.items()}
     path.write_text(json.dumps(pair | {"tokenizer": str(tokenizer), "threads": 1}), encoding="utf-8")
     return path
+
+
+def _chat_pair(folder: Path) -> Path:
+    """Where the chat model is; it is made unless it is there, as the program has it now."""
+    program = Path(real_clients.__file__).with_name("chat_model.py")
+    pair = folder / f"chat-model-{hashlib.sha256(program.read_bytes()).hexdigest()[:12]}"
+    if not pair.exists():
+        print("the chat model is made, which takes two minutes", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=folder) as part:
+            subprocess.run(
+                [sys.executable, str(program), part], check=True, timeout=CALL_SECONDS, env=server_environment()
+            )
+            shutil.copytree(part, pair)
+    return pair
 
 
 def _run_calls(
@@ -133,7 +163,8 @@ def _install(client: Client, home: Path) -> None:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     pip = [str(home / "bin" / "python"), "-m", "pip", "-qq", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", *client.install], check=True, timeout=INSTALL_SECONDS)
+    if client.install:
+        subprocess.run([*pip, "install", *client.install], check=True, timeout=INSTALL_SECONDS)
     if client.unpack:
         wheels = home / "wheels"
         words = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), client.unpack]
@@ -143,6 +174,9 @@ def _install(client: Client, home: Path) -> None:
             names = [name for name in archive.namelist() if name.endswith(".py") and ".data/" not in name]
             archive.extractall(home / "unpacked", names)
         shutil.rmtree(wheels)
+    if client.packages:
+        words = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(home), *client.packages]
+        subprocess.run(words, check=True, timeout=INSTALL_SECONDS)
     done.touch()
 
 

@@ -10,7 +10,7 @@
 # and count all outcomes.
 # TRTRUN_PYTHON: a Python that has everything already (pip installs nothing then).
 # TRTRUN_TEST_RANKS: numbers of ranks, default "1 2 3 4 5".
-# TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default one more than there are cores, 4 at most.
+# TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default two more than there are cores, 4 at most.
 # TRTRUN_MAX_CPU_ISA: avx2 or avx512 makes all of it compute as on a processor with less (docs/python.md).
 # Each part names its 25 slowest tests, of those that take 5 seconds or more.
 set -uo pipefail
@@ -107,7 +107,7 @@ install_packages() { # says what it cannot install
 }
 
 cores="$(env -u OMP_NUM_THREADS nproc)"
-processes="${TRTRUN_TEST_PROCESSES:-$((cores < 4 ? cores + 1 : 4))}"  # tests wait for processes, too
+processes="${TRTRUN_TEST_PROCESSES:-$((cores < 2 ? 3 : 4))}"  # tests wait for processes, too
 one_process=("${paths[@]}")
 if [[ ${#paths[@]} -eq 0 ]]; then
     install_packages

@@ -5,8 +5,11 @@ and the plain one with the same numbers. How a matrix is written is in quantized
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +55,32 @@ class Format:
 
 
 def make_pair(path: Path, name: str | Format, seed: int = 0, **overrides: Any) -> tuple[Path, Path]:
-    """A quantized checkpoint and a plain one of the same numbers, both of float32 where they are plain."""
-    made = FORMATS[name] if isinstance(name, str) else name
+    """A quantized checkpoint and a plain one of the same numbers, both of float32 where they are plain.
+
+    Those of a format by name, which many tests ask for, are made once in a process, and copied.
+    """
+    if isinstance(name, Format):
+        return _write_pair(path, name, seed, overrides)
+    kept = _kept_pair(name, seed, tuple(sorted(overrides.items())))
+    shutil.copytree(kept, path, dirs_exist_ok=True)
+    return path / "stored", path / "dense"
+
+
+@cache
+def _folder_of_pairs() -> tempfile.TemporaryDirectory[str]:
+    """Of this process; it goes with it."""
+    return tempfile.TemporaryDirectory(prefix="quantized-pairs-")
+
+
+@cache
+def _kept_pair(name: str, seed: int, overrides: tuple[tuple[str, Any], ...]) -> Path:
+    """A folder with `stored` and `dense`."""
+    folder = Path(tempfile.mkdtemp(dir=_folder_of_pairs().name))
+    _write_pair(folder, FORMATS[name], seed, dict(overrides))
+    return folder
+
+
+def _write_pair(path: Path, made: Format, seed: int, overrides: Mapping[str, Any]) -> tuple[Path, Path]:
     dense_path = make_checkpoint(path / "dense", seed=seed, **{**SHAPES, **overrides})
     stored_path = make_checkpoint(path / "stored", seed=seed, **{**SHAPES, **overrides})
     generator = torch.Generator().manual_seed(seed)

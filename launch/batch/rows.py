@@ -16,7 +16,7 @@ from typing import Any
 
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionOutput, RequestOutput
-from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.sampling_params import LOGITS_FIELDS, SamplingParams
 from trtrun.core.values import check_characters, cut_text, show_value, unique_keys
 from trtrun.errors import InvalidRequestError, nearest
 
@@ -150,9 +150,14 @@ def _read_row(
             if name not in KNOWN_KEYS:
                 raise InvalidRequestError(f"unknown key '{cut_text(name, 100)}'{nearest(name, KNOWN_KEYS)}")
         prompt = _read_prompt({name: taken.pop(name) for name in PROMPT_KEYS if name in taken})
-        return PromptRow(
-            index, prompt, sampling or SamplingParams.from_mapping({**defaults, **taken}), digest, line=number
-        )
+        chosen = sampling or SamplingParams.from_mapping({**defaults, **taken})
+        for name in LOGITS_FIELDS:
+            if getattr(chosen, name):
+                raise InvalidRequestError(
+                    f"{name}: rows have no logits, which are too large for JSON: ask for logprobs or prompt_logprobs, "
+                    "or take them from the Python API or over Triton's protocol"
+                )
+        return PromptRow(index, prompt, chosen, digest, line=number)
     except InvalidRequestError as error:
         return _refuse(index, number, text, str(error), digest)
     except RecursionError:

@@ -81,6 +81,8 @@ class Client:
         install: what pip gets for it.
         unpack: a wheel whose Python files are unpacked and not installed, and the modules of it that are its own.
         needs_backend: whether it is a script of tensorrtllm_backend.
+        packages: what npm gets for it, of a client for Node.
+        calls_tools: whether the server has the chat model of chat_model.py, and not the shipped pair.
     """
 
     name: str
@@ -89,3 +91,5 @@ class Client:
     install: Sequence[str] = ()
     unpack: str = ""
     needs_backend: bool = False
+    packages: Sequence[str] = ()
+    calls_tools: bool = False

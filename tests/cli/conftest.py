@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def forked_commands() -> Iterator[ForkedCommands]:
 def trtrun(forked_commands: ForkedCommands) -> Run:
     """Return run(*arguments, env=…, timeout=…, words=…): the command, captured.
 
-    It is a new program where it is given words or a PYTHONPATH, and forked elsewhere.
+    It is a new program where it is given a PYTHONPATH, or words of another program than a file or module of Python, and
+    forked elsewhere.
     """
 
     def run(
@@ -49,9 +51,10 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
         timeout: float = 120,
         words: list[str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        if words is None and "PYTHONPATH" not in (env or {}):
-            return forked_commands.run(list(map(str, arguments)), command_environment(env), ROOT, timeout)
-        command = [*(words or command_words()), *(str(argument) for argument in arguments)]
+        texts = [str(argument) for argument in arguments]
+        if (words is None or words[0] == sys.executable) and "PYTHONPATH" not in (env or {}):
+            return forked_commands.run(texts, command_environment(env), ROOT, timeout, words)
+        command = [*(words or command_words()), *texts]
         return subprocess.run(
             command,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""`trtrun` in a process of its own, forked from one that has imported torch once for all of them.
+"""`trtrun`, and other programs of Python, in a process of its own, forked from one that has imported torch for all.
 
 Importing torch takes longer than most commands do. Each command has its own arguments, environment, folder and pipes,
 and its own end, as if a shell had started it; ranks that it starts are new programs, as ever. What depends on how
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,15 @@ class ForkedProcess:
 
     Attributes:
         pid: of the process.
-        stdout, stderr: what it says, as texts.
+        stdout, stderr: what it says, as texts; None where it was given outputs.
         returncode: as Popen has it; None while it runs, or nobody has looked.
     """
 
-    def __init__(self, pid: int, status: int, outputs: Sequence[int], arguments: Sequence[str]) -> None:
+    def __init__(self, pid: int, status: int, outputs: Sequence[int], words: Sequence[str]) -> None:
         self.pid = pid
-        self.args = ["trtrun", *arguments]
+        self.args = list(words)
         self.returncode: int | None = None
-        self.stdout, self.stderr = (open(output, encoding="utf-8") for output in outputs)  # noqa: SIM115
+        self.stdout, self.stderr = [open(output, encoding="utf-8") for output in outputs] or (None, None)  # noqa: SIM115
         self._status = status
 
     def poll(self) -> int | None:
@@ -109,8 +110,61 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -> tuple[int, int]:
+    """Have the process at the other end fork; returns the new one's id, and where its exit status will be told.
+
+    Args:
+        connection: to that process.
+        outputs: descriptors that become its standard output and error; they stay open here.
+        request: `words`, `environment`, `folder` and `new_session` as `main` has them.
+    """
+    status, writer = os.pipe()
+    socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
+    os.close(writer)
+    answer = connection.recv(100)
+    assert answer, "the process that forks commands has ended"
+    return int(answer), status
+
+
+class ForkedPrograms:
+    """What a module finds as `subprocess` whose programs of Python are to be forked.
+
+    Args:
+        descriptor: of the socket of a `ForkedCommands`, which nobody else uses meanwhile.
+    """
+
+    DEVNULL = subprocess.DEVNULL
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=os.dup(descriptor))
+
+    def Popen(
+        self,
+        words: Sequence[str],
+        *,
+        stdin: int,
+        stdout: Any,
+        stderr: Any,
+        env: Mapping[str, str],
+        cwd: Path,
+        start_new_session: bool,
+    ) -> ForkedProcess:
+        """Start `python WORDS…`; it reads nothing."""
+        assert words[0] == sys.executable and stdin == self.DEVNULL
+        process, status = fork_by(
+            self._socket, [stdout.fileno(), stderr.fileno()],
+            words=words, environment=dict(env), folder=str(cwd), new_session=start_new_session,
+        )  # fmt: skip
+        return ForkedProcess(process, status, (), words)
+
+
 class ForkedCommands:
-    """Starts commands."""
+    """Starts commands.
+
+    Attributes:
+        descriptor: of the socket by which they are asked for.
+    """
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,28 +175,40 @@ class ForkedCommands:
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )
+        self.descriptor = self._socket.fileno()
 
-    def start(self, arguments: Sequence[str], environment: dict[str, str], folder: Path) -> ForkedProcess:
-        """Start `trtrun` with these arguments."""
-        request = {"arguments": list(arguments), "environment": environment, "folder": str(folder)}
-        outputs, errors, status = os.pipe(), os.pipe(), os.pipe()
-        writers = [pipe[1] for pipe in (outputs, errors, status)]
-        socket.send_fds(self._socket, [json.dumps(request).encode()], writers)
+    def start(
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        program: Sequence[str] | None = None,
+    ) -> ForkedProcess:
+        """Start `trtrun`, or a program of Python, with these arguments."""
+        words = [*(program or ["trtrun"]), *arguments]
+        outputs, errors = os.pipe(), os.pipe()
+        writers = [pipe[1] for pipe in (outputs, errors)]
+        process, status = fork_by(
+            self._socket, writers, words=words, environment=environment, folder=str(folder), new_session=False
+        )
         for writer in writers:
             os.close(writer)
-        answer = self._socket.recv(100)
-        assert answer, "the process that forks commands has ended"
-        return ForkedProcess(int(answer), status[0], (outputs[0], errors[0]), arguments)
+        return ForkedProcess(process, status, (outputs[0], errors[0]), words)
 
     def run(
-        self, arguments: Sequence[str], environment: dict[str, str], folder: Path, timeout: float
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        timeout: float,
+        program: Sequence[str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `trtrun` with these arguments; what it says is captured, as by `subprocess.run`.
+        """As `start`, to its end; what it says is captured, as by `subprocess.run`.
 
         Raises:
             subprocess.TimeoutExpired: it did not end within `timeout` seconds, and was killed.
         """
-        process = self.start(arguments, environment, folder)
+        process = self.start(arguments, environment, folder, program)
         try:
             output, errors = process.communicate(timeout)
         except subprocess.TimeoutExpired:
@@ -195,6 +261,17 @@ def wait_to_be_forked(connection: socket.socket) -> dict[str, Any] | None:
         connection.send(str(process).encode())
 
 
+def be_python(words: Sequence[str]) -> None:
+    """Do what `python WORDS…` does, with a module or a file."""
+    name, *rest = words
+    if name == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [*words], str(Path(name).resolve().parent)
+        runpy.run_path(name, run_name="__main__")
+
+
 def main() -> None:
     """Import what takes long of what commands import, fork, and be the command."""
     before = dict(os.environ)
@@ -213,7 +290,13 @@ def main() -> None:
     os.environ.clear()
     os.environ.update({**settings, **request["environment"]})
     os.chdir(request["folder"])
-    sys.argv = ["trtrun", *request["arguments"]]
+    if request["new_session"]:
+        os.setsid()
+    program, *words = request["words"]
+    if program != "trtrun":
+        be_python(words)
+        return
+    sys.argv = request["words"]
     from launch import cli
 
     cli.main()

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, Run, ranks_below
+from commands import ROOT, Run, command_environment, ranks_below
 from drains import wait_for_end_of, wait_until
+from forked_bench import fork_commands
+from forked_commands import ForkedCommands
 from test_cli_peer import peer_python
 
 sys.path.append(str(ROOT / "scripts"))
@@ -27,6 +29,7 @@ from gpu_bench.rank_loss import play_seed_command
 from gpu_bench.tables import Table, show
 from gpu_bench.workbench import Options, Workbench
 
+FORKED_BENCH = Path(__file__).parent / "forked_bench.py"
 WORDS = [sys.executable, str(ROOT / "scripts" / "bench_gpu.py")]
 CPU = ("--devices", "cpu", "--time-limit", 900)
 PARTS = (
@@ -36,6 +39,21 @@ PARTS = (
 """Of two devices: each kind that the tests of one device have not."""
 
 GPUS = {count: ("--gpus", count, *CPU) for count in PLACEMENTS}
+
+
+@pytest.fixture
+def bench(forked_commands: ForkedCommands) -> Run:
+    """Return run(*arguments, timeout=…): the script, captured; its commands are forked."""
+
+    def run(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        descriptor = forked_commands.descriptor
+        words = [sys.executable, FORKED_BENCH, descriptor, *arguments]
+        return subprocess.run(
+            [str(word) for word in words], pass_fds=[descriptor], env=command_environment(), cwd=ROOT,
+            capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+
+    return run
 
 
 def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -112,9 +130,9 @@ def check_two_jobs(report: dict[str, Any], tmp_path: Path) -> None:
     assert len(memory.rows) == 2 * len(report["memory"])
 
 
-def test_texts_are_compared_greedy_and_sampled_and_a_failing_part_costs_no_other(trtrun: Run) -> None:
+def test_texts_are_compared_greedy_and_sampled_and_a_failing_part_costs_no_other(bench: Run) -> None:
     wrong = ("--draft-quantization", "int4", "--parts", "70b,exactness")
-    done = trtrun(*GPUS[1], *wrong, words=WORDS)
+    done = bench(*GPUS[1], *wrong)
     assert done.returncode == 1
     states = states_of(done)
     assert states["exactness"] == "done"
@@ -124,9 +142,9 @@ def test_texts_are_compared_greedy_and_sampled_and_a_failing_part_costs_no_other
     assert [list(row.values()) for row in rows] == [["0", "1 of 1", "2 of 2"], ["0.8", "1 of 1", "2 of 2"]]
 
 
-def test_first_runs_are_shown_beside_later_ones(trtrun: Run, tmp_path: Path) -> None:
+def test_first_runs_are_shown_beside_later_ones(bench: Run, tmp_path: Path) -> None:
     output = tmp_path / "figures.jsonl"
-    done = trtrun(*GPUS[1], "--parts", "cold", "--output", output, words=WORDS)
+    done = bench(*GPUS[1], "--parts", "cold", "--output", output)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(done.stdout, "First runs: draft and target on one device, in one process (tokens/s); ready after")
     modes = ("plain", "speculative")
@@ -149,8 +167,8 @@ def test_first_runs_are_shown_beside_later_ones(trtrun: Run, tmp_path: Path) -> 
         ("adapters", "adapted", "8B-shaped pair, 16 adapters of rank 16"),
     ],
 )
-def test_rows_of_a_kind_are_shown_beside_free_ones(part: str, kind: str, title: str, trtrun: Run) -> None:
-    done = trtrun(*GPUS[1], "--parts", part, words=WORDS)
+def test_rows_of_a_kind_are_shown_beside_free_ones(part: str, kind: str, title: str, bench: Run) -> None:
+    done = bench(*GPUS[1], "--parts", part)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(done.stdout, title)
     modes = ("plain", "speculative")
@@ -164,10 +182,8 @@ def test_rows_of_a_kind_are_shown_beside_free_ones(part: str, kind: str, title: 
         assert speculative["equal texts"] == f"{entry['rows']} of {entry['rows']}"
 
 
-def test_drafts_in_parallel_are_shown_beside_those_step_by_step(trtrun: Run) -> None:
-    done = trtrun(
-        *GPUS[1], "--parts", "parallel", "--draft-quantization", "none", "--target-quantization", "none", words=WORDS
-    )
+def test_drafts_in_parallel_are_shown_beside_those_step_by_step(bench: Run) -> None:
+    done = bench(*GPUS[1], "--parts", "parallel", "--draft-quantization", "none", "--target-quantization", "none")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(done.stdout, "8B-shaped target, 1B-shaped draft, draft_len 4")
     assert [(row["rows"], row["drafts"]) for row in rows] == [
@@ -274,9 +290,9 @@ def test_a_group_that_has_chosen_how_it_sums_has_a_table(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(900)
-def test_a_part_of_every_kind_on_two_devices(trtrun: Run, tmp_path: Path) -> None:
+def test_a_part_of_every_kind_on_two_devices(bench: Run, tmp_path: Path) -> None:
     output, peer = tmp_path / "figures.jsonl", ("--vllm-python", peer_python(tmp_path))
-    done = trtrun(*GPUS[2], "--parts", ",".join(PARTS), *peer, "--output", output, words=WORDS, timeout=900)
+    done = bench(*GPUS[2], "--parts", ",".join(PARTS), *peer, "--output", output, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(PARTS, "done")
     check_placement(done.stdout, output)
@@ -296,15 +312,18 @@ def test_a_part_of_every_kind_on_two_devices(trtrun: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(900)
-def test_parts_of_one_device(trtrun: Run) -> None:
+def test_parts_of_one_device(bench: Run) -> None:
     parts = "8b,8b-long,8b-sampled,1b,70b,quantized,engine,quantized-kv"
-    done = trtrun(*GPUS[1], "--parts", parts, words=WORDS, timeout=900)
+    done = bench(*GPUS[1], "--parts", parts, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(parts.split(","), "done")
 
 
-def test_the_example_of_another_runtime_runs_as_a_part(tmp_path: Path) -> None:
+def test_the_example_of_another_runtime_runs_as_a_part(
+    tmp_path: Path, forked_commands: ForkedCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part of eight devices, played on two."""
+    fork_commands(forked_commands.descriptor, monkeypatch.setattr)
     bench = Workbench(Options("cpu", 2), tmp_path, deadline=time.monotonic() + 300)
     play_seed_command(bench)
     (table,) = bench.tables

@@ -22,6 +22,7 @@ import pytest
 from commands import (
     FOUR_RANKS,
     ONE_PROCESS,
+    THREE_RANKS,
     Configs,
     Run,
     command_words,
@@ -33,6 +34,8 @@ from commands import (
 from medusa_heads import make_heads, write_heads
 
 Start = Callable[..., "subprocess.Popen[str]"]
+TWO_TARGETS = {"target": ["cpu:0", "cpu:1"]}
+PLAIN = {"speculation": {"method": "none"}}
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
@@ -122,15 +125,14 @@ def test_a_job_of_one_process_is_checked_without_mpi(config: Configs, trtrun: Ru
 
 
 def test_devices_too_small_are_told_for_every_rank(config: Configs, trtrun: Run, beyond: dict[str, Any]) -> None:
-    done = trtrun("check", "--config", config(FOUR_RANKS, **beyond), "--json")
+    done = trtrun("check", "--config", config(THREE_RANKS, **beyond), "--json")
     report = json.loads(done.stdout)
-    assert (done.returncode, report["ok"], len(report["problems"])) == (2, False, 3)
+    assert (done.returncode, report["ok"], len(report["problems"])) == (2, False, 2)
     host = os.uname().nodename
     lines = done.stderr.splitlines()
     assert [line.partition(": the largest")[0] for line in lines] == [
         f"trtrun: draft rank 1 (cpu:0) on {host}",
         f"trtrun: target rank 2 (cpu:1) on {host}",
-        f"trtrun: target rank 3 (cpu:2) on {host}",
     ]
     assert all("are free beside the weights" in line for line in lines)
 
@@ -145,7 +147,7 @@ def test_a_world_of_the_wrong_size(config: Configs, trtrun: Run) -> None:
     assert line.endswith("-m launch.cli check --config " + line.rpartition(" ")[2])
 
 
-def hide(folder: Path, ranks: tuple[int, ...], script: Path) -> list[str]:
+def hide(folder: Path, ranks: tuple[int, ...], script: Path, num_ranks: int) -> list[str]:
     """Words of mpirun whose ranks run the command, some of them in a mount namespace in which `folder` is empty."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs root, for mount namespaces")
@@ -157,16 +159,16 @@ def hide(folder: Path, ranks: tuple[int, ...], script: Path) -> list[str]:
         'exec "$@"\n'
     )
     script.chmod(0o755)
-    return [*MPIRUN, "-n", "4", str(script), *command_words()]
+    return [*MPIRUN, "-n", str(num_ranks), str(script), *command_words()]
 
 
 def test_a_model_that_is_empty_on_one_host(pair: Path, config: Configs, trtrun: Run, tmp_path: Path) -> None:
-    words = hide(pair / "target", (2, 3), tmp_path / "start.sh")
-    done = trtrun("run", "--prompt", "x", "--config", config(FOUR_RANKS), words=words)
+    words = hide(pair / "target", (1, 2), tmp_path / "start.sh", 3)
+    done = trtrun("run", "--prompt", "x", "--config", config(TWO_TARGETS, **PLAIN), words=words)
     assert done.returncode == 2
     host = os.uname().nodename
     why = f"on {host}: target: {pair}/target has no config.json; give a Hugging Face model directory"
-    expected = [f"trtrun: target rank 2 (cpu:1) {why}", f"trtrun: target rank 3 (cpu:2) {why}"]
+    expected = [f"trtrun: target rank 1 (cpu:0) {why}", f"trtrun: target rank 2 (cpu:1) {why}"]
     assert own_lines(done) == expected, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -175,7 +177,7 @@ def test_a_model_that_is_empty_on_one_host(pair: Path, config: Configs, trtrun: 
 def test_a_model_directory_that_is_missing_on_one_host(
     pair: Path, config: Configs, trtrun: Run, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
-    words = hide(pair, (1, 3), tmp_path / "start.sh")
+    words = hide(pair, (1, 3), tmp_path / "start.sh", 4)
     file = config(FOUR_RANKS)
     done = trtrun(*command, "--config", file, words=words)
     assert done.returncode == 2
@@ -187,7 +189,7 @@ def test_a_model_directory_that_is_missing_on_one_host(
 
 
 def test_another_version_on_one_rank(config: Configs, trtrun: Run) -> None:
-    done = trtrun("check", "--config", config(FOUR_RANKS), env=with_fault("2 torch"))
+    done = trtrun("check", "--config", config(THREE_RANKS), env=with_fault("2 torch"))
     assert done.returncode == 2
     line = error_line(done)
     assert line.startswith("trtrun: torch is not the same everywhere: ")
@@ -208,11 +210,11 @@ def test_a_corrupted_message_is_told_with_its_link(config: Configs, trtrun: Run)
 
 
 def test_a_wrong_sum_is_told_with_its_group(config: Configs, trtrun: Run) -> None:
-    done = trtrun("check", "--config", config(FOUR_RANKS), "--json", env=with_fault("2 wrong-sum"))
+    done = trtrun("check", "--config", config(TWO_TARGETS, **PLAIN), "--json", env=with_fault("1 wrong-sum"))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(
-        "trtrun: target all_reduce at rank 2: all_reduce of 64 bytes (float32): 1 of 16 elements are "
+        "trtrun: target all_reduce at rank 1: all_reduce of 64 bytes (float32): 1 of 16 elements are "
     )
     report = json.loads(done.stdout)
     assert not report["ok"]
@@ -220,16 +222,16 @@ def test_a_wrong_sum_is_told_with_its_group(config: Configs, trtrun: Run) -> Non
 
 
 def test_a_run_over_a_broken_transport_ends_before_weights_load(config: Configs, trtrun: Run) -> None:
-    done = trtrun("run", "--config", config(FOUR_RANKS), "--prompt", "x", env=with_fault("2 wrong-sum"))
+    done = trtrun("run", "--config", config(TWO_TARGETS, **PLAIN), "--prompt", "x", env=with_fault("2 wrong-sum"))
     assert (done.returncode, done.stdout) == (1, "")
     assert "what came to rank 2 is wrong: target: all_reduce of 65536 bytes" in done.stderr
 
 
 def test_a_rank_that_fails_ends_the_check_at_once(config: Configs, trtrun: Run) -> None:
-    done = trtrun("check", "--config", config(FOUR_RANKS), env=with_fault("3 no-group"))
+    done = trtrun("check", "--config", config(TWO_TARGETS, **PLAIN), env=with_fault("2 no-group"))
     assert done.returncode == 1
     said = "step 'opening the communicators': RuntimeError: no way to the others"
-    assert error_line(done) == f"trtrun: target rank 3 (cpu:2) failed: {said}"
+    assert error_line(done) == f"trtrun: target rank 2 (cpu:1) failed: {said}"
 
 
 def check_time(started: float, seconds: float) -> None:
@@ -250,9 +252,9 @@ LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
             rf"{re.escape('target rank 2 (cpu:1)')}: in the step 'draft tokens, rank 1 to rank 2'",
         ),
         (
-            "3 sleep",
+            "2 sleep",
             True,
-            rf"{re.escape('target rank 3 (cpu:2)')}: in the step 'reading the models' configurations'",
+            rf"{re.escape('target rank 2 (cpu:1)')}: in the step 'reading the models' configurations'",
         ),
     ],
 )
@@ -260,8 +262,8 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
     config: Configs, trtrun: Run, fault: str, by_own_mpirun: bool, said: str
 ) -> None:
     started = time.monotonic()
-    file = config(FOUR_RANKS, launch={"check_seconds": 30})
-    words = [*MPIRUN, "-n", "4", *command_words()] if by_own_mpirun else None
+    file = config(THREE_RANKS, launch={"check_seconds": 30})
+    words = [*MPIRUN, "-n", "3", *command_words()] if by_own_mpirun else None
     done = trtrun("check", "--config", file, env=with_fault(fault), words=words)
     assert (done.returncode, done.stdout) == (1, "")
     check_time(started, 30)
@@ -271,27 +273,27 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
 
 
 def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs, trtrun: Run) -> None:
-    file = config(FOUR_RANKS, launch={"check_seconds": 10})
-    done = trtrun("run", "--config", file, "--prompt", "x", env=with_fault("3 sleep"))
+    file = config(THREE_RANKS, launch={"check_seconds": 10})
+    done = trtrun("run", "--config", file, "--prompt", "x", env=with_fault("2 sleep"))
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = own_lines(done)
     late = LATE.replace("30 s", "10 s")
-    assert line == f"{late}target rank 3 (cpu:2): in the step 'reading the models' configurations'"
+    assert line == f"{late}target rank 2 (cpu:1): in the step 'reading the models' configurations'"
 
 
 def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun: Start) -> None:
     started = time.monotonic()
-    process = start_trtrun("check", "--config", config(FOUR_RANKS, launch={"check_seconds": 30}))
-    while 3 not in (ranks := ranks_below(process.pid)):
+    process = start_trtrun("check", "--config", config(THREE_RANKS, launch={"check_seconds": 30}))
+    while 2 not in (ranks := ranks_below(process.pid)):
         assert process.poll() is None
         assert time.monotonic() - started < 60
         time.sleep(0.005)
-    os.kill(ranks[3], signal.SIGSTOP)
+    os.kill(ranks[2], signal.SIGSTOP)
     output, errors = process.communicate(timeout=90)
     done = subprocess.CompletedProcess([], process.returncode, output, errors)
     check_time(started, 30)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "target rank 3 (cpu:2)" in error_line(done)
-    assert "rank 2" not in errors
+    assert "target rank 2 (cpu:1)" in error_line(done)
+    assert "rank 1" not in errors
     assert not any(is_alive(child) for child in ranks_below(process.pid).values())
-    assert not is_alive(ranks[3])
+    assert not is_alive(ranks[2])

@@ -27,6 +27,7 @@ from commands import (
     write_rows,
 )
 from drains import PATIENCE, handles, rank_of, wait_for_end_of, wait_until, written_indexes
+from forked_commands import ForkedCommands
 from output_rows import read_rows, without_drafting, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
@@ -79,15 +80,13 @@ STARTERS: dict[str, tuple[list[str], tuple[str, ...], list[tuple[str, signal.Sig
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, forked_commands: ForkedCommands) -> list[dict[str, Any]]:
     """Rows of a run in one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     prompts = write_rows(folder / "prompts.jsonl", list(CHAIN))
-    words = [*command_words(), "run", "--config", str(PAIR), *FIXED, *ONE_SLOT, "--prompts", str(prompts)]
-    done = subprocess.run(
-        [*words, "--output", str(folder / "out.jsonl"), "--set", "scheduler.max_batch_size=2"],
-        env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+    words = ["run", "--config", str(PAIR), *FIXED, *ONE_SLOT, "--prompts", str(prompts)]
+    words += ["--output", str(folder / "out.jsonl"), "--set", "scheduler.max_batch_size=2"]
+    done = forked_commands.run(words, command_environment(), ROOT, PATIENCE)
     assert done.returncode == DONE, done.stderr
     return read_rows(folder / "out.jsonl")
 

@@ -31,6 +31,7 @@ from output_rows import read_rows, without_drafting
 from ports import lets_in
 
 Start = Callable[..., "subprocess.Popen[str]"]
+PLAIN = ("--speculation", "none")
 NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)"]
 
 
@@ -87,9 +88,9 @@ def test_a_killed_draft_rank_costs_drafts_and_no_token(
         section = {"model": str(path), "devices": ["cpu:0"]}
         file = config({"target": ["cpu:1"]}, draft=section, speculation={"method": "eagle3"})
     ahead = ("--set", "speculation.ahead=on")
-    words = ("run", "--config", file, *ahead, "--prompts", prompts, "--ignore-eos", "--output")
-    assert trtrun(*words, outputs[0]).returncode == 0
-    process = start_trtrun(*words, outputs[1])
+    words = ("--prompts", prompts, "--ignore-eos", "--output")
+    assert trtrun("run", "--config", config({"target": ["cpu:0"]}), *PLAIN, *words, outputs[0]).returncode == 0
+    process = start_trtrun("run", "--config", file, *ahead, *words, outputs[1])
     working = outputs[1].with_name("killed.jsonl.partial")
     wait_until(lambda: working.exists() and working.stat().st_size > 0, process, "a finished row")
     os.kill(ranks_below(process.pid)[1], signal.SIGKILL)

@@ -16,16 +16,17 @@ from typing import Any
 
 import pytest
 from commands import (
+    ONE_PROCESS,
     ROOT,
     THREE_RANKS,
     Configs,
     Run,
     command_environment,
-    command_words,
     is_alive,
     ranks_below,
     write_rows,
 )
+from forked_commands import ForkedCommands
 from mpi_libraries import find_mpi
 from output_rows import read_rows, without_drafting
 
@@ -43,16 +44,14 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """The rows with the MPI library that is in use anyway."""
+def reference(pair: Path, tmp_path_factory: pytest.TempPathFactory, forked_commands: ForkedCommands) -> Rows:
+    """The rows of one process, without MPI."""
     folder = tmp_path_factory.mktemp("reference")
-    file = Configs(pair, folder)(THREE_RANKS)
+    file = Configs(pair, folder)(ONE_PROCESS)
     words = ["run", "--config", str(file), "--prompts", str(write_rows(folder / "prompts.jsonl", PROMPTS))]
-    done = subprocess.run(
-        [*command_words(), *words, "--output", str(folder / "rows.jsonl")],
-        env=command_environment(), cwd=ROOT, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0
+    words += ["--output", str(folder / "rows.jsonl")]
+    done = forked_commands.run(words, command_environment(), ROOT, PATIENCE)
+    assert done.returncode == 0, done.stderr
     return without_drafting(read_rows(folder / "rows.jsonl"))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
+from commands import FOUR_RANKS, ONE_PROCESS, THREE_RANKS, Configs, Run
 from drains import wait_for_end_of, wait_until
 from engines import build_engine
 
@@ -36,7 +36,7 @@ def read_calls(folder: Path, mode: str) -> tuple[dict[str, Any], list[dict[str, 
 
 
 def test_vllm_gets_the_same_weights_prompts_and_limits(config: Configs, trtrun: Run, tmp_path: Path) -> None:
-    file = config(FOUR_RANKS)
+    file = config({"target": ["cpu:0", "cpu:1"], "draft": ["cpu:0"]})
     rows = ("--rows", "1,3x9@0.8", "--top-p", 0.9, "--repeats", 2, "--max-tokens", 5, "--prompt-tokens", 6)
     own = {"draft_sample_method": "probabilistic", "draft_tensor_parallel_size": 1}
     peer = ("--peer", "vllm", "--peer-python", peer_python(tmp_path), "--peer-options", json.dumps(own))
@@ -132,7 +132,7 @@ def test_a_vllm_that_runs_ends_with_its_processes_when_bench_is_ended(
 ) -> None:
     python = peer_python(tmp_path, "stay")
     process = start_trtrun(
-        "bench", "--config", config(FOUR_RANKS), "--rows", "1", *SHORT, "--peer", "vllm", "--peer-python", python
+        "bench", "--config", config(THREE_RANKS), "--rows", "1", *SHORT, "--peer", "vllm", "--peer-python", python
     )
     children = tmp_path / "child"
     wait_until(lambda: children.exists() and children.read_text().count(" ") == 1, process, "the peer's child")

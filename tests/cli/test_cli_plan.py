@@ -223,9 +223,8 @@ def test_a_head_on_a_rank_of_its_own_is_planned_checked_and_run(
     done = trtrun("check", "--config", file, "--json")
     assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["ok"]
     words = ("--prompt", "def main(", "--max-tokens", "12")
-    plain, drafted = (
-        trtrun("run", "--config", file, "--speculation", method, *words).stdout for method in ("none", "eagle3")
-    )
+    plain = trtrun("run", "--config", config({"target": ["cpu:0"]}), "--speculation", "none", *words).stdout
+    drafted = trtrun("run", "--config", file, *words).stdout
     assert plain == drafted != ""
 
 

@@ -31,6 +31,7 @@ from commands import (
     ranks_below,
     write_rows,
 )
+from forked_commands import ForkedCommands
 from output_rows import read_rows, without_drafting
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
@@ -93,15 +94,13 @@ def kill_when(words: list[str], working: Path, num_rows: int, victim: Victim) ->
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, forked_commands: ForkedCommands) -> list[dict[str, Any]]:
     """Rows of a run of the shipped pair in one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     prompts = write_rows(folder / "prompts.jsonl", list(PROMPTS))
-    words = [*command_words(), "run", "--config", str(PAIR), *FIXED, *ONE_SLOT, "--prompts", str(prompts)]
-    done = subprocess.run(
-        [*words, "--output", str(folder / "out.jsonl")],
-        env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    words = ["run", "--config", str(PAIR), *FIXED, *ONE_SLOT, "--prompts", str(prompts)]
+    words += ["--output", str(folder / "out.jsonl")]
+    done = forked_commands.run(words, command_environment(), ROOT, 120)
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(folder)) == ["out.jsonl", "prompts.jsonl"]
     return read_rows(folder / "out.jsonl")

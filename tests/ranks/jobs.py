@@ -52,8 +52,8 @@ def sampling(drafts: Sequence[int | None] = ()) -> list[SamplingParams]:
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "top_p": 0.9},
-        {"repetition_penalty": 1.2, "logprobs": 2, "prompt_logprobs": 2},
-        {"temperature": 1.2, "top_k": 20, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.2, "logprobs": 2, "prompt_logprobs": 2, "return_context_logits": True},
+        {"temperature": 1.2, "top_k": 20, "presence_penalty": 0.5, "return_generation_logits": True},
         {"stop_token_ids": (7, 8, 9)},
         {"temperature": 0.8, "min_p": 0.05, "frequency_penalty": 0.3, "n": 2},
     ]

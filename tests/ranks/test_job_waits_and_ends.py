@@ -17,12 +17,14 @@ from pipelines import configuration, interrupt_call, noisy_copy, prompt_of, toke
 
 from parallel import control
 from parallel.groups import Groups
+from parallel.mailbox import MpiMailbox
 from parallel.transports import mpi as transports_mpi
 from parallel.waiting import Waiter
 from trtrun import LLM, SamplingParams
 from trtrun.errors import PlacementError, TrtrunError
 from trtrun.roles.round import Worker
 from trtrun.start import job
+from trtrun.wire.packets import VERDICT_TAG
 
 pytestmark = pytest.mark.mpi
 
@@ -71,6 +73,34 @@ def test_ranks_spin_only_on_cores_of_their_own(
     peers = 0 if MPI.COMM_WORLD.rank == 0 else MPI.COMM_WORLD.size - 1
     assert allowed[0] == has_cores and set(allowed) == {has_cores} and len(allowed) >= 1 + peers
     assert (found is not None) == (MPI.COMM_WORLD.rank == 0)
+
+
+@pytest.mark.parametrize("name", [name for name in ("2+1",) if name in HERE])
+def test_ranks_that_draft_together_run_the_same_rounds_before_the_end(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is told of the end before a verdict that the other has had: it would be missed in that one's next round."""
+    is_held, ended = folder / "verdicts are held", list[bool]()
+    receive, take = control.ControlPlane.receive, MpiMailbox.take
+
+    def watched(plane: control.ControlPlane, *limits: Any, **others: Any) -> bytes | None:
+        payload = receive(plane, *limits, **others)
+        ended.extend([True] * plane.is_shut_down)
+        return payload
+
+    def held(mail: MpiMailbox, rank: int, tag: int) -> bytes | None:
+        return None if tag == VERDICT_TAG and is_held.exists() and not ended else take(mail, rank, tag)
+
+    if MPI.COMM_WORLD.rank == 2:
+        monkeypatch.setattr(control.ControlPlane, "receive", watched)
+        monkeypatch.setattr(MpiMailbox, "take", held)
+
+    def use(llm: LLM) -> None:
+        llm.generate(prompts()[:1], SamplingParams(max_tokens=8))
+        is_held.touch()
+        llm.generate(prompts()[:1], SamplingParams(max_tokens=4))
+
+    run_job(job_configuration(folder, HERE[name]), use)
 
 
 @pytest.mark.mpi(min_size=3)

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from jobs import COUNT, HERE, LENGTHS, SIZE, alone, job_configuration, prompts, run_job, sampling
@@ -50,6 +51,14 @@ def prompt_logprobs_of(output: RequestOutput) -> list[float]:
     return [value for entry in entries for value in (entry.logprob, *(other for _, other in entry.alternatives))]
 
 
+def logits_of(outputs: list[RequestOutput]) -> tuple[np.ndarray, np.ndarray]:
+    """[prompt, vocab] and [tokens, vocab] of the rows that ask for them, in float32."""
+    context, generation = outputs[2].context_logits, outputs[3].completions[0].generation_logits
+    assert context is not None and generation is not None
+    assert (len(context), len(generation)) == (LENGTHS[2], len(outputs[3].completions[0].token_ids))
+    return context, generation
+
+
 @pytest.fixture(scope="module")
 def in_one_process(folder: Path) -> Callable[[bool], list[RequestOutput]]:
     """Return ask(has_draft) -> what one process writes with `sampling()`; the one who asks waits for it once."""
@@ -76,13 +85,16 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
     def use(llm: LLM) -> list[Any]:
         texts = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
         llm.set_speculation(False)
-        plain = tokens_of(llm.generate(prompts(), sampling()))
+        plainly = llm.generate(prompts(), sampling())
+        plain = tokens_of(plainly)
         llm.set_speculation(True)
         # One row decodes plainly beside the others, some have short drafts, and some bring drafts of their own.
         asked = sampling((None, 0, 3, 1, None, 2) if devices[0] else ())
         for row, right in ((0, COUNT), (2, COUNT // 2), (3, COUNT), (4, 1)):
             asked[row] = replace(asked[row], draft_token_ids=(*plain[row][0][:right], 5, 5, 5, 5))
         outputs = llm.generate(prompts(), asked)
+        for logits, same in zip(logits_of(outputs), logits_of(plainly), strict=True):
+            assert logits == pytest.approx(same, abs=1e-4)
         if devices[0]:
             counted = [output.completions[0].statistics for output in outputs]
             assert counted[1].num_draft_tokens == 0 and counted[0].num_rounds < 12
@@ -102,11 +114,32 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
     of_prompt = prompt_logprobs_of(outputs[2])
     assert len(of_prompt) == 3 * (LENGTHS[2] - 1)
     assert of_prompt == pytest.approx(prompt_logprobs_of(expected[2]), abs=1e-4)
+    for logits, same in zip(logits_of(outputs), logits_of(expected), strict=True):
+        assert logits == pytest.approx(same, abs=1e-4)
     assert statistics["num_rounds"] > 0
     assert (statistics["num_accepted_draft_tokens"] > 20) == bool(devices[0])
     workers = [rank for rank in report.ranks if rank.shard_bytes]
     assert len(workers) == max(1, SIZE - 1)
     assert all(rank.bytes_read == rank.shard_bytes for rank in workers if len(devices[1]) == 1 == len(devices[0]))
+
+
+@pytest.mark.skipif("1+2" not in HERE, reason="of four ranks")
+def test_logits_of_two_target_ranks_are_the_same_bits_with_and_without_drafts(folder: Path) -> None:
+    config = job_configuration(folder, HERE["1+2"], dtype="bfloat16")
+
+    def use(llm: LLM) -> tuple[list[RequestOutput], list[RequestOutput], int]:
+        drafted = llm.generate(prompts(), sampling())
+        num_accepted = llm.statistics()["num_accepted_draft_tokens"]
+        llm.set_speculation(False)
+        return drafted, llm.generate(prompts(), sampling()), num_accepted
+
+    found = run_job(config, use)
+    if found is None:
+        return
+    drafted, plain, num_accepted = found
+    assert tokens_of(drafted) == tokens_of(plain) and num_accepted > 20
+    for logits, same in zip(logits_of(drafted), logits_of(plain), strict=True):
+        assert np.array_equal(logits, same)
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if SIZE > 1 and not {*HERE[name][0]}.isdisjoint(HERE[name][1])])

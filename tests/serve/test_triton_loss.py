@@ -6,19 +6,21 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from servers import ONE_PROCESS, PATIENCE, serving, write_config
 from triton_clients import (
+    AS_PARAMETERS,
     PROMPT,
     SEEDED,
     StreamReader,
     connected,
-    expected,
     inputs_of,
     is_final,
     of_text,
@@ -35,7 +37,15 @@ OPTIONS: dict[str, Any] = SEEDED | {"max_tokens": 100, "end_id": -1}
 
 def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Path, llm: LLM) -> None:
     settings: dict[str, Any] = {"scheduler": {"max_batch_size": 8}, "kv_cache": {"max_tokens": 8192}}
-    (completion,) = expected(llm, PROMPT, SEEDED, max_tokens=100, ignore_eos=True)
+    asked = replace(
+        AS_PARAMETERS[id(SEEDED)],
+        max_tokens=100,
+        ignore_eos=True,
+        return_context_logits=True,
+        return_generation_logits=True,
+    )
+    (output,) = llm.generate([PROMPT], asked)
+    (completion,) = output.completions
     tokens = tokens_of(llm, PROMPT)
     with (
         serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)) as server,
@@ -61,7 +71,8 @@ def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Pat
         whole = pool.submit(web.infer, "ensemble", inputs_of("http", of_text(PROMPT, OPTIONS)))
         readers = [StreamReader(texts), StreamReader(numbers)]
         readers[0].send("tensorrt_llm_bls", of_text(PROMPT, OPTIONS | {"stream": True}))
-        readers[1].send("tensorrt_llm", of_tokens(tokens, OPTIONS | {"stream": True}))
+        wanted = {"return_context_logits": True, "return_generation_logits": True}
+        readers[1].send("tensorrt_llm", of_tokens(tokens, OPTIONS | wanted | {"stream": True}))
         found = [[reader.take() for _ in range(3)] for reader in readers]
         assert not any(map(is_final, found[0] + found[1]))
         assert first_event.wait(PATIENCE)
@@ -72,5 +83,9 @@ def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Pat
         assert "".join(map(text_of, found[0])) == completion.text == events.result(PATIENCE)
         told = [token for result in found[1] for token in result.as_numpy("output_ids")[0, 0].tolist()]
         assert told == list(completion.token_ids)
+        assert np.array_equal(found[1][0].as_numpy("context_logits")[0], output.context_logits)
+        assert all(result.as_numpy("context_logits") is None for result in found[1][1:])
+        logits = [result.as_numpy("generation_logits")[0, 0] for result in found[1]]
+        assert np.array_equal(np.concatenate([one for one in logits if one.size]), completion.generation_logits)
         assert text_of(whole.result(PATIENCE)) == completion.text
         assert server.wait_idle()["trtrun:engine_restarts_total"] == 1

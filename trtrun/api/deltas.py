@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from trtrun.core.nouns import FinishReason, TokenLogprobs
-from trtrun.core.outputs import GUIDE_ENDED, NONE_ALLOWED, CompletionDelta, PromptLogprobs, RequestId
+from trtrun.core.outputs import GUIDE_ENDED, NONE_ALLOWED, CompletionDelta, Logits, PromptLogprobs, RequestId
 from trtrun.scheduling.batch import Completion, RowResult
 
 NOT_FINITE = (
@@ -19,7 +21,12 @@ LOST = "lost when another call to the same engine ended with an error"
 
 
 def make_delta(
-    request_id: RequestId, index: int, result: RowResult, logprobs: Sequence[TokenLogprobs] | None, vocab_size: int
+    request_id: RequestId,
+    index: int,
+    result: RowResult,
+    logprobs: Sequence[TokenLogprobs] | None,
+    vocab_size: int,
+    logits: np.ndarray | None = None,
 ) -> CompletionDelta:
     """The delta of one row's result.
 
@@ -28,6 +35,7 @@ def make_delta(
         result: what the round gave it.
         logprobs: of the row's verdict; None where it asked for none.
         vocab_size: tokens that the target may choose from.
+        logits: [tokens, vocab] float32 of the row's verdict; None where it asked for none.
     """
     completion, gained = result.completion, result.new_token_ids
     reason = completion.finish_reason
@@ -42,6 +50,8 @@ def make_delta(
         _why_failed(completion, vocab_size) if reason is FinishReason.ERROR else None,
         result.token_origins,
         _prompt_logprobs(completion),
+        _prompt_logits(completion),
+        None if logits is None else Logits(logits.shape[1], (logits[: len(gained)].tobytes(),)),
     )
 
 
@@ -60,9 +70,17 @@ def new_text(completion: Completion, gained: Sequence[int]) -> str:
 
 
 def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
-    """Those of its prompt, the first time that it is asked, by when the prompt is read."""
-    scores, completion.scores = completion.scores, None
-    return scores.whole() if scores is not None and scores.is_whole else None
+    """Those of its prompt, once, as soon as it is read."""
+    scores = completion.scores
+    if scores is None or not scores.is_whole or completion.statistics.first_token is None:
+        return None
+    completion.scores = None
+    return scores.whole()
+
+
+def _prompt_logits(completion: Completion) -> Logits | None:
+    """Those of its prompt that have come and were not told."""
+    return None if completion.logits is None else completion.logits.take_new()
 
 
 def _why_failed(completion: Completion, vocab_size: int) -> str:

@@ -42,6 +42,10 @@ from trtrun.tokens.text import Tokenizer, read_shared_tokenizer
 
 T = TypeVar("T")
 
+_MOST_REPORTED = 1 << 22
+"""Logits of prompts that a round reports, or as many as a tile has: 16 MiB, which reach rank 0 in some milliseconds,
+so that other rows do not wait for long."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -125,6 +129,7 @@ class LLMEngine:
             tile,
             drafts_in_parallel=in_parallel,
             most_chunk=most_chunk(config, model, draft_model),
+            most_reported=max(1, _MOST_REPORTED // model.vocab_size),
         )
         return cls(config, job, model, limits, tokenizer)
 
@@ -372,7 +377,7 @@ class LLMEngine:
             if not request.going_on:
                 del self._requests[request.request_id]
             self.orchestrator.totals.add_request(completion.statistics)
-        return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size)
+        return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size, gain.logits)
 
     def _recover(self) -> None:
         """After an exception from the middle of a round: forget all requests, so that the next one finds all whole.

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from trtrun.api.interrupts import FairLock, held_interrupts
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.core.nouns import TokenLogprobs
-from trtrun.core.outputs import CompletionDelta, CompletionOutput, RequestId, RequestOutput
+from trtrun.core.outputs import CompletionDelta, CompletionOutput, Logits, RequestId, RequestOutput, join_logits
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
@@ -100,6 +102,7 @@ class _Parts:
     token_ids: list[int] = field(default_factory=list)
     token_origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logits: list[Logits | None] = field(default_factory=list)
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     finish_reason: str | None = None
 
@@ -123,6 +126,7 @@ class PendingRequest:
         self._prompt_token_ids = prompt_token_ids
         self._has_logprobs = sampling.logprobs is not None
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._context_logits: list[Logits | None] = []
         self._completions = [_Parts() for _ in range(sampling.n)]
         self._num_finished = 0
         self._error: str | None = None
@@ -139,6 +143,8 @@ class PendingRequest:
                 parts.logprobs += delta.logprobs
             if delta.prompt_logprobs is not None:
                 self._prompt_logprobs = delta.prompt_logprobs.entries()
+            parts.logits.append(delta.generation_logits)
+            self._context_logits.append(delta.context_logits)
             parts.statistics = delta.statistics
             if delta.error is not None and self._error is None:
                 self._error = delta.error
@@ -159,8 +165,21 @@ class PendingRequest:
                 parts.statistics,
                 parts.logprobs if self._has_logprobs else None,
                 "".join(parts.token_origins),
+                _whole(parts.logits),
             )
             for index, parts in enumerate(self._completions)
         )
-        scores = self._prompt_logprobs
-        return RequestOutput(self._index, self._prompt, self._prompt_token_ids, completions, prompt_logprobs=scores)
+        return RequestOutput(
+            self._index,
+            self._prompt,
+            self._prompt_token_ids,
+            completions,
+            prompt_logprobs=self._prompt_logprobs,
+            context_logits=_whole(self._context_logits),
+        )
+
+
+def _whole(found: list[Logits | None]) -> np.ndarray | None:
+    """[positions, vocab] float32 of what came in parts; None where nothing did."""
+    logits = join_logits(found)
+    return None if logits is None else logits.array()

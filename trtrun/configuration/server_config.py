@@ -53,6 +53,9 @@ class ServerSection(Section):
             gRPC has at most 4194304 bytes.
         max_total_body_bytes: of all bodies longer than 65536 bytes, while they are read and until their requests are in
             work; one beyond is answered with 429.
+        max_logits_bytes: of the logits that one request may ask for (`return_context_logits`,
+            `return_generation_logits`), 4 for each token of the vocabulary at each position; more is answered with 400.
+            Beyond the default an answer over gRPC may hold up all streams for longer than 50 ms.
         request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
             not say. Left out: true for the models of text, false for those of tokens.
@@ -82,6 +85,7 @@ class ServerSection(Section):
     max_connections: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 1024
     max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
     max_total_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 2**28
+    max_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**27)] = 2**25
     request_timeout_s: Seconds = 600.0
     exclude_input_in_output: bool | None = None
     ping_seconds: Seconds | None = None

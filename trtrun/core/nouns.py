@@ -7,6 +7,7 @@ byte layout, `scheduling` makes plans, `engine` turns them into tensors, `specul
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -111,13 +112,20 @@ class ScoredPart(NamedTuple):
     alternatives: int
 
 
+class LogitsPart(NamedTuple):
+    """Positions [start, start + length) of a chunk whose logits are reported."""
+
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class PrefillChunk:
     """Tokens [start, start + length) of a row's admission tokens, to be computed this round by the target, and by the
     draft engine where it has `followed` the row from its start.
 
     The last chunk of a row (`is_last`) also samples the row's next token, at position start + length. Of its positions
-    `scored` report log probabilities of the prompt; None where none do.
+    `scored` report log probabilities of the prompt, and those of `reported` their logits; None where none do.
     """
 
     row: int
@@ -126,6 +134,7 @@ class PrefillChunk:
     is_last: bool
     followed: bool
     scored: ScoredPart | None = None
+    reported: LogitsPart | None = None
 
 
 @dataclass(frozen=True)
@@ -269,11 +278,14 @@ class Step:
         hidden: what was tapped; None where nothing is.
         prompt_logprobs: of the positions that the chunks of the plan have as `scored`, in order, [positions, 1 +
             alternatives], as many as any of them asks for; None where none are, and on ranks that read no logits.
+        prompt_logits: [positions, vocab] float32 on the host of the positions that the chunks have as `reported`, in
+            order: on a GPU they are there once it has done what it was given. None as of `prompt_logprobs`.
     """
 
     logits: torch.Tensor
     hidden: HiddenStates | None = None
     prompt_logprobs: VerdictLogprobs | None = None
+    prompt_logits: torch.Tensor | None = None
 
 
 @dataclass
@@ -292,6 +304,8 @@ class Verdict:
         paths: [sampled_rows] int64: of each row's draft tree a path that begins with the draft tokens that it gains;
             None where drafts are chains.
         num_suffix_tokens: [decode_rows] int64: of the draft (Draft.num_suffix_tokens).
+        reported_logits: of the rows that asked, by their places among the sampled ones, [draft_len + 1, vocab] float32:
+            the raw logits that tokens were chosen from; anything beside padding. Valid until the engine's next forward.
     """
 
     num_tokens: torch.Tensor
@@ -301,6 +315,7 @@ class Verdict:
     chosen_logits: torch.Tensor | None = None
     paths: torch.Tensor | None = None
     num_suffix_tokens: torch.Tensor | None = None
+    reported_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass

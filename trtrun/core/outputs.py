@@ -58,6 +58,48 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
         return entries
 
 
+class Logits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The target's logits at some positions, before penalties, masks and temperature. They are many: packed, and in
+    parts, so that nobody puts them together before that is needed.
+
+    Attributes:
+        width: tokens of the target's vocabulary.
+        parts: [positions, width] float32 of the machine's byte order each, one behind the other.
+    """
+
+    width: int
+    parts: tuple[bytes, ...]
+
+    @property
+    def num_positions(self) -> int:
+        """Over all parts."""
+        return sum(map(len, self.parts)) // (_FLOAT_BYTES * self.width)
+
+    def arrays(self) -> list[np.ndarray]:
+        """[positions, width] float32 for each part, which cannot be written to."""
+        return [np.frombuffer(part, dtype=np.float32).reshape(-1, self.width) for part in self.parts]
+
+    def array(self) -> np.ndarray:
+        """[positions, width] float32 of all parts, which cannot be written to."""
+        return Logits(self.width, (b"".join(self.parts),)).arrays()[0]
+
+    def behind(self, count: int) -> Logits | None:
+        """Without the first `count` positions; None where no other is left."""
+        left = self.array()[count:]
+        return Logits(self.width, (left.tobytes(),)) if len(left) else None
+
+
+_FLOAT_BYTES = 4
+
+
+def join_logits(found: Sequence[Logits | None]) -> Logits | None:
+    """Those of several, one behind the other; None where there are none."""
+    known = [one for one in found if one is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    return Logits(known[0].width, tuple(part for one in known for part in one.parts))
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One finished completion of a prompt.
@@ -72,6 +114,8 @@ class CompletionOutput:
         token_origins: how each token came, a letter each: `a` an accepted draft token, `r` recovered after a rejected
             one, `b` the bonus behind a draft that was accepted whole, `p` plain: no draft was verified, as for the
             first token. After a preemption, and on another engine, the next token is plain again.
+        generation_logits: [tokens, vocab] float32 where the request asked for them: of each token those of the target
+            that it was chosen from, before penalties, masks and temperature. It cannot be written to.
     """
 
     index: int
@@ -81,6 +125,7 @@ class CompletionOutput:
     statistics: RequestStatistics
     logprobs: list[TokenLogprobs] | None = None
     token_origins: str = ""
+    generation_logits: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -94,6 +139,9 @@ class RequestOutput:
         completions: `n` of them; empty when the request was refused.
         error: why it was refused, else None.
         prompt_logprobs: one entry a token of the prompt, None for the first, where the request asked for them.
+        context_logits: [prompt tokens, vocab] float32 where the request asked for them: the target's behind each token
+            of the prompt, so that the last are those of the first new token. It cannot be written to. Comparisons
+            leave arrays out.
     """
 
     index: int
@@ -102,6 +150,7 @@ class RequestOutput:
     completions: tuple[CompletionOutput, ...]
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    context_logits: np.ndarray | None = field(default=None, compare=False)
 
 
 class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -111,7 +160,7 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
     Attributes:
         request_id: of the request, as `LLMEngine.add_request` returned it.
         index: which of the request's `n` completions.
-        token_ids: its new tokens; none where a round gave only the end.
+        token_ids: its new tokens; none where a round gave only the end, or logits of the prompt.
         text: its new text: never ends inside a character or inside what may become a stop string, so it may lag behind
             the tokens; empty for a checkpoint without a tokenizer.
         logprobs: one entry a new token where the request asked for them, else None.
@@ -120,6 +169,9 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
         token_origins: how each new token came; see CompletionOutput.
         statistics: of the completion so far; final on the last delta.
         prompt_logprobs: on the first delta of a request's first completion, where it asked for them, else None.
+        context_logits: where the request asked for them, those behind further tokens of its prompt, on deltas of its
+            first completion: as they come, before its first token on deltas without tokens, the last ones with it.
+        generation_logits: of each new token where the request asked for them, else None.
     """
 
     request_id: RequestId
@@ -132,6 +184,8 @@ class CompletionDelta(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
     error: str | None = None
     token_origins: str = ""
     prompt_logprobs: PromptLogprobs | None = None
+    context_logits: Logits | None = None
+    generation_logits: Logits | None = None
 
 
 def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
@@ -145,6 +199,8 @@ def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
         text="".join(delta.text for delta in deltas),
         token_origins="".join(delta.token_origins for delta in deltas),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+        context_logits=join_logits([delta.context_logits for delta in deltas]),
+        generation_logits=join_logits([delta.generation_logits for delta in deltas]),
         logprobs=None
         if all(delta.logprobs is None for delta in deltas)
         else tuple(entry for delta in deltas for entry in delta.logprobs or ()),

@@ -134,6 +134,9 @@ LARGEST_COUNT = 2**31 - 1
 MOST_TOKENS = 1 << 19
 """Token ids in one list: more than any vocabulary has."""
 
+LOGITS_FIELDS = ("return_context_logits", "return_generation_logits")
+"""Of SamplingParams: what comes of them is too large for texts such as JSON."""
+
 _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), read_integer),
     **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "draft_len"), read_optional_integer),
@@ -143,6 +146,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("stop", "bad_words"), read_texts),
     **dict.fromkeys(("stop_token_ids", "draft_token_ids"), read_token_ids),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), read_flag),
+    **dict.fromkeys(LOGITS_FIELDS, read_flag),
     "logit_bias": read_bias,
     "lookahead_config": read_sizes,
     "stop_sequences": read_token_sequences,
@@ -165,7 +169,7 @@ class SamplingParams:
         min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
         seed: makes the output repeatable, in [0, 2**63 - 1]; None draws one.
         max_tokens: most tokens to generate; a huge number means to the end of the context. Cut off at 2**31 - 1. 0 only
-            reads the prompt, for `prompt_logprobs`.
+            reads the prompt, for `prompt_logprobs` and `return_context_logits`.
         min_tokens: before this many tokens no end-of-sequence or stop token id may be chosen; at most max_tokens.
         n: independent completions of the same prompt, 1 to 128.
         stop: strings that end the request, the first that is whole in the text, which is cut there; of several with the
@@ -187,6 +191,10 @@ class SamplingParams:
         prompt_logprobs: how many alternatives to report for each token of the prompt, beside the token itself, 0 to
             20; None reports nothing. Of the target's raw distribution. Such a prompt is computed whole, though parts of
             it are in the cache. Of `n` completions the first one carries them.
+        return_context_logits: whether the target's logits behind each token of the prompt are reported. As of
+            `prompt_logprobs`, the prompt is computed whole, and the first of `n` completions carries them.
+        return_generation_logits: whether the logits are reported that each token was chosen from, before penalties,
+            masks and temperature.
         draft_len: most draft tokens a round for this request, at most the configuration's; 0 is plain decoding while
             other requests are drafted for, None the configuration's. Tokens do not depend on it; with use_logits their
             distribution does not.
@@ -225,6 +233,8 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
     draft_len: int | None = None
     draft_token_ids: tuple[int, ...] = ()
     lookahead_config: tuple[int, ...] = ()
@@ -283,7 +293,7 @@ class SamplingParams:
         if self.n == 1:
             return self
         own = self._changed(seed=(self.seed + index) % 2**63, n=1)
-        return own._changed(prompt_logprobs=None) if index else own
+        return own._changed(prompt_logprobs=None, return_context_logits=False) if index else own
 
     def _changed(self, **values: int | None) -> SamplingParams:
         """A copy with a few other values. It is not checked again: what it lists may be long, and n is up to 128."""
@@ -293,7 +303,7 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         # temperature and repetition_penalty: what float32 carries beside logits without a NaN on the way.
-        fewest = 1 if self.prompt_logprobs is None else 0
+        fewest = 1 if self.prompt_logprobs is None and not self.return_context_logits else 0
         rules = (
             ("temperature", self.temperature == 0 or 1e-30 <= self.temperature <= 1e30, "0 or between 1e-30 and 1e30"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),

@@ -10,6 +10,7 @@ import torch
 from trtrun.core.nouns import Draft, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder
 from trtrun.engine.forwards import Forwards
+from trtrun.engine.prompt_logits import report_prompts, reported_tokens
 from trtrun.engine.prompt_logprobs import score_prompts, scored_tokens
 from trtrun.engine.rows import RowState
 from trtrun.models.decoder import CausalLM
@@ -33,7 +34,7 @@ class Verification:
             plan: the round's plan.
             draft: on the device; where its draft_lens are below 1 only the newest token is fed.
         """
-        if any(chunk.scored is not None for chunk in plan.prefill):
+        if any(chunk.scored is not None or chunk.reported is not None for chunk in plan.prefill):
             return self._verify_beside_prompts(plan, draft)  # graphs have the last positions of prompts alone
         queries = draft.tokens.shape[1] + 1
         logits = torch.empty((0, queries, self._vocab_size), device=self._device)
@@ -68,24 +69,28 @@ class Verification:
         places = builder.add_prompts(plan.prefill, self._forwards.prompt_width)
         ended = [of_chunk[-1][-1] for of_chunk, chunk in zip(places, plan.prefill, strict=True) if chunk.is_last]
         scored = scored_tokens(places, plan.prefill)
-        wanted = [*range(num_decoded), *ended, *scored]
+        reported = reported_tokens(places, plan.prefill)
+        wanted = [*range(num_decoded), *ended, *scored, *reported]
         hidden = self._forwards.run(builder.build(device_integers(wanted, self._device)))
         states = None
         if self._forwards.taps is not None:
             states = self._forwards.taps.states(
                 len(plan.decode_rows), queries, [self._forwards.taps.copy(one) for one in places]
             )
-        of_prompts = None
-        if scored:
-            end = len(wanted) - len(scored)
-            of_prompts = score_prompts(self._model, self._rows, plan.prefill, hidden[end:])
+        scores = reports = None
+        if scored or reported:
+            end, behind = num_decoded + len(ended), len(wanted) - len(reported)
+            if scored:
+                scores = score_prompts(self._model, self._rows, plan.prefill, hidden[end:behind])
+            if reported:
+                reports = report_prompts(self._model, hidden[behind:])
             hidden = hidden[:end]
         if not len(hidden):
-            return Step(torch.empty((0, queries, self._vocab_size), device=self._device), states, of_prompts)
+            return Step(torch.empty((0, queries, self._vocab_size), device=self._device), states, scores, reports)
         logits = self._model.logits(hidden)
         after_prompts = logits[num_decoded:].unsqueeze(1).expand(-1, queries, -1)
         decoded = logits[:num_decoded].view(-1, queries, self._vocab_size)
-        return Step(torch.cat((decoded, after_prompts)), states, of_prompts)
+        return Step(torch.cat((decoded, after_prompts)), states, scores, reports)
 
     def _join(self, logits: torch.Tensor, after_prompts: torch.Tensor, plan: RoundPlan, queries: int) -> torch.Tensor:
         """Logits [decode_rows, queries, vocab], and behind them those of prompts that end in the round, repeated."""

@@ -4,6 +4,9 @@
 - A property's name spelled with \\u escapes: to the engine that is another name, so that anything may be behind it.
   Not in schemas with patternProperties.
 
+Formats that JSON Schema does not know are notes to it (2020-12, Validation, 7.2.3), and errors to the engine: they are
+left out. Libraries put them beside patterns (zod: cuid, starts_with), or by themselves (pydantic: password, path).
+
 It knows schemas. It does not know grammars.
 """
 
@@ -17,6 +20,11 @@ _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[1357
 _DAY = f"^(?:....-(?:[^0].|0[^2])|....-02-(?:[^2].|2[^9])|{_LEAP_YEAR}-02-29)"
 """What a date begins with, if it is one to the grammar engine."""
 _DATES = ("date", "date-time")
+_FORMATS = frozenset({
+    *_DATES, "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+})  # fmt: skip
+"""Those that JSON Schema knows, 2020-12. The engine does not follow all of them, and refuses the others."""
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "example", "examples")
 _NEEDS_ESCAPES = re.compile(r'\\u00[01]|\x7f|"patternProperties"')
@@ -32,16 +40,26 @@ def closed(text: str) -> str:
         schema = json.loads(text)
         if not isinstance(schema, dict):
             return text
-        _close_dates(schema)
-        options = schema.setdefault("x-guidance", {})
-        if isinstance(options, dict) and not _NEEDS_ESCAPES.search(text):
-            options.setdefault("json_allowed_escapes", _ESCAPES)
+        close(schema)
         return json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         return text
 
 
-def _close_dates(schema: Any) -> None:
+def close(schema: dict[str, Any]) -> None:
+    """Change a schema into one that has its texts without those that are not valid.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    needs_escapes = _NEEDS_ESCAPES.search(json.dumps(schema, ensure_ascii=False)) is not None
+    _close_formats(schema)
+    options = schema.setdefault("x-guidance", {})
+    if isinstance(options, dict) and not needs_escapes:
+        options.setdefault("json_allowed_escapes", _ESCAPES)
+
+
+def _close_formats(schema: Any) -> None:
     left = [(schema, False)]
     while left:
         part, is_map = left.pop()
@@ -51,5 +69,8 @@ def _close_dates(schema: Any) -> None:
             left += [(inner, False) for inner in part.values()]
         elif isinstance(part, dict):
             left += [(inner, key in _MAPS) for key, inner in part.items() if key not in _VALUES]
-            if part.get("format") in _DATES and isinstance(part.setdefault("allOf", []), list):
+            form = part.get("format")
+            if isinstance(form, str) and form not in _FORMATS:
+                del part["format"]
+            elif form in _DATES and isinstance(part.setdefault("allOf", []), list):
                 part["allOf"].append({"pattern": _DAY})

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from trtrun.core.nouns import RoundPlan, Verdict, VerdictLogprobs
+from trtrun.core.nouns import RoundPlan, Step, Verdict
 from trtrun.timing.phase_clock import Event, timing_event
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
@@ -27,15 +27,13 @@ class VerdictCopy:
     From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here.
     """
 
-    def __init__(
-        self, plan: RoundPlan, verdict: Verdict | None, prompt_logprobs: VerdictLogprobs | None = None
-    ) -> None:
+    def __init__(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None = None) -> None:
         """Begin to copy.
 
         Args:
             plan: the round's.
             verdict: the leader's own; None where the round samples nothing.
-            prompt_logprobs: of the step; None where prompts are not scored.
+            step: what it was made from; None where nothing of it is reported.
         """
         self._round_index = plan.round_index
         self._width = 1
@@ -43,12 +41,17 @@ class VerdictCopy:
         self._event: Event | None = None
         self._copies: list[torch.Tensor] = []
         self._of_prompts: list[torch.Tensor] = []
-        if prompt_logprobs is not None:
-            self._of_prompts = [_to_host(prompt_logprobs.token_ids), _to_host(prompt_logprobs.values)]
+        self._prompt_logits = None if step is None else step.prompt_logits
+        self._logits: dict[int, torch.Tensor] = {}
+        scores = None if step is None else step.prompt_logprobs
+        if scores is not None:
+            self._of_prompts = [_to_host(scores.token_ids), _to_host(scores.values)]
         if verdict is not None:
             self._copy(verdict)
-        if (verdict is not None and verdict.tokens.is_cuda) or (
-            prompt_logprobs is not None and prompt_logprobs.values.is_cuda
+        if (
+            (verdict is not None and verdict.tokens.is_cuda)
+            or (scores is not None and scores.values.is_cuda)
+            or (self._prompt_logits is not None and self._prompt_logits.is_pinned())
         ):
             self._event = timing_event()
             self._event.record()
@@ -66,6 +69,8 @@ class VerdictCopy:
         if verdict.logprobs is not None:
             sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
         self._copies = [_to_host(source) for source in sources]
+        # On a GPU the next forward writes where they are, behind the copy.
+        self._logits = {place: _to_host(one) for place, one in verdict.reported_logits.items()}
 
     def is_here(self) -> bool:
         """Whether `wait` would not wait."""
@@ -80,10 +85,18 @@ class VerdictCopy:
         if self._event is not None:
             self._event.synchronize()
         report = self._report(take_times)
-        if not self._of_prompts:
-            return report
-        ids, values = self._of_prompts
-        return replace(report, prompt_ids=ids.numpy(), prompt_values=values.numpy())
+        if self._of_prompts:
+            ids, values = self._of_prompts
+            report = replace(report, prompt_ids=ids.numpy(), prompt_values=values.numpy())
+        if self._prompt_logits is not None:
+            report = replace(report, prompt_logits=self._prompt_logits.numpy())
+        if self._logits:
+            assert report.num_tokens is not None
+            gained = report.num_tokens.tolist()
+            report = replace(
+                report, logits={place: one[: gained[place]].numpy() for place, one in self._logits.items()}
+            )
+        return report
 
     def numbers(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy; num_tokens [rows] and tokens [rows, width].
@@ -103,7 +116,7 @@ class VerdictCopy:
         return num_tokens, tokens
 
     def _report(self, take_times: Callable[[], RoundTimes]) -> ReportArrays:
-        """The report without log probabilities of prompts."""
+        """The report without log probabilities of prompts, and without logits."""
         num_tokens, tokens = self.numbers()
         if not self._copies:
             return ReportArrays(self._round_index, take_times(), num_tokens, num_tokens, tokens)

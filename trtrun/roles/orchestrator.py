@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from parallel.watchdog.activity import Doing
 from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
@@ -34,10 +36,12 @@ _GUIDE_SECONDS = 0.01
 
 class RowGain(NamedTuple):
     """What a round gave one completion, and the log probabilities of its verdict where the row asked for them: at
-    least one entry a token, with as many alternatives as any row of the round asked for."""
+    least one entry a token, with as many alternatives as any row of the round asked for; and its logits, [tokens,
+    vocab] float32, of at least as many."""
 
     result: RowResult
     logprobs: list[TokenLogprobs] | None
+    logits: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +306,10 @@ class Orchestrator:
             watch=self._watch,
         )
         self.totals.num_tokens += sum([len(result.new_token_ids) for result in results])
-        return [RowGain(result, logprobs.get(result.index_in_verdict)) for result in results]
+        return [
+            RowGain(result, logprobs.get(result.index_in_verdict), report.logits.get(result.index_in_verdict))
+            for result in results
+        ]
 
 
 def commit_round(
@@ -352,4 +359,7 @@ def commit_round(
     foreseen = report.foreseen if plan.num_guesses else None
     found = report.num_suffix_tokens
     of_prompts = (report.prompt_ids, report.prompt_values) if len(report.prompt_ids) else None
-    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found, of_prompts)
+    logits = report.prompt_logits if len(report.prompt_logits) else None
+    return scheduler.commit(
+        plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found, of_prompts, logits
+    )

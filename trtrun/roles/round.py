@@ -260,7 +260,7 @@ class Worker:
         """What the process's leaders tell the orchestrator of the round."""
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
-            copied = VerdictCopy(plan, verdict, step.prompt_logprobs if step is not None else None)
+            copied = VerdictCopy(plan, verdict, step)
             return self.exchange.conclude(plan, DecidedRound(copied, self._take_times))
         if not self.leads_draft:
             return DoneRound(None)

@@ -25,6 +25,7 @@ def serve(control: ControlPlane, worker: Worker) -> None:
     served = _Served(control, worker)
     while not control.is_shut_down:
         served.go_on()
+    served.end()
 
 
 class _Served:
@@ -63,6 +64,15 @@ class _Served:
             self._messages.append(decode_plan(payload) if is_plan(payload) else payload)
             self._take_in()
 
+    def end(self) -> None:
+        """Run all that was told before the end: other ranks of the group may be in it already, and wait for this one.
+        Nobody takes reports any more."""
+        while self._launched:
+            self._launched.popleft().finish()
+            self._take_in()
+            if self._launched:
+                self._launched[0].release()
+
     def _has_news(self) -> bool:
         return (bool(self._launched) and self._launched[0].is_done()) or self._desk.has_answer()
 
@@ -77,6 +87,7 @@ class _Served:
             elif (orders := decode_orders(message)) is not None:
                 self._desk.take(orders)
             else:
+                self._worker.activity.rest()  # no round is left
                 load = decode_load(message)
                 answer = self._worker.load_adapter(*load).encode() if load is not None else self._tracer.answer(message)
                 assert answer is not None

@@ -57,6 +57,7 @@ class RowSampling:
         self._changed: set[int] = set()
         self._banning: set[int] = set()
         self._reporting: set[int] = set()
+        self._with_logits: set[int] = set()
 
     def admit(self, admissions: Sequence[RowAdmission]) -> None:
         """Take over the parameters of the requests that got rows; a row is there once at most.
@@ -88,7 +89,7 @@ class RowSampling:
     def drop(self, row: int) -> None:
         """Forget a row whose request ended or was preempted; nothing if there is none."""
         self._steps.pop(row, None)
-        for members in (self._sampled, self._changed, self._banning, self._reporting):
+        for members in (self._sampled, self._changed, self._banning, self._reporting, self._with_logits):
             members.discard(row)
 
     def _take(self, row: int, steps: RowSteps) -> None:
@@ -103,6 +104,8 @@ class RowSampling:
             self._banning.add(row)
         if steps.logprobs is not None:
             self._reporting.add(row)
+        if steps.reports_logits:
+            self._with_logits.add(row)
 
     def share(self, rows: Sequence[int], own: Sequence[int]) -> None:
         """Give each of the rows `own` the parameters of the row beside it in `rows`."""
@@ -136,6 +139,10 @@ class RowSampling:
             return []
         wanted = ((index, self._steps[row].logprobs) for index, row in enumerate(rows))
         return [(index, count) for index, count in wanted if count is not None]
+
+    def reported_indices(self, rows: Sequence[int]) -> list[int]:
+        """Indices within `rows` of the rows whose logits are reported. Host-side."""
+        return [index for index, row in enumerate(rows) if row in self._with_logits] if self._with_logits else []
 
     def sampled_indices(self, rows: Sequence[int]) -> list[int]:
         """Indices within `rows` of the rows that are not greedy. Host-side."""

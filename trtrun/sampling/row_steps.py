@@ -70,6 +70,7 @@ class RowSteps:
     Attributes:
         greedy: whether the row takes the most likely token.
         logprobs: alternatives to report, or None.
+        reports_logits: whether the logits of its tokens are reported.
         top_k: 0 where it would keep the whole vocabulary.
         top_p, min_p, repetition, output_penalties: whether the row has it.
         tables: its lists of tokens.
@@ -78,6 +79,7 @@ class RowSteps:
 
     greedy: bool
     logprobs: int | None
+    reports_logits: bool
     top_k: int
     top_p: bool
     min_p: bool
@@ -93,6 +95,7 @@ class RowSteps:
         return cls(
             greedy=sampling.is_greedy,
             logprobs=sampling.logprobs,
+            reports_logits=sampling.return_generation_logits,
             top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
             top_p=sampling.top_p < 1.0,
             min_p=sampling.min_p > 0.0,

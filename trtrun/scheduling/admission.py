@@ -53,14 +53,14 @@ class Admission:
         if not reading:
             self._admit(plan, plan.budget, None, speculating)
             return
-        oldest = reading[0]
-        kept = min(oldest.num_unread, -(-plan.budget // 2))
+        oldest = plan.oldest = reading[0]
+        kept = min(plan.most_read(oldest), -(-plan.budget // 2))
         for running in sorted(reading, key=lambda running: running.num_unread):
             self._admit(plan, plan.budget - kept, running.num_unread, speculating)
             if running is oldest:
                 kept = 0
             most = plan.budget - kept
-            if plan.takes_prompts(most) or (running is oldest and most > 0):
+            if plan.may_read(running) and (plan.takes_prompts(most) or (running is oldest and most > 0)):
                 plan.prefill(running, most)
         self._admit(plan, plan.budget, None, speculating)
 
@@ -69,7 +69,7 @@ class Admission:
         with fewer tokens to read."""
         end = plan.budget - budget
         while plan.takes_prompts(plan.budget - end) and self._waiting and self._batch.has_free_row():
-            admitted = self._admit_one(below, speculating)
+            admitted = self._admit_one(plan, below, speculating)
             if admitted is None:
                 return
             if admitted.statistics.admitted is None:
@@ -77,11 +77,11 @@ class Admission:
             plan.admit(admitted)
             plan.prefill(admitted, plan.budget - end)
 
-    def _admit_one(self, below: int | None, speculating: bool) -> Completion | None:
+    def _admit_one(self, plan: PlanBuilder, below: int | None, speculating: bool) -> Completion | None:
         """Give a row to the first in turn that may have one now, and return it."""
         draft_context, has_store = self._limits.draft_max_seq_len, self._limits.has_draft_store
         blocked: Completion | None = None
-        for running in islice(self._waiting.in_turn(), _MOST_LOOKED_AT):
+        for running in islice(filter(plan.may_read, self._waiting.in_turn()), _MOST_LOOKED_AT):
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
             is_left = drafted and not self._drafts_pay and has_store and not running.given_draft
@@ -155,6 +155,8 @@ class Decoding:
                 break
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
             wanted = limits.draft_len if follows_given else draft_len if num_left > 0 else 0
+            if batch.num_reporting and running.request.sampling.return_generation_logits:
+                wanted = min(wanted, limits.longest_reported(batch.num_reporting))
             longest = running.longest
             most = self._choose_draft_len(running, longest, limits.longest_draft(wanted, plan.budget - kept))
             kept -= 1

@@ -19,6 +19,7 @@ from trtrun.core.request_statistics import RequestStatistics
 from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.prompt_logits import PromptLogits
 from trtrun.scheduling.prompt_scores import PromptScores
 from trtrun.tokens.detokenizer import ROOT, AhoCorasick, CompletionText
 
@@ -57,6 +58,7 @@ class Completion:
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
+        logits: logits of its prompt; None where nobody asked.
     """
 
     request: Request
@@ -84,6 +86,23 @@ class Completion:
     arrival: int = 0
     num_overtaken: int = 0
     scores: PromptScores | None = None
+    logits: PromptLogits | None = None
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Leading tokens that may come from the cache, as what is to be told of their positions is there."""
+        found = len(self.token_ids)
+        if self.scores is not None and not self.scores.is_whole:
+            found = min(found, self.scores.num_scored)
+        if self.reports_prompt:
+            assert self.logits is not None
+            found = min(found, self.logits.num_reported)
+        return found
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether logits of its prompt are still to come."""
+        return self.logits is not None and not self.logits.is_whole
 
     @property
     def num_output_tokens(self) -> int:
@@ -123,13 +142,17 @@ class Completion:
         return len(self.token_ids) + self.num_pending_tokens
 
 
+NO_PLACE = -1
+"""Of a row that gets no tokens in a round."""
+
+
 class RowResult(NamedTuple):
     """What one round gave one completion.
 
     Attributes:
         completion: already updated; its `finish_reason` is set where this round ended it.
         new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended it.
-        index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
+        index_in_verdict: its place in `plan.sampled_rows`, for logprobs and logits; NO_PLACE where it is none of them.
         token_origins: how each of the new tokens came, a letter each; see `request_statistics`.
     """
 
@@ -170,7 +193,8 @@ class PlannedRow(NamedTuple):
 
 
 class ScoredRow(NamedTuple):
-    """How many positions of a prompt a plan that has no result yet scores, whose, and its admission then."""
+    """Of how many positions of a prompt a plan that has no result yet tells something, whose, and its admission
+    then."""
 
     completion: Completion
     epoch: int
@@ -182,6 +206,7 @@ class RunningBatch:
 
     Attributes:
         requests: in order of admission; only the last one is ever preempted.
+        num_reporting: of them, those whose tokens' logits are reported.
         pool: the blocks.
         cache: which of them hold reusable tokens.
     """
@@ -195,6 +220,7 @@ class RunningBatch:
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, limits.enable_block_reuse)
         self.requests: list[Completion] = []
+        self.num_reporting = 0
 
     def new_table(self, adapter: LoadedAdapter | None = None) -> BlockTable:
         """An empty block table on this batch's pool, for a request with an adapter or none."""
@@ -211,11 +237,10 @@ class RunningBatch:
         return len(running.token_ids) - len(cached) * self._limits.block_size
 
     def _cached(self, running: Completion, followed: bool) -> list[int]:
-        """Cached blocks that the request can start with: where its prompt is scored, those whose positions are."""
+        """Cached blocks that the request can start with: where its prompt is scored, or its logits are reported, those
+        of which there is all."""
         cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
-        if running.scores is None or running.scores.is_whole:
-            return cached
-        return cached[: running.scores.num_scored // self._limits.block_size]
+        return cached[: running.most_cached_tokens // self._limits.block_size]
 
     def try_admit(self, running: Completion, drafted: bool, followed: bool) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
@@ -243,6 +268,7 @@ class RunningBatch:
         if running.statistics.num_preemptions == 0:
             running.statistics.num_cached_prompt_tokens = running.num_prefilled
         self.requests.append(running)
+        self.num_reporting += running.request.sampling.return_generation_logits
         return True
 
     def room(self, running: Completion) -> int:
@@ -278,6 +304,7 @@ class RunningBatch:
         """
         running.table.release()
         self.requests.remove(running)
+        self.num_reporting -= running.request.sampling.return_generation_logits
         heapq.heappush(self._free_rows, running.row)
         self._dropped.append(running.row)
         running.row = NO_ROW

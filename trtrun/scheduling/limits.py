@@ -46,6 +46,8 @@ class SchedulerLimits:
         num_behind: tokens behind a block on which what a draft store keeps of it depends: 1 where that is one of heads,
             which keep at each position what depends on the next token; else 0.
         most_chunk: tokens of a prompt that a row reads in a round, at most; None where the round alone bounds it.
+        most_reported: positions of prompts whose logits a round reports, at most, or a tile; and of tokens, or one a
+            row; None for no limit.
         lookahead: window size, n-gram size and verification set size, where the method is lookahead; else empty.
     """
 
@@ -65,6 +67,7 @@ class SchedulerLimits:
     num_behind: int = 0
     lookahead: tuple[int, ...] = ()
     most_chunk: int | None = None
+    most_reported: int | None = None
 
     @classmethod
     def of(
@@ -77,6 +80,7 @@ class SchedulerLimits:
         *,
         drafts_in_parallel: bool = False,
         most_chunk: int | None = None,
+        most_reported: int | None = None,
     ) -> SchedulerLimits:
         """The limits of a configuration, for models with these contexts (the draft's is None without a draft model) and
         KV stores of `num_blocks` blocks."""
@@ -97,6 +101,7 @@ class SchedulerLimits:
             num_behind=METHODS[config.speculation.method].num_behind,
             lookahead=tuple(config.speculation.sizes) if isinstance(config.speculation, LookaheadSection) else (),
             most_chunk=most_chunk,
+            most_reported=most_reported,
         )
 
     def __post_init__(self) -> None:
@@ -113,6 +118,7 @@ class SchedulerLimits:
             ("prompt_tile", self.prompt_tile is None or self.prompt_tile >= 1, "at least 1"),
             ("num_behind", self.num_behind in (0, 1), "0 or 1"),
             ("most_chunk", self.most_chunk is None or self.most_chunk >= 1, "at least 1"),
+            ("most_reported", self.most_reported is None or self.most_reported >= 1, "at least 1"),
             ("draft_nodes", len(self.draft_nodes) in (0, self.draft_len + 1), "of each number up to draft_len"),
         )
         for name, holds, rule in rules:
@@ -129,6 +135,11 @@ class SchedulerLimits:
         if not self.draft_nodes:
             return min(most, max(0, num_tokens))
         return next((length for length in range(most, 0, -1) if self.draft_nodes[length] <= num_tokens), 0)
+
+    def longest_reported(self, num_rows: int) -> int:
+        """Tokens that are drafted for each of `num_rows` whose tokens' logits are reported, at most: a row may gain one
+        more."""
+        return self.draft_len if self.most_reported is None else max(0, self.most_reported // num_rows - 1)
 
     @property
     def num_stored_tokens(self) -> int:
@@ -206,17 +217,17 @@ class SchedulerLimits:
         """
         if length == 0:
             raise InvalidRequestError("the prompt has 0 tokens; give at least 1")
-        # OpenAI's words and llama.cpp's for it: programs look for them (litellm, for its context fallbacks).
+        # OpenAI's, Anthropic's and llama.cpp's words: programs look for them (LangChain, litellm, to shorten).
         if length > self.max_seq_len - 1:
             raise PromptTooLongError(
-                f"the prompt has {length} tokens, and this model's maximum context length is {self.max_seq_len} "
-                f"(max_seq_len {self.max_seq_len}), which leaves room for {self.max_seq_len - 1}; shorten it or raise "
-                "scheduler.max_seq_len within the target's context"
+                f"the prompt is too long: it has {length} tokens, and this model's maximum context length is "
+                f"{self.max_seq_len} (max_seq_len {self.max_seq_len}), which leaves room for {self.max_seq_len - 1}; "
+                "shorten it or raise scheduler.max_seq_len within the target's context"
             )
         if length + 1 > self.num_stored_tokens:
             raise PromptTooLongError(
-                f"the prompt has {length} tokens, which exceeds the available context size: it needs {length + 1} in "
-                "the KV store, which holds "
+                f"the prompt is too long: it has {length} tokens, which exceeds the available context size: it needs "
+                f"{length + 1} in the KV store, which holds "
                 f"{self.num_stored_tokens} ({self.num_blocks - 1} blocks of {self.block_size}); "
                 "shorten it or raise kv_cache.max_tokens or kv_cache.free_memory_fraction"
             )

@@ -12,7 +12,7 @@ import numpy as np
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.kvcache.tile_widths import padding
 from trtrun.scheduling.batch import Completion, PlannedRow, ScoredRow, Work
-from trtrun.scheduling.limits import most_unfed
+from trtrun.scheduling.limits import SchedulerLimits, most_unfed
 
 MOST_MISSED_ROUNDS = 30
 _MISSED_BY_MANY, _MANY_ROWS = 6, 17
@@ -41,23 +41,38 @@ class PlanBuilder:
 
     Attributes:
         budget: tokens that still fit into the round; a last tile may take a little more.
+        oldest: of the prompts that are being read; where its logits are reported, no other's are in the round.
     """
 
-    def __init__(self, budget: int, prompt_tile: int | None = None, most_chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        budget: int,
+        prompt_tile: int | None = None,
+        most_chunk: int | None = None,
+        most_reported: int | None = None,
+    ) -> None:
         """Plan up to `budget` tokens; see `SchedulerLimits` for the others."""
         self.budget = budget
+        self.oldest: Completion | None = None
         self._tile = prompt_tile or 1
         self._most_chunk = most_chunk or budget
+        self._most_reported = max(most_reported or budget, self._tile)
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
         self._scored: list[ScoredRow] = []
+        self._reported: list[ScoredRow] = []
         self._prefill: list[PrefillChunk] = []
         self._admissions: list[RowAdmission] = []
         self._updates: list[tuple[int, int, int]] = []
         self._max_context = 0
         self._catch_up: list[int] = []
         self._given: list[int] = []
+
+    @classmethod
+    def of(cls, limits: SchedulerLimits) -> PlanBuilder:
+        """Plan a round within limits."""
+        return cls(limits.max_num_tokens, limits.prompt_tile, limits.most_chunk, limits.most_reported)
 
     @property
     def is_empty(self) -> bool:
@@ -107,11 +122,24 @@ class PlanBuilder:
         round that has a token left reads on."""
         return most >= self._tile or (most > 0 and not self._prefill)
 
+    def most_read(self, running: Completion) -> int:
+        """Tokens of a row's prompt that the round may read, however much of it is left."""
+        return min(running.num_unread, self._most_reported) if running.reports_prompt else running.num_unread
+
+    def may_read(self, running: Completion) -> bool:
+        """Whether a prompt may be read on in this round: those whose logits are reported have few positions of it, so
+        that reports stay small, and the first one its share at least."""
+        if not running.reports_prompt:
+            return True
+        if self.oldest is not None and self.oldest.reports_prompt:
+            return running is self.oldest
+        return not self._reported or self._most_reported >= self._tile
+
     def prefill(self, running: Completion, most: int) -> None:
         """Have a row compute its next admission tokens, at most `most`, which is one at least; the last chunk's result
         counts as pending."""
         start = running.num_prefilled
-        length = min(running.num_unread, most, self._most_chunk)
+        length = min(self.most_read(running), most, self._most_chunk)
         if self._tile <= length < running.num_unread:
             length -= length % self._tile
         end = start + length
@@ -122,7 +150,11 @@ class PlanBuilder:
         scored = running.scores.part_of(start, length) if running.scores is not None else None
         if scored is not None:
             self._scored.append(ScoredRow(running, running.epoch, scored.length))
-        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed, scored))
+        reported = running.logits.part_of(start, length) if running.logits is not None else None
+        if reported is not None:
+            self._most_reported -= reported.length
+            self._reported.append(ScoredRow(running, running.epoch, reported.length))
+        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed, scored, reported))
         if is_last:
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
@@ -185,6 +217,10 @@ class PlanBuilder:
     def scored(self) -> list[ScoredRow]:
         """Rows whose prompt's log probabilities the round reports."""
         return self._scored
+
+    def reported(self) -> list[ScoredRow]:
+        """Rows of whose prompt the round reports logits."""
+        return self._reported
 
     def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
         """Freeze to the plan that ranks get."""

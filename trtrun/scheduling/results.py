@@ -82,12 +82,14 @@ class PlannedRound(NamedTuple):
         sampled: rows that get tokens, in the order of `RoundPlan.sampled_rows`.
         chunks: rows whose prefill goes on after this round.
         scored: rows whose prompt's log probabilities come with the result, in its order.
+        reported: rows whose prompt's logits do.
     """
 
     round_index: int
     sampled: list[PlannedRow]
     chunks: list[PlannedRow]
     scored: list[ScoredRow]
+    reported: list[ScoredRow]
 
 
 def check_result(planned: PlannedRound | None, round_index: int, num_counts: int, num_lists: int) -> PlannedRound:
@@ -116,6 +118,19 @@ def commit_scores(scored: Sequence[ScoredRow], ids: np.ndarray, values: np.ndarr
         if completion.epoch == row.epoch and completion.scores is not None:
             completion.scores.take(ids[start:end], values[start:end])
         start = end
+
+
+def commit_logits(reported: Sequence[ScoredRow], logits: np.ndarray) -> list[Completion]:
+    """Hand the logits of a round, [positions, vocab], to the prompts whose they are; returns the completions."""
+    start, found = 0, []
+    for row in reported:
+        end = start + row.num_positions
+        completion = row.completion
+        if completion.epoch == row.epoch and completion.logits is not None:
+            completion.logits.take(logits[start:end])
+            found.append(completion)
+        start = end
+    return found
 
 
 def commit_chunk(planned: PlannedRow) -> None:

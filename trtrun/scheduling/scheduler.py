@@ -25,13 +25,22 @@ from trtrun.core.nouns import FinishReason, Request, RoundPlan
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.admission import Admission, Decoding
-from trtrun.scheduling.batch import NO_ROW, Completion, RowResult, RunningBatch
+from trtrun.scheduling.batch import NO_PLACE, NO_ROW, Completion, RowResult, RunningBatch
 from trtrun.scheduling.guide_books import GuideBooks, GuideOrders
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
+from trtrun.scheduling.prompt_logits import PromptLogits
 from trtrun.scheduling.prompt_scores import PromptScores
 from trtrun.scheduling.queue import WaitingQueue
-from trtrun.scheduling.results import PlannedRound, append_tokens, check_result, commit_chunk, commit_row, commit_scores
+from trtrun.scheduling.results import (
+    PlannedRound,
+    append_tokens,
+    check_result,
+    commit_chunk,
+    commit_logits,
+    commit_row,
+    commit_scores,
+)
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText
 
 
@@ -158,6 +167,8 @@ class Scheduler:
         alternatives = request.sampling.prompt_logprobs
         if alternatives is not None and not generated:  # they are told with the first token
             completion.scores = PromptScores(len(request.prompt_token_ids), alternatives)
+        if request.sampling.return_context_logits and not generated:
+            completion.logits = PromptLogits(len(request.prompt_token_ids))
         self._requests[request.request_id] = completion
         guide = request.sampling.guided
         self._waiting.add(completion, is_held=guide is not None and not self._guides.add(guide))
@@ -281,7 +292,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._outstanding)} results are due but plans_ahead is {self.limits.plans_ahead}")
         if not self._requests:
             return None
-        plan = PlanBuilder(self.limits.max_num_tokens, self.limits.prompt_tile, self.limits.most_chunk)
+        plan = PlanBuilder.of(self.limits)
         has_free_row = self._batch.has_free_row()
         decoding = self._decoding.rows()
         has_prompts = len(decoding) < self.num_running or (has_free_row and self._waiting.num_ready > 0)
@@ -300,7 +311,7 @@ class Scheduler:
             may_sit_out=limits.may_sit_out,
             apart=most_drafting is not None,
         )
-        self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks(), plan.scored()))
+        self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks(), plan.scored(), plan.reported()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         for admission in built.admissions:
             if admission.sampling.guided is not None:
@@ -317,6 +328,7 @@ class Scheduler:
         foreseen: Sequence[bool] | None = None,
         num_suffix_tokens: Sequence[int] | None = None,
         prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None,
+        prompt_logits: np.ndarray | None = None,
     ) -> list[RowResult]:
         """Take a round's result: append tokens, end requests, offer verified blocks for reuse.
 
@@ -330,9 +342,11 @@ class Scheduler:
             num_suffix_tokens: per row, how many of its first draft tokens were found in texts; None where none were.
             prompt_logprobs: token ids and values of the plan's scored positions, [positions, 1 + alternatives] each;
                 None where none are.
+            prompt_logits: of the plan's reported positions, [positions, vocab] float32; None where none are.
 
         Returns:
-            One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
+            One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`, and
+            behind these one without tokens for each other prompt of which there are logits.
 
         Raises:
             RuntimeError: the plan is not the oldest one out, or the lists do not fit it.
@@ -342,6 +356,7 @@ class Scheduler:
         self._outstanding.popleft()
         if prompt_logprobs is not None:
             commit_scores(record.scored, *prompt_logprobs)
+        reported = [] if prompt_logits is None else commit_logits(record.reported, prompt_logits)
         for planned in record.chunks:
             if planned.completion.epoch == planned.epoch:
                 commit_chunk(planned)
@@ -363,6 +378,9 @@ class Scheduler:
                     self._release(row.completion)
                     self._forget(row.completion)
                 results.append(row)
+        for completion in reported:
+            if all(completion is not row.completion for row in results):
+                results.append(RowResult(completion, [], NO_PLACE))
         return results
 
     def _release(self, running: Completion) -> None:

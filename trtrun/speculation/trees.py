@@ -108,8 +108,12 @@ def _verify_nodes(
     logprobs = None
     if sampling.wanted_logprobs(rows):
         logprobs = top_logprobs(_gather(logits, _pick(_lines(draft), kept.paths)), sampling, rows, tokens)
+    of_rows: dict[int, Tensor] = {}
+    if reported := sampling.reported_indices(rows):
+        along = _pick(_lines(draft), kept.paths)
+        of_rows = {index: logits[index].index_select(0, along[index]) for index in reported}
     longest = torch.where(draft.draft_lens < 0, draft.draft_lens, kept.longest)
-    return Verdict(num_tokens, tokens, longest, logprobs, chosen_logits, paths=kept.paths)
+    return Verdict(num_tokens, tokens, longest, logprobs, chosen_logits, paths=kept.paths, reported_logits=of_rows)
 
 
 def _longest_path(

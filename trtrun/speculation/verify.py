@@ -154,7 +154,8 @@ def verify(
 
     Returns:
         Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] as given, logprobs for the rows that asked, in the
-        order of `rows`, as wide as the widest of them asked, and the raw logits of all tokens. One that is not finite
+        order of `rows`, as wide as the widest of them asked, the raw logits of all tokens, and for the rows that asked
+        all raw logits, as parts of `logits`. One that is not finite
         wins every argmax, and where none is finite token 0 is what remains: neither is an answer, which whoever reads
         the verdict has to see. A row whose bans and masks forbid every token ends before that position; where that is
         its first, it gains token 0 with a logit of -inf.
@@ -183,7 +184,14 @@ def verify(
     chosen_logits = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     if masks is not None or (forced_acceptance is None and sampling.may_forbid_all(rows)):
         num_tokens, tokens, chosen_logits = end_where_forbidden(num_tokens, tokens, chosen_logits, found.forbids(index))
-    return Verdict(num_tokens, tokens, draft_lens, top_logprobs(logits, sampling, rows, tokens), chosen_logits)
+    return Verdict(
+        num_tokens,
+        tokens,
+        draft_lens,
+        top_logprobs(logits, sampling, rows, tokens),
+        chosen_logits,
+        reported_logits={index: logits[index] for index in sampling.reported_indices(rows)},
+    )
 
 
 def _allowed_lens(allowed: Tensor, draft_tokens: Tensor, draft_lens: Tensor) -> Tensor:

@@ -134,11 +134,16 @@ class DevicePhases:
         return seconds
 
     def _passed(self) -> Iterator[RoundBorders]:
-        """Rounds that the device has done, the oldest first, each once; their events are used again."""
-        while self._rounds and self._rounds[0].borders[-1][1].query():
+        """Rounds that the device has done, the oldest first, each once; their events are used again. Not one that has
+        just begun: times of the round before may be taken while it is launched."""
+        while self._rounds and not self._has_just_begun() and self._rounds[0].borders[-1][1].query():
             passed = self._rounds.popleft()
             yield passed
             self._spare += [event for _, event in passed.borders]
+
+    def _has_just_begun(self) -> bool:
+        """Whether the only round that is left has no phase yet."""
+        return len(self._rounds) == 1 and len(self._rounds[0].borders) == 1
 
     def _record(self) -> Event:
         event = self._spare.pop() if self._spare else self._make_event()

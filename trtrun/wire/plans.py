@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, ScoredPart
+from trtrun.core.nouns import LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 
 
@@ -48,7 +48,7 @@ _ADMISSION = np.dtype(
         for name in (
             "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists", "guide",
-            "window", "ngram", "verified", "adapter_slot",
+            "window", "ngram", "verified", "adapter_slot", "return_generation_logits",
         )
     ]
     + [
@@ -59,7 +59,8 @@ _ADMISSION = np.dtype(
     ]
 )  # fmt: skip
 _NOT_SCORED = ScoredPart(0, 0, 0)
-_CHUNK_NUMBERS = 5 + len(_NOT_SCORED)
+_NOT_REPORTED = LogitsPart(0, 0)
+_CHUNK_NUMBERS = 5 + len(_NOT_SCORED) + len(_NOT_REPORTED)
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
 _LOOKAHEAD = ("window", "ngram", "verified")
 """Of SamplingParams.lookahead_config; 0 without one."""
@@ -123,7 +124,23 @@ def is_plan(message: bytes) -> bool:
 
 def _chunk_numbers(chunk: PrefillChunk) -> tuple[int, ...]:
     """A chunk's `_CHUNK_NUMBERS`."""
-    return (chunk.row, chunk.start, chunk.length, chunk.is_last, chunk.followed, *(chunk.scored or _NOT_SCORED))
+    asked = (*(chunk.scored or _NOT_SCORED), *(chunk.reported or _NOT_REPORTED))
+    return (chunk.row, chunk.start, chunk.length, chunk.is_last, chunk.followed, *asked)
+
+
+def _chunk(row: int, start: int, length: int, is_last: int, followed: int, *asked: int) -> PrefillChunk:
+    """The chunk of `_chunk_numbers`."""
+    scored = ScoredPart(*asked[: len(_NOT_SCORED)])
+    reported = LogitsPart(*asked[len(_NOT_SCORED) :])
+    return PrefillChunk(
+        row,
+        start,
+        length,
+        bool(is_last),
+        bool(followed),
+        scored if scored.length else None,
+        reported if reported.length else None,
+    )
 
 
 def _encode_admission(record: np.void, admission: RowAdmission, integers: list[np.ndarray]) -> None:
@@ -133,6 +150,7 @@ def _encode_admission(record: np.void, admission: RowAdmission, integers: list[n
     for name in _INTEGERS + _NUMBERS:
         record[name] = getattr(sampling, name)
     record["logprobs"] = -1 if sampling.logprobs is None else sampling.logprobs
+    record["return_generation_logits"] = sampling.return_generation_logits
     for name, size in zip(_LOOKAHEAD, sampling.lookahead_config, strict=False):
         record[name] = size
     record["num_tokens"] = len(admission.tokens)
@@ -186,10 +204,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
         dropped_rows=dropped,
         admissions=admissions,
         block_updates=updates,
-        prefill=tuple(
-            PrefillChunk(row, start, length, bool(last), bool(followed), ScoredPart(*scored) if scored[1] else None)
-            for row, start, length, last, followed, *scored in chunks
-        ),
+        prefill=tuple(_chunk(*numbers) for numbers in chunks),
         decode_rows=decode[0],
         draft_lens=decode[1],
         catch_up=decode[2],
@@ -223,6 +238,7 @@ def _decode_admission(
     values: dict[str, Any] = {name: int(record[name]) for name in _INTEGERS}
     values |= {name: float(record[name]) for name in _NUMBERS}
     values["logprobs"] = None if record["logprobs"] < 0 else int(record["logprobs"])
+    values["return_generation_logits"] = bool(record["return_generation_logits"])
     if record["ngram"]:
         values["lookahead_config"] = tuple(int(record[name]) for name in _LOOKAHEAD)
     if record["guide"] >= 0:

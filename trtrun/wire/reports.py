@@ -38,6 +38,9 @@ class _ReportHeader(NamedTuple):
     logprob_width: int
     prompt_rows: int
     prompt_width: int
+    vocab_size: int
+    logits_rows: int
+    prompt_logits: int
     num_guesses: int
     num_redrafted: int
     hit_chances: int
@@ -49,7 +52,7 @@ class _ReportHeader(NamedTuple):
     anticipating: float
 
 
-_REPORT_HEADER = struct.Struct("<13q4d")
+_REPORT_HEADER = struct.Struct("<16q4d")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class RoundReport:
         prompt_ids: [positions, 1 + alternatives] int64 of the plan's scored positions, in order: the prompt's token
             behind each, then the most likely ones; empty where there are none.
         prompt_values: of these the log probabilities, the same shape, float32. Comparisons leave arrays out.
+        logits: of the sampled rows that asked, by their places, [num_tokens, vocab] float32.
+        prompt_logits: [positions, vocab] float32 of the plan's reported positions, in order; empty without any.
     """
 
     round_index: int
@@ -107,6 +112,8 @@ class RoundReport:
     hit_chances: list[float] = field(default_factory=list)
     prompt_ids: np.ndarray = field(default_factory=lambda: _no_rows(2), compare=False)
     prompt_values: np.ndarray = field(default_factory=lambda: _no_rows(2), compare=False)
+    logits: dict[int, np.ndarray] = field(default_factory=dict, compare=False)
+    prompt_logits: np.ndarray = field(default_factory=lambda: _no_rows(2), compare=False)
 
 
 def _no_rows(dimensions: int) -> np.ndarray:
@@ -142,12 +149,15 @@ class ReportArrays:
     hit_chances: np.ndarray = field(default_factory=lambda: _no_rows(1))
     prompt_ids: np.ndarray = field(default_factory=lambda: _no_rows(2))
     prompt_values: np.ndarray = field(default_factory=lambda: _no_rows(2))
+    logits: dict[int, np.ndarray] = field(default_factory=dict)
+    prompt_logits: np.ndarray = field(default_factory=lambda: _no_rows(2))
 
     def encode(self) -> bytes:
         """The bytes of the report."""
         rows, width = self.tokens.shape
         logprob_rows, _, logprob_width = self.logprob_ids.shape
         prompt_rows, prompt_width = self.prompt_ids.shape
+        reported = [*self.logits.values(), self.prompt_logits]
         header = _ReportHeader(
             round_index=self.round_index,
             is_verdict=self.num_tokens is not None,
@@ -157,6 +167,9 @@ class ReportArrays:
             logprob_width=logprob_width,
             prompt_rows=prompt_rows,
             prompt_width=prompt_width,
+            vocab_size=max(one.shape[1] for one in reported),
+            logits_rows=len(self.logits),
+            prompt_logits=len(self.prompt_logits),
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
             hit_chances=len(self.hit_chances),
@@ -173,9 +186,10 @@ class ReportArrays:
             array if len(array) == len(counts) else np.zeros(len(counts), dtype=np.int64)
             for array in (self.foreseen, self.num_suffix_tokens)
         )
-        for array in (counts, self.draft_lens, foreseen, found, self.tokens, self.logprob_ids, self.prompt_ids):
+        places = np.array([*self.logits], dtype=np.int64)
+        for array in (counts, self.draft_lens, foreseen, found, self.tokens, self.logprob_ids, self.prompt_ids, places):
             parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
-        for array in (self.logprob_values, self.prompt_values, self.hit_chances):
+        for array in (self.logprob_values, self.prompt_values, *reported, self.hit_chances):
             parts.append(np.ascontiguousarray(array, dtype=np.float32).tobytes())
         return b"".join(parts)
 
@@ -197,6 +211,8 @@ class ReportArrays:
             hit_chances=self.hit_chances.astype(np.float32).tolist(),
             prompt_ids=self.prompt_ids,
             prompt_values=self.prompt_values,
+            logits=self.logits,
+            prompt_logits=self.prompt_logits,
         )
 
 
@@ -212,7 +228,16 @@ def decode_report(payload: bytes) -> RoundReport:
     shape, of_prompts = (header.logprob_rows, width, header.logprob_width), (header.prompt_rows, header.prompt_width)
     counts, num_chances = (math.prod(shape) if header.logprob_rows else 0, math.prod(of_prompts)), header.hit_chances
     ids, prompt_ids = _split(payload, np.int64, at, counts)
-    values, prompt_values = _split(payload, np.float32, at + 8 * sum(counts), counts)
+    at += 8 * sum(counts)
+    places = struct.unpack_from(f"<{header.logits_rows}q", payload, at)
+    at += 8 * len(places)
+    values, prompt_values = _split(payload, np.float32, at, counts)
+    logits: dict[int, np.ndarray] = {}
+    prompt_logits = _no_rows(2)
+    if header.vocab_size:
+        gained = [*(num_tokens[place] for place in places), header.prompt_logits]
+        *of_rows, prompt_logits = _split_logits(payload, at + 4 * sum(counts), gained, header.vocab_size)
+        logits = dict(zip(places, of_rows, strict=True))
     return RoundReport(
         round_index=header.round_index,
         times=RoundTimes(
@@ -234,7 +259,16 @@ def decode_report(payload: bytes) -> RoundReport:
         hit_chances=list(struct.unpack_from(f"<{num_chances}f", payload, len(payload) - 4 * num_chances)),
         prompt_ids=prompt_ids.reshape(of_prompts),
         prompt_values=prompt_values.reshape(of_prompts),
+        logits=logits,
+        prompt_logits=prompt_logits,
     )
+
+
+def _split_logits(payload: bytes, at: int, counts: list[int], vocab_size: int) -> list[np.ndarray]:
+    """[count, vocab_size] float32 for each of the counts, one behind the other from byte `at` on."""
+    whole = np.frombuffer(payload, dtype=np.float32, count=sum(counts) * vocab_size, offset=at)
+    ends = np.cumsum(counts, dtype=np.int64)
+    return np.split(whole.reshape(-1, vocab_size), ends[:-1])
 
 
 def _split(payload: bytes, dtype: type[np.generic], at: int, counts: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.anthropic.answers import MessageAnswer
+from launch.serve.anthropic.fields import THREAD
 from launch.serve.door.refusals import HTTP_STATUS, Refusal, retry_headers
 from launch.serve.front.front import Front
 from launch.serve.http.answers import answer_in_parts
@@ -34,6 +35,9 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 """Anthropic's type of each status; others are invalid_request_error."""
+
+_NO_THREADS: Mapping[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+"""Details by which Anthropic's clients know that they have to send a conversation as a whole each time."""
 
 
 class MessagesApi:
@@ -70,14 +74,16 @@ def is_below(request: Request) -> bool:
     return request.url.path == PREFIX or request.url.path.startswith(f"{PREFIX}/")
 
 
-def error_body(message: str, status: int) -> dict[str, Any]:
-    """An error as Anthropic's clients read it."""
-    return {"type": "error", "error": {"type": _TYPES.get(status, "invalid_request_error"), "message": message}}
+def error_body(message: str, status: int, details: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """An error as Anthropic's clients read it, perhaps with details for programs."""
+    error = {"type": _TYPES.get(status, "invalid_request_error"), "message": message}
+    return {"type": "error", "error": error if details is None else {**error, "details": details}}
 
 
 def answer_refusal(refusal: Refusal) -> JSONResponse:
     """The HTTP answer to a request that is not answered."""
     line, status = str(refusal), HTTP_STATUS[refusal.kind]
     if refusal.code == "context_length_exceeded":
-        line = f"prompt is too long: {line}"  # so Claude Code knows that it has to shorten the conversation
-    return JSONResponse(error_body(line, status), status_code=status, headers=retry_headers(refusal))
+        line = line.removeprefix("the ")  # so Claude Code knows that it has to shorten the conversation
+    details = _NO_THREADS if refusal.field == THREAD else None
+    return JSONResponse(error_body(line, status, details), status_code=status, headers=retry_headers(refusal))

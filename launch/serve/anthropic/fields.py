@@ -11,18 +11,24 @@ from launch.serve.openai.types import SAMPLING_FIELDS
 
 _ANTHROPIC = "Anthropic"
 
+THREAD = "thread"
+"""A conversation that the server is to keep. Clients' tool runners ask for one, and can do without."""
+
 EFFECT = (
     "model", "max_tokens", "messages", "system", "tools", "tool_choice", "stop_sequences", "temperature", "top_p",
     "top_k", "stream", "thinking", "output_config", "output_format", "context_management",
 )  # fmt: skip
 IGNORED = (
     "metadata", "service_tier", "cache_control", "user_profile_id", "anthropic_version", "anthropic_beta", "betas",
+    "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks", "workspace_id",
 )  # fmt: skip
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "compaction": (),
     "container": (),
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
+    THREAD: (),
 }
 """Taken at these values alone: no tool is run here, and nothing is kept between requests."""
 

@@ -37,7 +37,7 @@ from launch.serve.engine.messages import (
     Status,
     encode,
 )
-from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects
+from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects, gets_on
 from launch.serve.engine.unix_socket import listen
 from trtrun.core.outputs import CompletionDelta
 from trtrun.scheduling.limits import SchedulerLimits
@@ -346,6 +346,8 @@ class EngineClient:
             opened.take(delta)
             if not opened.generated:
                 del self._requests[request_id]
+            if not gets_on(delta):
+                return
             self._go_on_behind(request_id)
             if self._suspected_ends:  # others get on: it was not the engine
                 self.on_blame(self._suspected_ends)

@@ -24,7 +24,7 @@ import msgspec
 
 from launch.serve.door.refusals import Refusal
 from launch.serve.engine.messages import Generate
-from trtrun.core.outputs import CompletionDelta, merge_deltas
+from trtrun.core.outputs import CompletionDelta, Logits, merge_deltas
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 
@@ -91,6 +91,8 @@ class OpenRequest:
         lost: engines that it has lost since its last token, by their numbers.
         lost_alone: those that it has lost while no other request was in work, ever.
         is_given_back: whether it has lost an engine, ever.
+        num_context_told: positions of its prompt whose logits its reader has been told.
+        num_context: the same of this engine, which begins anew where none of its tokens came before.
     """
 
     request_id: str
@@ -104,6 +106,8 @@ class OpenRequest:
     lost: list[int] = field(default_factory=list)
     lost_alone: set[int] = field(default_factory=set)
     is_given_back: bool = False
+    num_context_told: int = 0
+    num_context: int = 0
 
     def message(self) -> Generate:
         """What an engine is sent, a first or a later one."""
@@ -119,18 +123,35 @@ class OpenRequest:
             delta = msgspec.structs.replace(delta, statistics=_add(before, delta.statistics))
         self.told[delta.index] = delta.statistics
         self.generated[delta.index] += delta.token_ids
-        self.lost.clear()
+        if delta.context_logits is not None:
+            delta = msgspec.structs.replace(delta, context_logits=self._new_context(delta.context_logits))
+        if gets_on(delta):
+            self.lost.clear()
         if delta.finish_reason is not None:
             del self.generated[delta.index]
         self.inbox.put(self.number, delta)
+
+    def _new_context(self, logits: Logits) -> Logits | None:
+        """What the reader has not been told of a prompt's logits."""
+        begin = self.num_context
+        self.num_context += logits.num_positions
+        known = self.num_context_told - begin
+        self.num_context_told = max(self.num_context_told, self.num_context)
+        return logits if known <= 0 else logits.behind(known)
 
     def lose_engine(self, engine: int, was_alone: bool) -> None:
         """The engine of this number is gone: the next one counts from zero."""
         self.before = dict(self.told)
         self.lost.append(engine)
+        self.num_context = 0
         self.is_given_back = True
         if was_alone:
             self.lost_alone.add(engine)
+
+
+def gets_on(delta: CompletionDelta) -> bool:
+    """Whether a completion has a token, or has ended: logits of prompts alone do not count."""
+    return bool(delta.token_ids) or delta.finish_reason is not None
 
 
 _COUNTERS = (

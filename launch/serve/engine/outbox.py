@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -37,7 +38,7 @@ class Outbox(Outlet):
         self._connection = connection
         self._loop = loop
         self._lock = threading.Lock()
-        self._unsent = memoryview(b"")
+        self._unsent: deque[memoryview] = deque()
         self._round: list[CompletionDelta] = []
         self._late: dict[tuple[object, int], list[CompletionDelta]] = {}
         self._late_messages: list[Message] = []
@@ -83,16 +84,21 @@ class Outbox(Outlet):
         """Send nothing any more. In the event loop."""
         with self._lock:
             self._is_closed = True
-            self._unsent = memoryview(b"")
+            self._unsent.clear()
             self._loop.remove_writer(self._connection.fileno())
             self._connection.close()
 
     def _write_deltas(self, deltas: Iterable[CompletionDelta]) -> None:
-        told = tuple(deltas)
+        told = []
+        for delta in deltas:
+            if delta.context_logits is None and delta.generation_logits is None:
+                told.append(delta)
+            else:  # by itself: logits are large, and the front reads a message at a stretch
+                self._write(encode(Deltas(deltas=(delta,))))
         if not told:
             return
         try:
-            self._write(encode(Deltas(deltas=told)))
+            self._write(encode(Deltas(deltas=tuple(told))))
         except MessageError:  # larger than a message may be: each by itself
             if len(told) == 1:
                 raise
@@ -104,11 +110,11 @@ class Outbox(Outlet):
         if self._is_closed:
             return
         if self._unsent:
-            self._unsent = memoryview(bytes(self._unsent) + data)
+            self._unsent.append(memoryview(data))
             return
         sent = self._try_send(memoryview(data))
         if sent < len(data):
-            self._unsent = memoryview(data)[sent:]
+            self._unsent.append(memoryview(data)[sent:])
             self._loop.call_soon_threadsafe(self._wait_for_room)
 
     def _try_send(self, data: memoryview) -> int:
@@ -128,9 +134,13 @@ class Outbox(Outlet):
     def _write_on(self) -> None:
         """There is room again. In the event loop."""
         with self._lock:
-            self._unsent = self._unsent[self._try_send(self._unsent) :]
-            if self._unsent:
-                return
+            while self._unsent:
+                first = self._unsent[0]
+                sent = self._try_send(first)
+                if sent < len(first):
+                    self._unsent[0] = first[sent:]
+                    return
+                self._unsent.popleft()
             self._loop.remove_writer(self._connection.fileno())
             late, self._late = self._late, {}
             messages, self._late_messages = self._late_messages, []

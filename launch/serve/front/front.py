@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from launch.serve.door.limits import SHORT_BODY, Door, Ticket, check_counts, distinct, engine_starting, out_of_time
+from launch.serve.door.limits import (
+    SHORT_BODY,
+    Door,
+    LogitsLimit,
+    Ticket,
+    check_counts,
+    distinct,
+    engine_starting,
+    out_of_time,
+)
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
@@ -184,7 +193,9 @@ class Front:
         timeout: float,
         readers: Readers,
         ping_seconds: float | None = None,
+        logits_limit: LogitsLimit | None = None,
     ) -> None:
+        self._logits_limit = logits_limit
         self.ping_seconds = ping_seconds
         self.model_name = model_name
         self.tokenizer = tokenizer
@@ -302,6 +313,9 @@ class Front:
                 limits.check_draft_len(request.sampling.draft_len)
                 limits.check_lookahead(request.sampling.lookahead_config)
                 check_adapter(request.sampling.lora_name, self.adapters)
+        if self._logits_limit is not None:
+            lengths = [len(request.prompt_token_ids) for request in requests]
+            self._logits_limit.check(lengths, [request.sampling for request in requests], limits.max_length)
 
     def most_prompt_tokens(self) -> int:
         """Tokens of the longest prompt that can run; raises a Refusal where there is no engine."""

@@ -27,7 +27,7 @@ PING = b": ping\n\n"
 class _PartsResponse(Response):
     """An answer of several parts, whose length is told before."""
 
-    def __init__(self, parts: Sequence[bytes], media_type: str, headers: Mapping[str, str] | None) -> None:
+    def __init__(self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str] | None) -> None:
         super().__init__(
             media_type=media_type, headers={**(headers or {}), "content-length": str(sum(map(len, parts)))}
         )
@@ -54,7 +54,7 @@ async def make_parts(parts: Iterable[bytes]) -> list[bytes]:
 
 
 def answer_in_parts(
-    parts: Sequence[bytes], media_type: str = "application/json", headers: Mapping[str, str] | None = None
+    parts: Sequence[bytes | memoryview], media_type: str = "application/json", headers: Mapping[str, str] | None = None
 ) -> Response:
     """The answer of parts, as one where they are short."""
     if sum(map(len, parts)) <= JOINED_BYTES:

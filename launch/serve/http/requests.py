@@ -12,7 +12,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ from trtrun.errors import ConfigError, reading
 T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
+_NAMES_OF_IDS: Mapping[bool, Sequence[str]] = {False: (REQUEST_ID,), True: (REQUEST_ID, "request-id")}
+"""Headers of answers with the id of the request, by whether Anthropic's client asks, which reads another one."""
 
 _LONGEST_ID = 128
 _MOST_KEY_BYTES = 1 << 20
@@ -45,7 +47,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = choose_id(Headers(scope=scope).get(REQUEST_ID, ""))
+        sent = Headers(scope=scope)
+        request_id = choose_id(sent.get(REQUEST_ID, ""))
         scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.perf_counter(), 0
 
@@ -53,7 +56,9 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                headers = MutableHeaders(scope=message)
+                for name in _NAMES_OF_IDS["anthropic-version" in sent]:
+                    headers[name] = request_id
             await send(message)
 
         try:

@@ -7,6 +7,7 @@ messages, tensors and the forms' own modules. It does not know calls or streams,
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,15 @@ from launch.serve.http.json_bodies import parse_json
 from launch.serve.kserve.http_bodies import InferBody, read_generate, read_infer, write_generate, write_infer
 from launch.serve.kserve.models import VERSION, Model
 from launch.serve.kserve.requests import InferResponse, no_shared_memory
-from launch.serve.kserve.tensors import DATATYPES, Tensor, read_bytes, read_shape, refuse_input, write_bytes
+from launch.serve.kserve.tensors import (
+    DATATYPES,
+    MOST_WHOLE_BYTES,
+    Tensor,
+    read_bytes,
+    read_shape,
+    refuse_input,
+    write_bytes,
+)
 
 FAILED = "the server failed; its log says how"
 
@@ -155,6 +164,13 @@ def write_response(response: InferResponse) -> Any:
         output.shape.extend(tensor.values.shape)
         told.raw_output_contents.append(write_bytes(tensor))
     return told
+
+
+async def write_in_turns(response: InferResponse) -> Any:
+    """A ModelInferResponse; a long one is made in a thread, where the event loop does not wait for all of it."""
+    if sum(tensor.values.nbytes for tensor in response.tensors) <= MOST_WHOLE_BYTES:
+        return write_response(response)
+    return await asyncio.to_thread(write_response, response)
 
 
 def head(model: Model, request_id: str) -> Any:

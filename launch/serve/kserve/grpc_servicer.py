@@ -30,8 +30,8 @@ from launch.serve.kserve.grpc_messages import (
     no_message,
     read_head,
     write_config,
+    write_in_turns,
     write_metadata,
-    write_response,
     write_statistics,
 )
 from launch.serve.kserve.grpc_stream import InferStream
@@ -39,6 +39,7 @@ from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.places import Places, PlacesByCaller
 from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
 from launch.serve.kserve.service import Begun, KServeService
+from launch.serve.kserve.tensors import MOST_WHOLE_BYTES
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reading.readers import ReadAnswer
 
@@ -269,9 +270,11 @@ class KServeServicer:
                 return work.content
             place.fill(work.stop)
             try:
-                told = write_response(await work.whole())
+                told = await write_in_turns(await work.whole())
             finally:
                 work.close()
+        if told.ByteSize() > MOST_WHOLE_BYTES:
+            return await asyncio.to_thread(told.SerializeToString)
         await asyncio.sleep(0)  # it may be long
         return told.SerializeToString()
 

@@ -26,7 +26,7 @@ from launch.serve.kserve.grpc_messages import (
     head,
     read_head,
     read_known_head,
-    write_response,
+    write_in_turns,
 )
 from launch.serve.kserve.places import Places
 from launch.serve.kserve.requests import find_model
@@ -47,7 +47,7 @@ class _ClientGoneError(Exception):
 async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
     """Messages of a request at work, each with whether it is the last."""
     async for response in work.responses():
-        yield write_response(response), response.is_last
+        yield await write_in_turns(response), response.is_last
 
 
 async def _read_responses(answer: ReadAnswer) -> AsyncIterator[tuple[Any, bool]]:

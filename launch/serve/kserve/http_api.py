@@ -7,7 +7,7 @@ Starlette, and nothing of engines.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -198,7 +198,7 @@ async def _refuse_region(request: Request) -> Response:
     raise no_shared_memory()
 
 
-def _respond(parts: list[bytes], json_length: int | None) -> Response:
+def _respond(parts: Sequence[bytes | memoryview], json_length: int | None) -> Response:
     """An answer; bytes of tensors follow its JSON, where that has a length."""
     if json_length is None:
         return answer_in_parts(parts)

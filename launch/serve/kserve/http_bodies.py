@@ -23,8 +23,8 @@ from launch.serve.kserve.tensors import (
     read_shape,
     read_values,
     refuse_input,
-    write_bytes,
     write_json,
+    write_parts,
     write_values,
 )
 from trtrun.core.values import show_value
@@ -136,13 +136,13 @@ def _check_parameter(model: Model, name: str, value: object, number: int) -> Non
         )
 
 
-def write_infer(response: InferResponse, body: InferBody) -> tuple[Iterator[bytes], list[bytes]]:
+def write_infer(response: InferResponse, body: InferBody) -> tuple[Iterator[bytes], list[bytes | memoryview]]:
     """The response to `infer`.
 
     Returns:
-        Its JSON, in parts that are made in little time, and the bytes of tensors that follow it.
+        Its JSON, in parts that are made in little time, and the bytes of tensors that follow it, in parts.
     """
-    behind: list[bytes] = []
+    behind: list[bytes | memoryview] = []
     heads: list[tuple[bytes, Tensor | None]] = []
     for tensor in response.tensors:
         told: dict[str, Any] = {
@@ -152,8 +152,9 @@ def write_infer(response: InferResponse, body: InferBody) -> tuple[Iterator[byte
         }
         is_binary = tensor.name in body.binary or (body.all_binary and tensor.name not in body.outputs)
         if is_binary:
-            behind.append(write_bytes(tensor))
-            told["parameters"] = {"binary_data_size": len(behind[-1])}
+            parts = write_parts(tensor)
+            behind += parts
+            told["parameters"] = {"binary_data_size": sum(map(len, parts))}
         heads.append((dump(told), None if is_binary else tensor))
     return _write_outputs(response, heads), behind
 

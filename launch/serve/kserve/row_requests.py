@@ -33,8 +33,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_vocab_size": (0,),
     "lora_weights": (),
     "lora_config": (),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
     "beam_width": (0, 1),
     "decoder_input_lengths": (0, 1),
     "draft_logits": (),
@@ -60,9 +58,6 @@ _GUIDE_TYPES: Mapping[str, str] = {
     "ebnf_grammar": "grammar",
 }
 """TensorRT-LLM's kinds of guides, and those of SamplingParams."""
-
-UNKEPT_OUTPUTS = ("context_logits", "generation_logits")
-"""Outputs that are never there."""
 
 _RENAMED: Mapping[str, str] = {"top_k": "runtime_top_k", "top_p": "runtime_top_p", "max_tokens": "request_output_len"}
 """Names of the models of text, and those of the models of tokens."""
@@ -125,9 +120,6 @@ def read_row_requests(request: InferRequest, facts: ModelFacts) -> list[RowReque
     Raises:
         Refusal: an input asks for what there is not, or has a value outside its range.
     """
-    for name in request.outputs:
-        if name in UNKEPT_OUTPUTS:
-            raise Refusal(Kind.INVALID, f"{name} is not kept here: leave the output out", name)
     for name, harmless in UNSUPPORTED.items():
         values = request.inputs.get(name)
         if values is not None and values.size and not all(value in harmless for value in values.ravel().tolist()):
@@ -175,6 +167,14 @@ def _read_sampling(row: Row, request: InferRequest, facts: ModelFacts) -> tuple[
         request.outputs
     )
     values: dict[str, Any] = {
+        f"return_{name}": row.flag(f"return_{name}") or name in request.outputs
+        for name in ("context_logits", "generation_logits")
+    }
+    if values["return_context_logits"] and row.number("num_return_sequences", 1) > 1:
+        raise refuse_input(
+            "num_return_sequences", "must be 1 with return_context_logits: ask for the prompt's logits by themselves"
+        )
+    values |= {
         "max_tokens": max_tokens,
         "min_tokens": min(row.number("min_length", 0), max_tokens),
         "n": row.number("num_return_sequences", 1),

@@ -15,6 +15,7 @@ import numpy as np
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.door.stretches import Rests
 from launch.serve.front.front import Front, Generation
+from launch.serve.kserve.logits import first_positions, stack_logits
 from launch.serve.kserve.requests import InferRequest, InferResponse
 from launch.serve.kserve.row_requests import RowRequest
 from launch.serve.kserve.tensors import Array, Tensor, text_array
@@ -35,6 +36,8 @@ class Gain:
         num_tokens: of prompt and completion so far.
         num_cached_tokens: of the prompt, whose keys and values were there.
         is_last: whether it has ended.
+        context_logits, generation_logits: [positions, vocab] float32 of the prompt, where they came with it, and of the
+            new tokens, in parts.
     """
 
     row: int
@@ -46,6 +49,8 @@ class Gain:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_last: bool = False
+    context_logits: list[Array] = field(default_factory=list)
+    generation_logits: list[Array] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -57,6 +62,8 @@ class Gain:
         self.tokens += later.tokens
         self.texts += later.texts
         self.log_probs += later.log_probs
+        self.generation_logits += later.generation_logits
+        self.context_logits += later.context_logits
         self.sum_log_probs, self.num_tokens = later.sum_log_probs, later.num_tokens
         self.num_cached_tokens, self.is_last = later.num_cached_tokens, later.is_last
 
@@ -98,7 +105,12 @@ class _Completion:
         if self._text is not None:
             text = self._text.extend(tokens) + (self._text.flush() if is_last else "")
         self._num_cached_tokens = delta.statistics.num_cached_prompt_tokens
-        return self._gain(tokens, text, log_probs, is_last)
+        gain = self._gain(tokens, text, log_probs, is_last)
+        if delta.context_logits is not None:
+            gain.context_logits = delta.context_logits.arrays()
+        if delta.generation_logits is not None:
+            gain.generation_logits = first_positions(kept, delta.generation_logits.arrays())
+        return gain
 
     def _ends_with_end_token(self) -> bool:
         """Whether the newest token is one that is left out: it may be the end of a stop sequence, which stays."""
@@ -119,10 +131,10 @@ class _Completion:
             tokens,
             [text] if text else [],
             log_probs,
-            self._sum_log_probs,
-            self._num_tokens,
-            self._num_cached_tokens,
-            is_last,
+            sum_log_probs=self._sum_log_probs,
+            num_tokens=self._num_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            is_last=is_last,
         )
 
 
@@ -166,7 +178,7 @@ class Run:
             for gain in gains:
                 rows.append(self._row(gain, is_whole=True))
                 await rests.rest()
-            return self._response(gains, rows, is_last=True)
+            return await self._response(gains, rows, is_last=True)
 
     async def responses(self) -> AsyncIterator[InferResponse]:
         """Responses as they come, each of one completion: its pieces where the client streams, else all of it.
@@ -180,14 +192,11 @@ class Run:
             found: dict[tuple[int, int], Gain] = {}
             async for gain in self._gains():
                 num_going_on -= gain.is_last
-                if streams:
-                    if gain.tokens or gain.text or gain.is_last:
-                        yield self._response([gain], [self._row(gain, is_whole=False)], is_last=not num_going_on)
-                    continue
                 _add(found, gain)
-                if gain.is_last:
-                    whole = found.pop((gain.row, gain.sequence))
-                    yield self._response([whole], [self._row(whole, is_whole=True)], is_last=not num_going_on)
+                if gain.is_last or (streams and (gain.tokens or gain.text)):
+                    told = found.pop((gain.row, gain.sequence))
+                    row = self._row(told, is_whole=not streams)
+                    yield await self._response([told], [row], is_last=not num_going_on)
 
     def stop(self) -> None:
         """The client wants no more: completions end where they are."""
@@ -236,15 +245,16 @@ class Run:
             return self._tokenizer.decode([*prompt, *gain.tokens])
         return np.concatenate([np.array(prompt, np.int32), np.array(gain.tokens, np.int32)])
 
-    def _response(self, gains: Sequence[Gain], rows: Sequence[str | Array], is_last: bool) -> InferResponse:
-        tensors = {tensor.name: tensor for tensor in self._outputs(gains, rows)}
+    async def _response(self, gains: Sequence[Gain], rows: Sequence[str | Array], is_last: bool) -> InferResponse:
+        logits = await self._logits(gains)
+        tensors = {tensor.name: tensor for tensor in self._outputs(gains, rows, logits)}
         names = self._request.outputs or tuple(tensors)
         return InferResponse(
             self._request.model, self._request.request_id, [tensors[name] for name in names if name in tensors], is_last
         )
 
-    def _outputs(self, gains: Sequence[Gain], rows: Sequence[str | Array]) -> list[Tensor]:
-        """The outputs of completions or pieces, each with its row of texts or tokens."""
+    def _outputs(self, gains: Sequence[Gain], rows: Sequence[str | Array], logits: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of completions or pieces, each with its row of texts or tokens; among them their `logits`."""
         if self._request.model.has_text:
             texts = [row for row in rows if isinstance(row, str)]
             found = [Tensor("text_output", "BYTES", text_array(texts, (len(rows),)))]
@@ -259,6 +269,7 @@ class Run:
             ]
         if any(row_request.log_probs for row_request in self._requests):
             found += _log_probs(gains)
+        found += logits
         found.append(_integers("batch_index", [gain.row for gain in gains]))
         found.append(_integers("sequence_index", [gain.sequence for gain in gains]))
         if any(row_request.reuse_stats for row_request in self._requests):
@@ -269,6 +280,18 @@ class Run:
                 _integers("kv_cache_reused_blocks", reused),
                 _integers("kv_cache_alloc_total_blocks", totals),
             ]
+        return found
+
+    async def _logits(self, gains: Sequence[Gain]) -> list[Tensor]:
+        """[rows, prompt, vocab] behind prompts, and [rows, 1, tokens, vocab] of tokens: as much as there is of what is
+        asked for."""
+        found = []
+        if any(gain.context_logits for gain in gains):
+            of_prompts = await stack_logits([gain.context_logits for gain in gains])
+            found.append(Tensor("context_logits", "FP32", of_prompts))
+        if any(row_request.sampling.return_generation_logits for row_request in self._requests):
+            of_tokens = await stack_logits([gain.generation_logits for gain in gains])
+            found.append(Tensor("generation_logits", "FP32", of_tokens[:, None]))
         return found
 
 

@@ -116,6 +116,18 @@ def write_bytes(tensor: Tensor) -> bytes:
     return b"".join(len(value).to_bytes(_LENGTH_BYTES, "little") + value for value in tensor.values.ravel())
 
 
+MOST_WHOLE_BYTES = 1 << 20
+"""Of a tensor whose bytes are copied at once."""
+
+
+def write_parts(tensor: Tensor) -> list[bytes | memoryview]:
+    """The bytes as `write_bytes` has them, in parts; those of a large tensor are not copied."""
+    if tensor.datatype == "BYTES" or tensor.values.nbytes <= MOST_WHOLE_BYTES:
+        return [write_bytes(tensor)]
+    whole = np.ascontiguousarray(tensor.values).reshape(-1).view(np.uint8).data
+    return [whole[at : at + MOST_WHOLE_BYTES] for at in range(0, len(whole), MOST_WHOLE_BYTES)]
+
+
 def write_values(tensor: Tensor) -> list[Any]:
     """The tensor's values in the order of rows, ready for JSON; bytes that are no text become U+FFFD."""
     values = tensor.values.ravel()

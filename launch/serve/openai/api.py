@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,8 +106,9 @@ class OpenAIApi:
     async def models(self, request: Request) -> Response:
         """The one model, and its adapters."""
         self._keys.check(request)
-        adapters = [self._model(name) for name in self._front.adapters]
-        return JSONResponse({"object": "list", "data": [self._model(), *adapters]})
+        models = [self._model(), *map(self._model, self._front.adapters)]
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": models, **ends})
 
     async def model(self, request: Request) -> Response:
         """The one model, or an adapter, by its name."""
@@ -213,14 +215,18 @@ class OpenAIApi:
             yield LastEvents(b"".join([answer.event(answer.failure(error_body(refusal))), *answer.last_words]))
 
     def _model(self, adapter: str | None = None) -> dict[str, Any]:
-        """The one model, or an adapter of it."""
+        """The one model, or an adapter of it, for OpenAI's clients and for Anthropic's."""
         limits = self._front.client.limits
         parent = {} if adapter is None else {"parent": self._front.model_name}
+        name = adapter or self._front.model_name
         return {
-            "id": adapter or self._front.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "trtrun",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
             "max_model_len": None if limits is None else limits.max_length,
             **parent,
         }

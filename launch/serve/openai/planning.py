@@ -13,9 +13,10 @@ from typing import Any
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.openai.calls import Answering, ChatCall
 from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.openai.output.grammars import Wanted, as_lark, is_free, without_notes, write_grammar
+from launch.serve.openai.output.grammars import Wanted, as_lark, is_free, write_grammar
 from launch.serve.openai.output.mistral import ARGS
 from launch.serve.openai.output.parsing import Parsing
+from launch.serve.openai.output.schemas import arguments_schema
 from launch.serve.openai.tools import Choice, Tool, ToolUse
 from trtrun.api.prompts import PromptReader
 from trtrun.core.guide import Guide
@@ -157,7 +158,7 @@ class AnswerPlanner:
             raise Refusal(Kind.INVALID, f"tools: {line}", "tools") from None
 
     def _check_tool(self, tool: Tool) -> None:
-        schema: Mapping[str, Any] = {"json": without_notes(tool.parameters)}
+        schema: Mapping[str, Any] = {"json": arguments_schema(tool)}
         try:
             self._prompts.check(SamplingParams(guided=schema))  # type: ignore[arg-type]
         except InvalidRequestError as error:

@@ -27,7 +27,7 @@ from launch.serve.openai.messages import read_messages, read_prediction, read_te
 from launch.serve.openai.taking import take_fields
 from launch.serve.openai.tools import read_tools
 from trtrun.api.prompts import Prompt
-from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
+from trtrun.core.sampling_params import LARGEST_COUNT, LOGITS_FIELDS, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
@@ -39,7 +39,12 @@ class ModelNames(NamedTuple):
     adapters: Sequence[str] = ()
 
 
-SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs", "stop_sequences", "guided"}
+SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {
+    "logprobs",
+    "stop_sequences",
+    "guided",
+    *LOGITS_FIELDS,
+}
 """Fields of the API that are SamplingParams' own."""
 
 COMPLETION_TOKENS = 16

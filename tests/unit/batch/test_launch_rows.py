@@ -68,6 +68,7 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"prompt_token_ids": "12"}', "list of whole numbers"),
     ("{}", 'one of "prompt" and "prompt_token_ids"'),
     ('{"prompt": "a", "max_token": 3}', "did you mean 'max_tokens'?"),
+    ('{"prompt": "a", "return_context_logits": true}', "return_context_logits: rows have no logits"),
     ('{"prompt": "a", "\\ud800": 3}', "unknown key '\\ud800'"),
     ('{"prompt": "a\\ud800b"}', '"prompt" holds \\ud800, half of a surrogate pair'),
     ('{"prompt": "a", "stop": "\\udfff"}', "stop holds \\udfff, half of a surrogate pair"),

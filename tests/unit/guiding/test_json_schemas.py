@@ -42,6 +42,9 @@ def is_allowed(grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str)
         ({"properties": {"a": {"const": 1}}}, r'{"a":1,"\n\"\\é":2}', True),
         ({"properties": {"\x01": {"const": 1}}}, r'{"\u0001":1}', True),
         ({"pattern": r"^\x7f$", "enum": ["\x7f"]}, r'"\u007f"', True),
+        ({"type": "string", "format": "starts_with", "pattern": "^ab"}, '"abc"', True),
+        ({"type": "string", "format": "starts_with", "pattern": "^ab"}, '"cab"', False),
+        ({"properties": {"format": {"format": "path"}}, "enum": [{"format": "path"}]}, '{"format":"path"}', True),
         ({"x-guidance": {"json_allowed_escapes": "u"}, "properties": {"a": {"const": 1}}}, r'{"\u0061":2}', True),
     ],
 )

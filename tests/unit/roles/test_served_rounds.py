@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from parallel.watchdog.activity import Activity
+from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.served_rank import serve
 from trtrun.timing.phase_clock import HostPhases
@@ -57,12 +57,14 @@ class Rank:
         self.said.append("report" if kind == 0 else "answer")
 
     def load_adapter(self, slot: int, path: Path) -> str:
+        assert self.activity.look().is_idle, "a rank in a round must get on with it"
         self.said.append(f"load {slot}")
         return ""
 
     def launch_round(self, plan: RoundPlan) -> SimpleNamespace:
         number = plan.round_index
         self.said.append(f"launch {number}")
+        self.activity.enter(number, Phase.REPORTING)
 
         def finish() -> ReportArrays:
             self.said.append(f"finish {number}")
@@ -108,5 +110,20 @@ def test_a_round_is_released_once_the_one_before_is_told(
 ) -> None:
     """A rank that waits for verdicts begins the next round before it reports, and keeps messages in their order."""
     rank = Rank(messages, may_be_followed)
+    serve(rank, rank)  # type: ignore[arg-type]  # both ends are the test's
+    assert ", ".join(rank.said) == expected
+
+
+@pytest.mark.parametrize(
+    ("may_be_followed", "expected"),
+    [
+        (True, "launch 0, release 0, launch 1, finish 0, release 1, finish 1"),
+        (False, "launch 0, release 0, finish 0, launch 1, release 1, release 1, finish 1"),
+    ],
+    ids=["ahead", "behind verdicts"],
+)
+def test_the_end_comes_behind_all_rounds_that_were_told(may_be_followed: bool, expected: str) -> None:
+    """It may come before a verdict on one rank and behind it on another: both run the round that follows."""
+    rank = Rank([encode_plan(plan(0)), encode_plan(plan(1))], may_be_followed)
     serve(rank, rank)  # type: ignore[arg-type]  # both ends are the test's
     assert ", ".join(rank.said) == expected

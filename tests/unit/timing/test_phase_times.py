@@ -94,13 +94,28 @@ def test_events_that_the_device_has_not_passed_are_left_for_a_later_report() -> 
     assert device.made == 6
 
 
+def test_times_are_taken_while_the_next_round_is_launched() -> None:
+    """As where a round with guided rows has to have the verdict before it first."""
+    device = Device()
+    clock = DevicePhases(device.mark, lambda: None)
+    play_round(clock)
+    clock.start(1)
+    device.run(2.0, marks=4)
+    assert clock.take() == pytest.approx({"drafting": 0.0, "verifying": 0.0})
+    clock.end("verifying")
+    device.run(3.0)
+    assert clock.take() == pytest.approx({"verifying": 0.003})
+
+
 def test_a_round_that_was_cut_short_does_no_harm() -> None:
     """An interrupt in the middle of a round leaves its events behind."""
     device = Device()
     clock = DevicePhases(device.mark, lambda: None)
     clock.start(0)
+    clock.start(0)
     clock.end("drafting")
     play_round(clock)
+    device.run(0.0, marks=1)
     device.run(1.0, marks=1)
     device.run(2.0, marks=1)
     assert clock.take() == pytest.approx({"drafting": 0.002})

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, ScoredPart
+from trtrun.core.nouns import LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
@@ -38,6 +38,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         presence_penalty=draw(st.floats(-2, 2)),
         frequency_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        return_generation_logits=draw(st.booleans()),
         lookahead_config=draw(st.just(()) | st.tuples(*[st.integers(1, 32)] * 3)),
         guided=draw(st.none() | st.builds(Guide, st.sampled_from(["json", "regex"]), st.text(min_size=1, max_size=9))),
     )
@@ -75,7 +76,8 @@ def plans(draw: st.DrawFn) -> RoundPlan:
     updates = draw(st.lists(st.tuples(ROW, ROW, TOKEN), max_size=10))
     lists = [NO_LISTS, *draw(st.lists(token_lists(), max_size=3))]
     scored = st.none() | st.builds(ScoredPart, ROW, st.integers(1, 4096), st.integers(0, 20))
-    chunk = st.builds(PrefillChunk, ROW, ROW, st.integers(1, 4096), st.booleans(), st.booleans(), scored)
+    reported = st.none() | st.builds(LogitsPart, ROW, st.integers(1, 4096))
+    chunk = st.builds(PrefillChunk, ROW, ROW, st.integers(1, 4096), st.booleans(), st.booleans(), scored, reported)
     return RoundPlan(
         round_index=draw(st.integers(0, 2**62)),
         dropped_rows=tuple(draw(st.lists(ROW, max_size=5))),
@@ -158,6 +160,24 @@ def test_log_probabilities_of_prompts_come_back_beside_those_of_rows(has_verdict
     found = come_back(report)
     assert_same((found.prompt_ids, found.prompt_values), (ids, values))
     assert [(entry.token_id, entry.logprob) for row in found.logprobs for entry in row] == [(1, 0.25)] * has_verdict
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+@pytest.mark.parametrize("num_positions", [0, 2])
+def test_logits_of_rows_and_prompts_come_back_beside_all_else(num_rows: int, num_positions: int) -> None:
+    ids, values = np.arange(6).reshape(2, 3), np.arange(6, dtype=np.float32).reshape(2, 3)
+    context = np.arange(num_positions * 5, dtype=np.float32).reshape(-1, 5) / 8
+    report = ReportArrays(7, RoundTimes(), prompt_ids=ids, prompt_values=values, prompt_logits=context)
+    logits = {0: np.ones((2, 5), np.float32), 2: np.full((3, 5), 2.0, np.float32)} if num_rows else {}
+    if num_rows:
+        counts, tokens = np.array([2, 1, 3]), np.ones((num_rows, 3), dtype=np.int64)
+        report = dataclasses.replace(report, num_tokens=counts, draft_lens=counts, tokens=tokens, logits=logits)
+    report = dataclasses.replace(report, hit_chances=np.array([0.5], np.float32))
+    found = come_back(report)
+    assert_same((found.prompt_ids, found.prompt_values), (ids, values))
+    assert found.logits.keys() == logits.keys() and found.hit_chances == [0.5]
+    assert all(np.array_equal(found.logits[place], one) for place, one in logits.items())
+    assert np.array_equal(found.prompt_logits.ravel(), context.ravel()) and len(found.prompt_logits) == num_positions
 
 
 def test_a_report_without_a_verdict_says_so() -> None:

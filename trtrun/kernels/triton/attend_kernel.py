@@ -66,10 +66,8 @@ def attend_kernel(
         if (first % SHARE == 0) & (first > begin_at):  # a share is done
             if IS_SPLIT:
                 slot = result.to(tl.int64) * shares + (first // SHARE - 1)
-                tl.store(partial_peak + slot, peak, mask=real)
-                tl.store(partial_sum + slot, total, mask=real)
                 out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
-                _store(out, even, odd, mask, kind, CODES)
+                _keep(partial_peak + slot, peak, partial_sum + slot, total, out, even, odd, real, mask, kind, CODES)
             else:
                 all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
                 all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
@@ -83,10 +81,8 @@ def attend_kernel(
         )  # fmt: skip
     if IS_SPLIT:
         slot = result.to(tl.int64) * shares + (end_at - 1) // SHARE
-        tl.store(partial_peak + slot, peak, mask=real)
-        tl.store(partial_sum + slot, total, mask=real)
         out = partial_output + slot[:, None] * HEAD + element[None, :] * halves
-        _store(out, even, odd, mask, kind, CODES)
+        _keep(partial_peak + slot, peak, partial_sum + slot, total, out, even, odd, real, mask, kind, CODES)
     else:
         all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
         all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
@@ -153,6 +149,14 @@ def _step(
             BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
         )  # fmt: skip
     return peak, total, even, odd
+
+
+@triton.jit
+def _keep(peaks, peak, sums, total, out, even, odd, real, mask, kind: tl.constexpr, CODES: tl.constexpr):
+    """A share's results, to be combined with those of other programs."""
+    tl.store(peaks, peak, mask=real)
+    tl.store(sums, total, mask=real)
+    _store(out, even, odd, mask, kind, CODES)
 
 
 @triton.jit

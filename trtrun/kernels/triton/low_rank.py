@@ -54,7 +54,7 @@ def _shrink_kernel(
 ):  # fmt: skip
     """low[share, line] = x[line] @ down[slot of the line].T, over the inputs of a share."""
     launch_next(EARLY)
-    # Lines are sorted once a forward, by kernels that end before others begin: nothing is waited for to read it.
+    # Lines were sorted before the layer's own product, which has waited for that: they are there (`AdaptedLayers`).
     line, is_there, slot = _tile(starts, order, tl.program_id(0), slots, SLOTS, LINES)
     wait_for_all(EARLY)
     if slot < slots:

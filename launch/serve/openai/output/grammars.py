@@ -17,15 +17,9 @@ from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FOR
 from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameter_rules import free_parameters, parameter_rules
 from launch.serve.openai.output.qwen3_coder import END, FUNCTION
+from launch.serve.openai.output.schemas import ANY, OPTIONS, arguments_schema, as_part, moved, without_notes
 from launch.serve.openai.tools import Tool
 from trtrun.core.guide import Guide
-
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
-_VALUES = ("enum", "const")
-_ANY: Mapping[str, Any] = {"type": "object"}
-_SPACES = "x-guidance"
-"""How a schema has its blanks; at its root alone."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ def as_lark(guide: Guide) -> str | None:
     """What a guide allows as a part of a rule; None of one that is a grammar itself."""
     if guide.kind == "json":
         schema = json.loads(guide.text)
-        return f"%json {json.dumps({} if schema is True else without_notes(schema), ensure_ascii=False)}"
+        return as_part({} if schema is True else without_notes(schema))
     if guide.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(guide.text)))
     if guide.kind == "regex":
@@ -105,8 +99,8 @@ def _thoughts(lark: Lark, form: ReasoningFormat, is_thinking: bool) -> str:
 
 def _arguments(lark: Lark, number: int, tool: Tool, must_call: bool) -> str:
     """The arguments of a call: as the tool's schema says, where it is strict or a call is wanted."""
-    schema = without_notes(tool.parameters) if tool.is_strict or must_call else _ANY
-    return lark.put(f"arguments_{number}", f"%json {json.dumps(schema, ensure_ascii=False)}")
+    schema = arguments_schema(tool) if tool.is_strict or must_call else ANY
+    return lark.put(f"arguments_{number}", as_part(schema))
 
 
 def _objects(lark: Lark, wanted: Wanted, key: str) -> str:
@@ -124,33 +118,15 @@ def _call_or_object(wanted: Wanted, other: Any) -> str:
     alike the lexer takes one."""
     parts, key = [other], TOOL_FORMATS["llama3_json"].argument_key
     for tool in wanted.tools:
-        schema = without_notes(tool.parameters) if tool.is_strict else _ANY
-        properties = {"name": {"const": tool.name}, key: schema}
+        properties = {"name": {"const": tool.name}, key: arguments_schema(tool) if tool.is_strict else ANY}
         parts.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         )
     # References are of a schema's own parts, which stand deeper now.
-    placed = [_moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
-    placed += [_moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
-    spaces = {_SPACES: other[_SPACES]} if isinstance(other, Mapping) and _SPACES in other else {}
-    return f"%json {json.dumps({**spaces, 'anyOf': placed}, ensure_ascii=False)}"
-
-
-def _moved(schema: Any, root: str) -> Any:
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    told: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, Mapping):
-            told[key] = {name: _moved(inner, root) for name, inner in value.items()}
-        elif key != "$id":  # against which references would be read
-            told[key] = value if key in _VALUES else _moved(value, root)
-    for key in ("$ref", "$dynamicRef"):
-        if isinstance(told.get(key), str) and told[key].startswith("#"):
-            told[key] = root + told[key].removeprefix("#")
-    return told
+    placed = [moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
+    placed += [moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
+    options = {OPTIONS: other[OPTIONS]} if isinstance(other, Mapping) and OPTIONS in other else {}
+    return as_part({**options, "anyOf": placed})
 
 
 def _repeated(rule: str, between: str, wanted: Wanted) -> str:
@@ -177,7 +153,7 @@ def _qwen_rest(lark: Lark, wanted: Wanted) -> str:
     rules = []
     for number, tool in enumerate(wanted.tools):
         is_bound = tool.is_strict or wanted.must_call
-        told = parameter_rules(lark, tool.place, without_notes(tool.parameters)) if is_bound else free_parameters(lark)
+        told = parameter_rules(lark, tool) if is_bound else free_parameters(lark)
         head, end = json.dumps(f"\n{FUNCTION}{tool.name}>\n", ensure_ascii=False), json.dumps(f"{END}\n")
         rules.append(lark.put(f"call_{number}", f"{head} {told} {end} {lark.mark(hermes.CLOSE)}"))
     return lark.put("marked", " | ".join(rules))
@@ -264,18 +240,3 @@ def _harmony(lark: Lark, wanted: Wanted) -> str:
         constrain = f'{lark.mark(harmony.CONSTRAIN)} "json"'
         rules.append(lark.put(f"call_{number}", f"{channel} {head} {constrain} {message} {arguments}"))
     return f"before* ({' | '.join(rules if wanted.must_call else [*rules, final])})"
-
-
-def without_notes(schema: Any) -> Any:
-    """A schema without what says nothing of values: it may be long, and hold names of special tokens."""
-    if isinstance(schema, list):
-        return [without_notes(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    told = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, Mapping):
-            told[key] = {name: without_notes(inner) for name, inner in value.items()}
-        elif key not in _NOTES:
-            told[key] = value if key in _VALUES else without_notes(value)
-    return told

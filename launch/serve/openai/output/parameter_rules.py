@@ -14,6 +14,8 @@ from typing import Any
 from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameters import resolved, types_of
 from launch.serve.openai.output.qwen3_coder import END_PARAMETER, PARAMETER
+from launch.serve.openai.output.schemas import OPTIONS, arguments_schema, as_part
+from launch.serve.openai.tools import Tool
 from trtrun.errors import InvalidRequestError
 
 _KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
@@ -29,16 +31,17 @@ def free_parameters(lark: Lark) -> str:
     return lark.put("free_parameter", f'"{PARAMETER}" KEY ">\\n" {_text(lark, _ANY_TEXT)}') + "*"
 
 
-def parameter_rules(lark: Lark, place: str, parameters: Mapping[str, Any]) -> str:
+def parameter_rules(lark: Lark, tool: Tool) -> str:
     """The parameters of a tool, in the order that its schema has. Others than it names are not written, unless it
-    names none.
+    names none. Of a tool that is not strict, what cannot be followed is left out.
 
     Raises:
         InvalidRequestError: its schema says something that calls in this form cannot be held to.
     """
-    where = f"{place}.function.parameters"
+    parameters, is_strict = arguments_schema(tool), tool.is_strict
+    where = f"{tool.place}.function.parameters"
     for key in parameters:
-        if key not in _KNOWN and not key.startswith("x-"):
+        if is_strict and key not in _KNOWN and not key.startswith("x-"):
             raise _unfollowed(where, f"has {key} at its root")
     properties = parameters.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
@@ -46,19 +49,19 @@ def parameter_rules(lark: Lark, place: str, parameters: Mapping[str, Any]) -> st
     if not properties and not required and parameters.get("additionalProperties", True) is True:
         return free_parameters(lark)
     for name in required:
-        if name not in properties:
+        if is_strict and name not in properties:
             raise _unfollowed(where, f"requires {name!r}, which is not among its properties")
     rules = []
     for name, schema in properties.items():
         if not _KEY.fullmatch(name):
             raise _unfollowed(where, f"has a name with blanks or brackets, {name!r}")
         opening = json.dumps(f"{PARAMETER}{name}>\n", ensure_ascii=False)
-        rule = f"{opening} {_value(lark, f'{where}.properties.{name}', schema, parameters)}"
+        rule = f"{opening} {_value(lark, f'{where}.properties.{name}', schema, parameters, is_strict)}"
         rules.append(rule if name in required else f"({rule})?")
     return " ".join(rules)
 
 
-def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any]) -> str:
+def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
     """A value, and the mark behind it."""
     types = types_of(schema, root)
     if "string" not in types:
@@ -67,7 +70,7 @@ def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any]) -> str:
     if not isinstance(schema, Mapping):
         return _text(lark, _ANY_TEXT)
     for key in schema:
-        if key not in _OF_TEXT and types == {"string"}:
+        if is_strict and key not in _OF_TEXT and types == {"string"}:
             raise _unfollowed(where, f"has {key}")
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(choices, list):
@@ -77,9 +80,11 @@ def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any]) -> str:
         return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in told)}) {_CLOSED}"
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return f"({' | '.join(_value(lark, where, item, root) for item in schema[key])})"
+            return f"({' | '.join(_value(lark, where, item, root, is_strict) for item in schema[key])})"
     if types != {"string"} and set(schema) & {"minLength", "maxLength", "pattern"}:
-        raise _unfollowed(where, "is a text among others, with lengths or a pattern")
+        if is_strict:
+            raise _unfollowed(where, "is a text among others, with lengths or a pattern")
+        return _text(lark, _ANY_TEXT)
     return _text(lark, _pattern(schema))
 
 
@@ -109,9 +114,9 @@ def _text(lark: Lark, pattern: str) -> str:
 
 
 def _json(lark: Lark, schema: Any, root: Mapping[str, Any]) -> str:
-    parts = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
+    parts = {key: root[key] for key in ("$defs", "definitions", OPTIONS) if key in root}
     whole = {**schema, **parts} if isinstance(schema, Mapping) else schema
-    return lark.put(f"json_{lark.size}", f"%json {json.dumps(whole, ensure_ascii=False)}")
+    return lark.put(f"json_{lark.size}", as_part(whole))
 
 
 def _unfollowed(where: str, line: str) -> InvalidRequestError:

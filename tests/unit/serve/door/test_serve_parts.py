@@ -16,11 +16,12 @@ from engine_messages import run
 from launch.commands import serve as serve_command
 from launch.commands.serve import server_overrides
 from launch.serve.application.http_server import Listener, is_loopback, listen
-from launch.serve.door.limits import Door
+from launch.serve.door.limits import Door, LogitsLimit
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
 
 
@@ -54,6 +55,35 @@ def test_the_door_counts_completions_and_requests() -> None:
         assert await waiting and door.num_completions == 0
 
     run(check())
+
+
+def test_logits_of_a_request_are_bounded_as_they_are_filled_up() -> None:
+    limit, rows = LogitsLimit(vocab_size=100, most_bytes=400 * 60), [10, 20]
+
+    def check(*asked: dict[str, Any], max_length: int = 1000) -> None:
+        limit.check(rows, [SamplingParams(**values) for values in asked], max_length)
+
+    context, generation = {"return_context_logits": True}, {"return_generation_logits": True}
+    check({"max_tokens": 10_000}, {"max_tokens": 10_000})  # nobody asks
+    check(context, context)
+    check({}, generation | {"max_tokens": 30})
+    check(context, generation | {"max_tokens": 20})
+    check({}, generation | {"max_tokens": 10_000}, max_length=50)  # the engine ends it there
+    refused = [
+        (
+            (context, generation | {"max_tokens": 21}),
+            "return_context_logits and return_generation_logits: logits of 31",
+        ),
+        (
+            ({}, generation | {"max_tokens": 31}),
+            "return_generation_logits: logits of 31 tokens, 100 each, for each of 2",
+        ),
+        (({"n": 2}, context | {"n": 2}), "take 32000 bytes, and a request may have 24000 (server.max_logits_bytes)"),
+    ]
+    for asked, line in refused:
+        refusal = refusal_of(lambda asked=asked: check(*asked))  # type: ignore[misc]
+        assert line in str(refusal) and refusal.kind is Kind.INVALID
+        assert refusal.field == line.split(" ")[0].rstrip(":") or refusal.field == "return_context_logits"
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from engine_messages import delta_of, run
 from launch.serve.engine.messages import Abort, Deltas, Ended, Message, MessageStream
 from launch.serve.engine.outbox import Outbox, Sending
 from trtrun.api.engine_thread import flush
-from trtrun.core.outputs import CompletionDelta
+from trtrun.core.outputs import CompletionDelta, Logits
 from trtrun.errors import InvalidRequestError, RankFailedError
 
 Check = Callable[[Outbox, MessageStream, socket.socket], Coroutine[Any, Any, None]]
@@ -33,6 +33,20 @@ def with_outbox(check: Check) -> None:
             writer.close()
 
     run(work())
+
+
+def test_logits_are_messages_of_their_own() -> None:
+    async def check(outbox: Outbox, messages: MessageStream, own: socket.socket) -> None:
+        recipients = [sending(outbox, name, n=1) for name in ("a", "b", "c")]
+        of_all = [of_request(name, delta_of((1,), "stop")) for name in ("a", "b", "c")]
+        of_all[0] = msgspec.structs.replace(of_all[0], generation_logits=Logits(2, (bytes(8),)))
+        for recipient, delta in zip(recipients, of_all, strict=True):
+            recipient.put(delta)
+        flush(recipients)
+        assert await read_deltas(messages) == of_all[:1]
+        assert await read_deltas(messages) == of_all[1:]
+
+    with_outbox(check)
 
 
 class CountingSocket:

@@ -122,8 +122,12 @@ async def call_and_stop(monkeypatch: Any, mine: Context, theirs: Context, reques
         return Begun(NOTHING, work)
 
     monkeypatch.setattr(KServeServicer, "_begin", begin)
-    monkeypatch.setattr(grpc_servicer, "write_response", lambda response: service_pb2.ModelInferResponse())
-    monkeypatch.setattr(grpc_stream, "write_response", lambda response: service_pb2.ModelInferResponse())
+
+    async def write(response: Any) -> Any:
+        return service_pb2.ModelInferResponse()
+
+    monkeypatch.setattr(grpc_servicer, "write_in_turns", write)
+    monkeypatch.setattr(grpc_stream, "write_in_turns", write)
     keys = SimpleNamespace(check_header=lambda header: None)
     bodies = Bodies(1 << 20, 1 << 20)
     servicer = KServeServicer(SimpleNamespace(front=SimpleNamespace(metrics=None)), keys, bodies)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ sends them, events put together as it does."""
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -70,7 +71,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_text_is_answered_as_a_chat_is(server: ChatServer) -> None:
-    told = ask(server, metadata={"user_id": "me"}, service_tier="auto", thinking={"type": "adaptive"})
+    ignored = {"service_tier": "auto", "fallbacks": "default", "diagnostics": {"previous_message_id": None}}
+    told = ask(server, metadata={"user_id": "me"}, thinking={"type": "adaptive"}, **ignored)
     found = chat(server, [USER])
     (choice,) = found.choices
     assert told["content"] == [{"type": "text", "text": choice.message.content}]
@@ -264,9 +266,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),
     ({"container": "c"}, "container is not supported here"),
+    ({"compaction": {}}, "compaction is not supported here"),
     ({"max_token": 5}, "did you mean 'max_tokens'"),
     ({"top_p": 2}, "top_p must be"),
-    ({"messages": [{"role": "user", "content": "x" * 20000}]}, "prompt is too long: "),
 ]
 
 
@@ -277,6 +279,35 @@ def test_what_is_wrong_is_said_in_a_line(server: ChatServer, fields: dict[str, A
     told = refused.json()
     assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
     assert line in told["error"]["message"] and "\n" not in told["error"]["message"]
+
+
+def test_a_thread_is_refused_so_that_clients_do_without(server: ChatServer) -> None:
+    """Anthropic's tool runner asks for one first, and looks for these details (anthropic 2.14)."""
+    refused = post(server, {**ASKED, "thread": {"type": "create"}})
+    assert refused.status_code == 400 and "thread is not supported here" in refused.json()["error"]["message"]
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert refused.json()["error"]["details"] == details
+    assert "details" not in post(server, {**ASKED, "container": "c"}).json()["error"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server: ChatServer) -> None:
+    refused = post(server, {**ASKED, "messages": [{"role": "user", "content": "x" * 20000}]})
+    assert refused.json()["error"]["message"].startswith("prompt is too long: it has ")
+
+
+def test_models_have_what_anthropics_client_reads(server: ChatServer) -> None:
+    async def listed() -> Any:
+        transport = httpx.ASGITransport(server.application(templates.HERMES))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=HEADERS) as client:
+            return await client.get("/v1/models")
+
+    answer = server.run(listed())
+    assert len(answer.headers["request-id"]) == 32 and answer.headers["request-id"] == answer.headers["x-request-id"]
+    told = answer.json()
+    (model,) = told["data"]
+    assert (told["first_id"], told["last_id"], told["has_more"]) == ("chat", "chat", False)
+    assert (model["type"], model["display_name"]) == ("model", "chat")
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
 
 
 def test_errors_have_anthropics_shape(server: ChatServer) -> None:

@@ -14,11 +14,13 @@ from checkpoints import make_tokenizer
 
 from launch.serve.openai.output.events import Arguments, CallBegin
 from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.openai.output.grammars import Wanted, as_lark, without_notes, write_grammar
+from launch.serve.openai.output.grammars import Wanted, as_lark, write_grammar
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.openai.output.schemas import without_notes
 from launch.serve.openai.tools import read_tools
 from trtrun.api.prompts import PromptReader
 from trtrun.core.guide import Guide
+from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import grammars_of
 from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer, read_tokenizer
@@ -195,6 +197,47 @@ def test_many_choices_may_follow_thoughts(tokenizer: Tokenizer) -> None:
     for reasoning, before in (("qwen3", "<think>so</think>"), ("gpt-oss", f"{ANALYSIS}{HEAD}final<|message|>")):
         grammar = write(tokenizer, "hermes", reasoning, False, Wanted(other=other))
         assert allows(tokenizer, grammar, before + texts[999]) and not allows(tokenizer, grammar, before + "1000 is")
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_schemas_within_grammars_are_closed_as_guides_are(tokenizer: Tokenizer, form: str) -> None:
+    """No 29 February where there is none, no name that is spelled otherwise, no format that is a note alone."""
+    day, ident = {"type": "string", "format": "date"}, {"type": "string", "format": "cuid", "pattern": "^c.$"}
+    schema = {"type": "object", "properties": {"day": day, "id": ident}}
+    closed = {**schema, "additionalProperties": False}  # or a call would be of it, too
+    other = as_lark(Guide("json", json.dumps(closed)))
+    for strict, choice, others in ((True, "required", {}), (False, "required", {}), (True, "auto", {"other": other})):
+        function = {"name": "f", "parameters": schema, "strict": strict}
+        use = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": choice})
+        assert use is not None
+        asked = Wanted(use.callable, choice == "required", other_schema=closed if others else None, **others)
+        grammar = write(tokenizer, form, "", False, asked)
+        for arguments, is_right in (
+            ('{"day": "2024-02-29", "id": "cx"}', True),
+            ('{"day": "2023-02-29", "id": "cx"}', False),
+            ('{"day": "2024-02-29", "id": "x"}', False),
+            (r'{"d\u0061y": "2023-02-29"}', False),
+        ):
+            call = (HERMES_F if form == "hermes" else LLAMA_F).replace(ARGUMENTS, arguments)
+            assert allows(tokenizer, grammar, call) == is_right, (strict, choice, arguments)
+            assert not others or allows(tokenizer, grammar, arguments) == is_right
+
+
+def test_what_cannot_be_followed_is_left_out_of_tools_that_are_not_strict(tokenizer: Tokenizer) -> None:
+    numbers = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    schema = {**SCHEMA, "properties": {"a": numbers, "pattern": {"type": "string", "pattern": "^(?!x)y"}}}
+    for strict in (False, True):
+        function = {"name": "f", "parameters": schema, "strict": strict}
+        use = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
+        assert use is not None
+        grammar = write(tokenizer, "hermes", "", False, Wanted(use.callable, must_call=True))
+        if strict:
+            with pytest.raises(InvalidRequestError, match="uniqueItems"):
+                allows(tokenizer, grammar, HERMES_F)
+        else:
+            assert allows(tokenizer, grammar, HERMES_F.replace(ARGUMENTS, '{"a": [1, 1], "pattern": "x"}'))
+            assert not allows(tokenizer, grammar, HERMES_F.replace(ARGUMENTS, '{"a": [1, 1], "pattern": 1}'))
+            assert not allows(tokenizer, grammar, HERMES_F.replace(ARGUMENTS, '{"a": ["x"]}'))
 
 
 def test_notes_are_left_out_of_schemas_and_values_are_not() -> None:

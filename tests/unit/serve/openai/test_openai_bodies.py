@@ -120,7 +120,7 @@ def test_a_chat_is_read_elsewhere_however_short_it_is() -> None:
 def test_a_prompt_that_is_too_long_is_refused_without_its_tokens() -> None:
     engine = NoEngine()
     length = engine.limits.max_prompt_length + 1
-    with pytest.raises(Refusal, match=f"the prompt has {length} tokens") as caught:
+    with pytest.raises(Refusal, match=f"the prompt is too long: it has {length} tokens") as caught:
         ask("completions", {"prompt": [5] * length}, engine)
     assert caught.value.code == "context_length_exceeded"
 
@@ -135,7 +135,7 @@ def test_a_text_that_no_tokens_can_spell_is_refused_before_it_becomes_tokens() -
         ("chat", {"messages": [{"role": "user", "content": "x" * (length + 1)}]}),
     ):
         front = make_front(tokenizer, engine, "{{ messages[0].content }}")
-        with pytest.raises(Refusal, match=f"the prompt has {length + 1} characters") as caught:
+        with pytest.raises(Refusal, match=f"the prompt is too long: it has {length + 1} characters") as caught:
             asyncio.run(front.read(kind, json.dumps(body).encode(), time.perf_counter()))
         assert caught.value.code == "context_length_exceeded" and not tokenizer.threads
 

@@ -91,8 +91,9 @@ def allows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], boo
     return answer
 
 
-def grammar_of(parameters: dict[str, Any]) -> str:
-    use = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]})
+def grammar_of(parameters: dict[str, Any], is_strict: bool = True) -> str:
+    function = {"name": "f", "parameters": parameters, "strict": is_strict}
+    use = read_tools({"tools": [{"type": "function", "function": function}]})
     assert use is not None and use.choice is Choice.AUTO
     return write_grammar("qwen3_coder", "", False, Wanted(use.callable, must_call=True), {})
 
@@ -157,3 +158,11 @@ def test_parameters_are_in_order_and_those_that_are_not_required_may_be_left_out
 def test_what_cannot_be_followed_is_refused_by_its_place(parameters: dict[str, Any], line: str) -> None:
     with pytest.raises(InvalidRequestError, match=line):
         grammar_of(parameters)
+
+
+def test_what_cannot_be_followed_is_left_out_of_tools_that_are_not_strict(allows: Callable[[str, str], bool]) -> None:
+    a: dict[str, Any] = {"type": ["string", "null"], "maxLength": 2}
+    b = {"type": "string", "not": {"const": "x"}}
+    parameters = {"properties": {"a": a, "b": b}, "required": ["b", "c"], "anyOf": [{"type": "object"}]}
+    grammar = grammar_of(parameters, is_strict=False)
+    assert allows(grammar, call(a="long", b="x")) and not allows(grammar, call(a="long"))

@@ -43,6 +43,17 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tools",
     ),
     (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}},
+                {"type": "function", "function": {"name": "g", "strict": True, "parameters": {"not": {}}}},
+            ],
+            "tool_choice": "required",
+        },
+        'tools[1].function.parameters: the JSON schema cannot be followed at its root: Unimplemented keys: ["not"]',
+        "tools",
+    ),
+    (
         {"tools": TOOLS, "tool_choice": "required", "extra_body": {"guided_grammar": 'start: "x"'}},
         "a grammar and tool_choice both say what the text must be",
         "tool_choice",
