@@ -69,19 +69,12 @@ class AdaptedLayers:
 
     def begin(self, slots: torch.Tensor) -> None:
         """A forward begins, whose lines have `slots` [lines] int64 on the device."""
-        self._take(LineSlots(slots))
+        self.lines = LineSlots(slots)
 
     def keep(self, lines: torch.Tensor) -> None:
         """From here on the forward has only some `lines` [n] int64."""
         assert self.lines is not None
-        self._take(self.lines.select(lines))
-
-    def _take(self, lines: LineSlots) -> None:
-        """On GPUs lines are sorted now: kernels that begin early read their order before they wait for what stands
-        right in front of them, which is a product at least."""
-        self.lines = lines
-        if lines.slots.is_cuda:
-            lines.starts(self.space.num_slots)
+        self.lines = self.lines.select(lines)
 
 
 class AdaptedLinear(Linear):

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from trtrun.kernels.line_slots import LineSlots
 from trtrun.kernels.torch.low_rank import LowRankShape, StackedFactors
-from trtrun.kernels.triton.early_launch import early, launch_next, wait_for_all
+from trtrun.kernels.triton.early_launch import begin, early
 
 _LINES = 16
 """What a tile of the tensor cores takes."""
@@ -53,10 +53,8 @@ def _shrink_kernel(
     SLOTS: tl.constexpr, LINES: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """low[share, line] = x[line] @ down[slot of the line].T, over the inputs of a share."""
-    launch_next(EARLY)
-    # Lines were sorted before the layer's own product, which has waited for that: they are there (`AdaptedLayers`).
+    begin(EARLY)
     line, is_there, slot = _tile(starts, order, tl.program_id(0), slots, SLOTS, LINES)
-    wait_for_all(EARLY)
     if slot < slots:
         number_of_share = tl.program_id(1) // blocks
         rank = tl.program_id(1) % blocks * RANKS + tl.arange(0, RANKS)
@@ -90,12 +88,11 @@ def _expand_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[line] += the sum of the shares of low[line] @ up[slot of the line].T, matrix by matrix."""
-    launch_next(EARLY)
+    begin(EARLY)
     line, is_there, slot = _tile(starts, order, tl.program_id(0), slots, SLOTS, LINES)
     matrix = tl.program_id(1) // blocks
     first = tl.load(parts + matrix) + tl.program_id(1) % blocks * (FEATURES * TURNS)
     end = tl.load(parts + matrix + 1)
-    wait_for_all(EARLY)
     if (slot < slots) & (first < end):
         of_line = low + line[:, None] * ranks + matrix * RANK
         values = _sum(of_line, is_there, lines, ranks, tl.arange(0, RANKS), up.dtype.element_ty, SHARES)
