@@ -88,6 +88,7 @@ class Orchestrator:
         self._log: SpanLog | None = None
         self._published: deque[_PublishedPlan] = deque()
         self._rows_with_logprobs: set[int] = set()
+        self._rows_drafted_for: dict[int, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -152,6 +153,7 @@ class Orchestrator:
             RankFailedError: a rank failed, too.
         """
         self._published.clear()
+        self._rows_drafted_for.clear()
         self.scheduler.reset()
         self._ranks.reset()
 
@@ -239,6 +241,8 @@ class Orchestrator:
         if plan is None or self._ahead is None:
             return most_drafting, plan
         num_rows = len(plan.decode_rows)
+        if not self.draft_is_lost:
+            self._rows_drafted_for[plan.round_index] = num_rows
         # A round without drafts has nothing to foresee, but for the first tokens behind prompts.
         guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
         return None, replace(plan, num_guesses=guesses, redraft_from=self._ahead.redraft_from(num_rows))
@@ -275,9 +279,10 @@ class Orchestrator:
     def _note_draft(self, report: RoundReport) -> None:
         """The draft leader's report, which comes before or after that of the target leader."""
         self.totals.add_guesses(report.num_guesses, report.times.anticipating)
-        if self._ahead is not None:
+        num_rows = self._rows_drafted_for.pop(report.round_index, None)  # None: of a round that was given up
+        if self._ahead is not None and num_rows is not None:
             self._ahead.record_draft(
-                self.scheduler.num_decoding,
+                num_rows,
                 report.num_guesses,
                 report.times.anticipating,
                 report.num_redrafted,
