@@ -6,24 +6,10 @@ Logits of few positions exist at a time on the device, whatever the chunk, as wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from trtrun.core.nouns import PrefillChunk
 from trtrun.engine.prompt_logprobs import positions_at_once
 from trtrun.models.decoder import CausalLM
-
-
-def reported_tokens(places: Sequence[Sequence[range]], chunks: Sequence[PrefillChunk]) -> list[int]:
-    """Where the reported positions of chunks stand in a batch, in order; `places` says where each chunk's tokens do."""
-    found: list[int] = []
-    for of_chunk, chunk in zip(places, chunks, strict=True):
-        if chunk.reported is not None:
-            tokens = [token for part in of_chunk for token in part]
-            first = chunk.reported.start - chunk.start
-            found += tokens[first : first + chunk.reported.length]
-    return found
 
 
 def report_prompts(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor | None:

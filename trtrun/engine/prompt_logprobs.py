@@ -7,11 +7,11 @@ or how the numbers travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from trtrun.core.nouns import PrefillChunk, VerdictLogprobs
+from trtrun.core.nouns import LogitsPart, PrefillChunk, ScoredPart, VerdictLogprobs
 from trtrun.engine.rows import RowState
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.pieces import MOST_ELEMENTS
@@ -25,14 +25,20 @@ def positions_at_once(vocab_size: int) -> int:
     return max(1, min(_MOST_AT_ONCE, MOST_ELEMENTS // vocab_size))
 
 
-def scored_tokens(places: Sequence[Sequence[range]], chunks: Sequence[PrefillChunk]) -> list[int]:
-    """Where the scored positions of chunks stand in a batch, in order; `places` says where each chunk's tokens do."""
+def tokens_of_parts(
+    places: Sequence[Sequence[range]],
+    chunks: Sequence[PrefillChunk],
+    part_of: Callable[[PrefillChunk], ScoredPart | LogitsPart | None],
+) -> list[int]:
+    """Where positions of parts of chunks stand in a batch, in order; `places` says where each chunk's tokens do, and
+    `part_of` which part counts, None for none."""
     found: list[int] = []
     for of_chunk, chunk in zip(places, chunks, strict=True):
-        if chunk.scored is not None:
-            tokens = [token for part in of_chunk for token in part]
-            first = chunk.scored.start - chunk.start
-            found += tokens[first : first + chunk.scored.length]
+        part = part_of(chunk)
+        if part is not None:
+            tokens = [token for run in of_chunk for token in run]
+            first = part.start - chunk.start
+            found += tokens[first : first + part.length]
     return found
 
 

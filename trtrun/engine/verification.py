@@ -10,8 +10,8 @@ import torch
 from trtrun.core.nouns import Draft, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder
 from trtrun.engine.forwards import Forwards
-from trtrun.engine.prompt_logits import report_prompts, reported_tokens
-from trtrun.engine.prompt_logprobs import score_prompts, scored_tokens
+from trtrun.engine.prompt_logits import report_prompts
+from trtrun.engine.prompt_logprobs import score_prompts, tokens_of_parts
 from trtrun.engine.rows import RowState
 from trtrun.models.decoder import CausalLM
 from trtrun.tensors import device_integers, kept_integers
@@ -68,8 +68,8 @@ class Verification:
         num_decoded = builder.num_tokens
         places = builder.add_prompts(plan.prefill, self._forwards.prompt_width)
         ended = [of_chunk[-1][-1] for of_chunk, chunk in zip(places, plan.prefill, strict=True) if chunk.is_last]
-        scored = scored_tokens(places, plan.prefill)
-        reported = reported_tokens(places, plan.prefill)
+        scored = tokens_of_parts(places, plan.prefill, lambda chunk: chunk.scored)
+        reported = tokens_of_parts(places, plan.prefill, lambda chunk: chunk.reported)
         wanted = [*range(num_decoded), *ended, *scored, *reported]
         hidden = self._forwards.run(builder.build(device_integers(wanted, self._device)))
         states = None
