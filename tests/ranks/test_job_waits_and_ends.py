@@ -100,7 +100,10 @@ def test_ranks_that_draft_together_run_the_same_rounds_before_the_end(
         is_held.touch()
         llm.generate(prompts()[:1], SamplingParams(max_tokens=4))
 
-    run_job(job_configuration(folder, HERE[name]), use)
+    run_job(job_configuration(folder, HERE[name]), use)  # which none of the ranks leaves otherwise
+    assert is_held.exists()
+    if MPI.COMM_WORLD.rank == 2:
+        assert ended == [True]
 
 
 @pytest.mark.mpi(min_size=3)
