@@ -11,7 +11,9 @@ It knows tensors; it does not know when Triton can be used (see support.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ _LINES = 16
 _INPUTS, _FEATURES = 128, 128
 _PIECES, _MOST_SHARES = 4, 32
 """Of the inputs, in a share and in all: so many steps of a program of the first kernel, and shares of a wide layer."""
+_ALIGNED = 8
+"""Numbers of half precision in 16 bytes."""
 _WIDEST = 64
 """Ranks that a program takes at once."""
 _TURNS = 4
@@ -37,12 +41,14 @@ are many of them."""
 _MANY = 1024
 _BESIDE = True
 """Whether the first kernel runs beside the layer's product."""
+_MANY_LINES = 256
 
 
 @triton.jit
 def _tile(tile_slots, tile_lines, tile, LINES: tl.constexpr):
     """The lines [LINES] of a tile, which of them there are, and the slot that they have, from 0; below 0 for none."""
-    line = tl.load(tile_lines + tile * LINES + tl.arange(0, LINES)).to(tl.int64)
+    # Volatile, so that the compiler leaves it before the branch on the slot, and both are waited for at once.
+    line = tl.load(tile_lines + tile * LINES + tl.arange(0, LINES), volatile=True).to(tl.int64)
     return line, line >= 0, tl.load(tile_slots + tile)
 
 
@@ -72,11 +78,14 @@ def _shrink_kernel(
 
 
 @triton.jit
-def _sum(of_line, is_there, lines, ranks, rank, kind: tl.constexpr, SHARES: tl.constexpr):
+def _sum(of_line, is_there, lines, ranks, rank, kind: tl.constexpr, SHARES: tl.constexpr, IS_COMPILED: tl.constexpr):
     """Some ranks of what the first kernel made of a tile's lines, rounded."""
     values = tl.zeros((is_there.shape[0], rank.shape[0]), dtype=tl.float32)
     for share in tl.static_range(SHARES):
         values += tl.load(of_line + share * lines * ranks + rank[None, :], mask=is_there[:, None], other=0.0)
+    if IS_COMPILED:
+        # The compiler would take each share to where the product wants their sum, with two barriers for each.
+        values = tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [values], tl.float32, is_pure=False, pack=1)
     return values.to(kind)
 
 
@@ -84,20 +93,22 @@ def _sum(of_line, is_there, lines, ranks, rank, kind: tl.constexpr, SHARES: tl.c
 def _expand_kernel(
     y, low, up, tile_slots, tile_lines, parts, lines, ranks, features, y_stride, blocks,
     LINES: tl.constexpr, FEATURES: tl.constexpr, TURNS: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SHARES: tl.constexpr,
+    ALIGNED: tl.constexpr, IS_COMPILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[line] += the sum of the shares of low[line] @ up[slot of the line].T, matrix by matrix."""
     begin(EARLY)
     line, is_there, slot = _tile(tile_slots, tile_lines, tl.program_id(0), LINES)
     matrix = tl.program_id(1) // blocks
-    first = tl.load(parts + matrix) + tl.program_id(1) % blocks * (FEATURES * TURNS)
-    end = tl.load(parts + matrix + 1)
+    # All begin where that many numbers of a line may be read and written together.
+    first = tl.multiple_of(tl.load(parts + matrix) + tl.program_id(1) % blocks * (FEATURES * TURNS), ALIGNED)
+    end = tl.multiple_of(tl.load(parts + matrix + 1), ALIGNED)
     if (slot >= 0) & (first < end):
         # What takes long is asked for first: all of it is on its way together, and a program of one turn waits once.
         of_line = low + line[:, None] * ranks + matrix * RANK
         kind = up.dtype.element_ty
         if TURNS > 1 and RANK == RANKS:
-            values = _sum(of_line, is_there, lines, ranks, tl.arange(0, RANKS), kind, SHARES)
+            values = _sum(of_line, is_there, lines, ranks, tl.arange(0, RANKS), kind, SHARES, IS_COMPILED)
         for turn in range(TURNS):
             feature = first + turn * FEATURES + tl.arange(0, FEATURES)
             known = feature < end
@@ -110,7 +121,7 @@ def _expand_kernel(
                 rank = start + tl.arange(0, RANKS)
                 weights = tl.load(weight + rank[:, None], mask=known[None, :], other=0.0)
                 if TURNS == 1 or RANK > RANKS:
-                    values = _sum(of_line, is_there, lines, ranks, rank, kind, SHARES)
+                    values = _sum(of_line, is_there, lines, ranks, rank, kind, SHARES, IS_COMPILED)
                 total = tl.dot(values, weights, total, input_precision="ieee")
             tl.store(place, (before.to(tl.float32) + total).to(y.dtype.element_ty), mask=mask)
 
@@ -137,12 +148,17 @@ class TritonLowRank(StackedFactors):
     def add_to(
         self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, lines: LineSlots
     ) -> torch.Tensor:
-        """See LowRank. The first kernel needs x alone, so that it runs beside the layer's product."""
-        if not (_BESIDE and x.is_cuda and len(x)):
+        """See LowRank. The first kernel needs x alone, so that it may run beside the layer's product."""
+        if not (_BESIDE and len(x)):
             return super().add_to(product, x, lines)
         # All that the branch reads and writes is there before it begins, and stays until it has ended (`beside`).
         low, tiles, x = self._room(x), self._tiles(lines), _without_gaps(x)
-        with beside(lambda: self._shrink(low, x, tiles, lets_next_begin(x)), x.device):
+        shrink = partial(self._shrink, low, x, tiles, lets_next_begin(x))
+        if _branches(x):
+            with beside(shrink, x.device):
+                y = product(x)
+        else:
+            shrink()
             y = product(x)
         self._expand(y, low, tiles, lets_next_begin(y))
         return y
@@ -171,10 +187,16 @@ class TritonLowRank(StackedFactors):
         _expand_kernel[(count, blocks * len(shape.outputs))](
             y, low, self.up, *tiles, self._parts, len(y), low.shape[2], self.up.shape[1], y.stride(0), blocks,
             LINES=_LINES, FEATURES=at_once, TURNS=turns, RANK=shape.max_rank, RANKS=self._ranks, SHARES=self._shares,
-            num_warps=4,
+            ALIGNED=math.gcd(_ALIGNED, *shape.outputs), IS_COMPILED=y.is_cuda, num_warps=4,
             num_stages=2 if shape.max_rank == self._ranks else 1,  # where sums are read in each turn they fill memory
             **options,
         )  # fmt: skip
+
+
+def _branches(x: torch.Tensor) -> bool:
+    """Whether a branch is worth it: the host takes longer to launch one than few lines take to compute, but for graphs,
+    for which it is done once. Kernels are compiled alike for both, as what is captured has run before."""
+    return x.is_cuda and (len(x) >= _MANY_LINES or torch.cuda.is_current_stream_capturing())
 
 
 def _without_gaps(x: torch.Tensor) -> torch.Tensor:
