@@ -74,8 +74,8 @@ def test_beside_the_products_the_bits_are_those_of_one_behind_the_other(
     added to. With and without a graph, whose replays meet other numbers and other slots each time."""
     from trtrun.kernels.torch.graph_capture import capturing
     from trtrun.kernels.torch.low_rank import LowRank
-    from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
     from trtrun.kernels.triton import low_rank as module
+    from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
     from trtrun.kernels.triton.matmul import TritonMatmul
 
     branches, beside_others = [], module.beside
