@@ -20,7 +20,6 @@ class Stream:
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name, self.notes = name, notes
-        self.cuda_stream = 7
 
     def wait_stream(self, other: Stream) -> None:
         self.notes.append(f"{self.name} waits for {other.name}")
@@ -40,7 +39,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(side_branch, "_side_stream", lambda device, number: side)
+    monkeypatch.setattr(side_branch, "side_stream", lambda stream: side)
     return told
 
 

@@ -25,7 +25,7 @@ def beside(work: Callable[[], None], device: torch.device) -> Iterator[None]:
     another stream than their own.
     """
     current = torch.cuda.current_stream(device)
-    side = _side_stream(device, current.cuda_stream)
+    side = side_stream(current)
     side.wait_stream(current)
     try:
         with torch.cuda.stream(side):
@@ -36,7 +36,7 @@ def beside(work: Callable[[], None], device: torch.device) -> Iterator[None]:
 
 
 @cache
-def _side_stream(device: torch.device, _current: int) -> torch.cuda.Stream:
-    """One for each stream, so that what one captures meets nothing that another is given. torch has streams of that
-    priority apart from others, and a multiprocessor that has room takes their programs first."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream beside `stream`, which no other has, so that what one captures meets nothing that another is given.
+    torch keeps streams of that priority apart; a multiprocessor that has room takes their programs first."""
+    return torch.cuda.Stream(stream.device, priority=-1)  # type: ignore[no-untyped-call]
