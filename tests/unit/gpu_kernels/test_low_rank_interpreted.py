@@ -26,16 +26,21 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3}
     ("outputs", "inputs", "most", "ranks"), [((70, 32, 32), 200, 24, (3, 24)), ((130,), 1100, 64, (64, 8))]
 )
 def test_what_adapters_add(
-    outputs: tuple[int, ...], inputs: int, most: int, ranks: tuple[int, ...], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    outputs: tuple[int, ...],
+    inputs: int,
+    most: int,
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> None:
     """The same as torch's operations, in any company; lines without an adapter, or with an empty slot, stay."""
     from trtrun.kernels.line_slots import LineSlots
     from trtrun.kernels.torch.low_rank import Factors, LowRankShape, TorchLowRank
-    from trtrun.kernels.triton.low_rank import TritonLowRank
+    from trtrun.kernels.triton import low_rank as module
 
     torch.manual_seed(inputs)
     shape, device = LowRankShape(outputs, inputs, 3, most), torch.device("cpu")
-    found, expected = TritonLowRank(shape, dtype, device), TorchLowRank(shape, dtype, device)
+    found, expected = module.TritonLowRank(shape, dtype, device), TorchLowRank(shape, dtype, device)
     for slot, rank in enumerate(ranks, start=1):
         factors = [
             None
@@ -58,6 +63,9 @@ def test_what_adapters_add(
     assert torch.equal(whole[(slots == 0) | (slots == 3)], y[(slots == 0) | (slots == 3)])
     for lines in (slice(1, 2), slice(20), slice(17, 39), slice(0)):
         assert torch.equal(added(found, lines), whole[lines]), lines
+    with monkeypatch.context() as patched:  # one tile of features behind the other
+        patched.setattr(module, "_MANY", 0)
+        assert torch.equal(added(found, slice(None)), whole)
     result = y[:20].clone()  # a single row's slot, repeated: torch keeps one number for all
     found.add(result, x[:20], LineSlots(slots[1:2].expand(20)))
     of_lines = y[:20].clone()

@@ -35,10 +35,9 @@ _ALIGNED = 8
 """Numbers of half precision in 16 bytes."""
 _WIDEST = 64
 """Ranks that a program takes at once."""
-_TURNS = 4
-"""Tiles of features that a program of the second kernel has one after the other, for one reading of sums, where there
-are many of them."""
-_MANY = 1024
+_TURNS, _MANY = 4, 8192
+"""Tiles of features that a program of the second kernel has one after the other, where there are more than so many of
+them: sums are read once for all, but each turn waits for memory. Fewer are all on a GPU at the same time, or nearly."""
 _BESIDE = True
 """Whether the first kernel runs beside the layer's product."""
 _MANY_LINES = 256
