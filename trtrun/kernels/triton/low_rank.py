@@ -104,6 +104,7 @@ def _expand_kernel(
     end = tl.multiple_of(tl.load(parts + matrix + 1), ALIGNED)
     if (slot >= 0) & (first < end):
         # What takes long is asked for first: all of it is on its way together, and a program of one turn waits once.
+        # Weights of float32 are asked for behind the sums, for which there would be no registers left.
         of_line = low + line[:, None] * ranks + matrix * RANK
         kind = up.dtype.element_ty
         if TURNS > 1 and RANK == RANKS:
@@ -118,8 +119,10 @@ def _expand_kernel(
             total = tl.zeros((LINES, FEATURES), dtype=tl.float32)
             for start in tl.static_range(0, RANK, RANKS):
                 rank = start + tl.arange(0, RANKS)
+                if kind == tl.float32 and (TURNS == 1 or RANK > RANKS):
+                    values = _sum(of_line, is_there, lines, ranks, rank, kind, SHARES, IS_COMPILED)
                 weights = tl.load(weight + rank[:, None], mask=known[None, :], other=0.0)
-                if TURNS == 1 or RANK > RANKS:
+                if kind != tl.float32 and (TURNS == 1 or RANK > RANKS):
                     values = _sum(of_line, is_there, lines, ranks, rank, kind, SHARES, IS_COMPILED)
                 total = tl.dot(values, weights, total, input_precision="ieee")
             tl.store(place, (before.to(tl.float32) + total).to(y.dtype.element_ty), mask=mask)
