@@ -21,10 +21,11 @@ from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
 from trtrun.roles.gated_drafts import GatedDrafts, GatedRound, Origins
+from trtrun.roles.guess_tables import KnownVerdict
 from trtrun.roles.hidden_link import HiddenLink, feeds, settled
 from trtrun.roles.launched_round import DoneRound, LaunchedRound, VerdictRound
 from trtrun.speculation.trees import along_paths
-from trtrun.wire.packets import DRAFT_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
+from trtrun.wire.packets import DRAFT_TAG, GUESS_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays
 
 SHORTEST_PATIENCE = 0.1
@@ -55,6 +56,7 @@ class MessageExchange:
         hidden: the way of hidden states, on the target leader and on the rank of a head; None elsewhere, and without.
         gated: on target ranks that launch rounds before their drafts are there: chains, without draft_probs or hidden
             states; None elsewhere.
+        tells_guesses: whether draft ranks tell what they have drafted ahead, as target ranks look for it.
     """
 
     mail: Mailbox
@@ -70,6 +72,7 @@ class MessageExchange:
     draft_is_lost: Callable[[], bool] = lambda: False
     hidden: HiddenLink | None = None
     gated: GatedDrafts | None = None
+    tells_guesses: bool = False
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     _late_round: tuple[int, bool] = (-1, False)
     _early: bytes | None = None
@@ -77,6 +80,7 @@ class MessageExchange:
     _tapped: tuple[Draft | None, Verdict | None, HiddenStates] | None = None
     _open: GatedRound | None = None
     _brought: Origins | None = None
+    _known: KnownVerdict | None = None
 
     def is_late(self, plan: RoundPlan) -> bool:
         """See Exchange: the leader's answer, on all draft ranks."""
@@ -100,9 +104,16 @@ class MessageExchange:
             self.peers.send(draft.draft_probs, self.target_peer)
         return None
 
-    def send_verdict(self, verdict: Verdict) -> None:
+    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
+        """See Exchange: to the target leader, from the draft leader."""
+        if self.tells_guesses and guesses is not None and self.rank == self.draft_ranks[0]:
+            self.mail.post(self.target_ranks[0], GUESS_TAG, encode_packet(plan.round_index, guesses))
+
+    def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
         """See Exchange: to the other target ranks, on the device."""
         assert self.group is not None
+        if self.gated is not None:
+            self.gated.decide(plan, verdict)
         if self.group.size > 1:
             self.group.broadcast(torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1), 0)
 
@@ -144,7 +155,9 @@ class MessageExchange:
     def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
         """See Exchange: the verdict goes to the draft ranks once it is on the host, and hidden states behind it."""
         if self.gated is not None:
-            self._open = GatedRound(plan, decided, self._bring_draft, self._tell, self._account, self._brought)
+            self._open = GatedRound(
+                plan, decided, self._bring_draft, self._tell, self._take_guesses, self._account, self._brought
+            )
             return self._open
         report = decided.finish()
         assert report is not None and report.num_tokens is not None
@@ -155,6 +168,7 @@ class MessageExchange:
 
     def _tell(self, plan: RoundPlan, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
         """Send a verdict to the draft ranks."""
+        self._known = KnownVerdict(plan, num_tokens, tokens)
         if plan.sampled_rows and not self.draft_is_lost():
             payload = encode_packet(plan.round_index, np.column_stack((num_tokens, tokens)))
             for rank in self.draft_ranks:
@@ -178,19 +192,39 @@ class MessageExchange:
         return draft
 
     def _bring_draft(self, plan: RoundPlan) -> Origins:
-        """On the target leader: wait for a packet, and let the device go on with what is in it, if anything is."""
-        assert self.gated is not None
+        """On the target leader: wait for a packet, and let the device go on with what is in it, if anything is; or
+        until the device has found its draft among guesses."""
+        gated = self.gated
+        assert gated is not None
         if not plan.draft_len:
             return Origins()
-        packet = self._look_for_packet(plan.round_index)
-        if not packet:
+        packet = self._look_for_packet(plan.round_index, lambda: self._foreseen(gated, plan) is not None)
+        foreseen = self._foreseen(gated, plan)
+        if foreseen is not None:
+            while self.mail.take(self.draft_ranks[0], DRAFT_TAG) is not None:
+                pass  # none is of a later round, for which the verdict would have to be known
+            origins = Origins(foreseen)
+        elif not packet:
             nothing = np.zeros((len(plan.decode_rows), 1), dtype=np.int64)
-            self.gated.give(plan, nothing[:, :0], nothing[:, 0])
-            return Origins()
-        table = decode_packet(packet)[1]
-        width = int(table[0, 3]) if len(table) else 0
-        self.gated.give(plan, table[:, _COLUMNS : _COLUMNS + width], table[:, 0])
-        return Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
+            gated.give(plan, nothing[:, :0], nothing[:, 0])
+            origins = Origins()
+        else:
+            table = decode_packet(packet)[1]
+            width = int(table[0, 3]) if len(table) else 0
+            gated.give(plan, table[:, _COLUMNS : _COLUMNS + width], table[:, 0])
+            origins = Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
+        gated.settle(plan)
+        return origins
+
+    def _foreseen(self, gated: GatedDrafts, plan: RoundPlan) -> tuple[int, ...] | None:
+        self._take_guesses()
+        return gated.foreseen(plan, self._known)
+
+    def _take_guesses(self) -> None:
+        """On the target leader: give the device what was drafted ahead, as soon as it is there."""
+        while (packet := self.mail.take(self.draft_ranks[0], GUESS_TAG)) is not None:
+            assert self.gated is not None
+            self.gated.guess(*decode_packet(packet))
 
     def forget(self) -> None:
         """See Exchange: a job of several ranks ends with a round that fails."""
@@ -252,9 +286,11 @@ class MessageExchange:
             self.mail.post(rank, DRAFT_TAG, packet or b"")
         return packet
 
-    def _look_for_packet(self, round_index: int) -> bytes | None:
+    def _look_for_packet(self, round_index: int, until: Callable[[], bool] = lambda: False) -> bytes | None:
         while True:
-            packet = self.mail.wait(self.draft_ranks[0], DRAFT_TAG, self._patience, self.draft_is_lost)
+            packet = self.mail.wait(
+                self.draft_ranks[0], DRAFT_TAG, self._patience, lambda: self.draft_is_lost() or until()
+            )
             if packet is None or decode_packet(packet)[0] == round_index:
                 return packet
             # One of a round that the target did not wait for any longer.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Generic
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -226,6 +227,10 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         if known:
             own, lengths, tokens_of = zip(*known, strict=True)
             self._engine.rows.write_tokens(own, lengths, tokens_of)
+
+    def guesses(self) -> npt.NDArray[np.int64] | None:
+        """See Drafter: texts that are looked up may go before what was foreseen."""
+        return self._guesses.table() if self._guesses.listed and self._host_texts is None else None
 
     def hit_chances(self) -> list[float]:
         """See Drafter."""
