@@ -267,6 +267,7 @@ class AheadRounds:
             tokens = [of_row for of_row, _ in verdicts]
             verdict = verdict_of(tokens)
             drafter.observe(plan, verdict, None)
+            self._check_written(plan)
             self._before = KnownVerdict(plan, verdict.num_tokens.numpy(), verdict.tokens.numpy())
             self._gained = dict(zip(plan.sampled_rows, tokens, strict=True))
             for row, of_row in self._gained.items():
@@ -371,6 +372,13 @@ class AheadRounds:
             if not self.use_logits and text.ranked[place] != [tokens[place], *ranked[place]]:
                 self.different.append((text.ranked[place], [tokens[place], *ranked[place]]))
             self.seen["places"] += place + 1
+
+    def _check_written(self, plan: RoundPlan) -> None:
+        """The draft's store lacks no more of a row than its scheduler takes it to, which offers the rest for reuse."""
+        most = self.scheduler.limits.most_unfed(plan.draft_len)
+        for row, count in zip(plan.decode_rows.tolist(), plan.catch_up.tolist(), strict=True):
+            text = self.drafter._texts.get(row)
+            assert not count or text is None or text.length - text.written <= most, (row, text)
 
     def _decide(self, row: int, draft: list[int]) -> tuple[list[int], int]:
         """A verdict on a row's draft: the tokens gained, and how many were verified."""

@@ -80,6 +80,7 @@ class GatedDrafts:
     _decided: tuple[RoundPlan, Verdict] | None = None
     _asked: set[int] = field(default_factory=set)
     _guesses: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+    _looked_up: tuple[int, tuple[int, ...] | None] | None = None
 
     def expect(self, plan: RoundPlan, most_seconds: float) -> Draft:
         """The draft of a round on the device, of the plan's draft_len: what is computed from it waits for `give` or
@@ -124,18 +125,21 @@ class GatedDrafts:
         """On the leader: what was drafted ahead of the verdict of a round; see guess_tables."""
         assert self.gate is not None
         following = round_index + 1
-        self._guesses[following] = guesses
+        self._guesses[following], self._looked_up = guesses, None
         if following in self._asked:
             self.gate.send(self._due[following], guesses)
 
     def foreseen(self, plan: RoundPlan, before: KnownVerdict | None) -> tuple[int, ...] | None:
-        """On the leader: which rows of a round have drafts that the device has found; None where `give` is due."""
+        """On the leader: which rows of a round have drafts that the device has found; None where `give` is due. To be
+        asked again and again."""
         guesses = self._guesses.get(plan.round_index)
         if plan.round_index not in self._asked or guesses is None or before is None:
             return None
         if before.plan.round_index != plan.round_index - 1:
             return None
-        return foreseen_rows(guesses, plan, before)
+        if self._looked_up is None or self._looked_up[0] != plan.round_index:
+            self._looked_up = plan.round_index, foreseen_rows(guesses, plan, before)
+        return self._looked_up[1]
 
     def give(self, plan: RoundPlan, tokens: npt.NDArray[np.int64], draft_lens: npt.NDArray[np.int64]) -> None:
         """On the leader, once the round before is known on the host.
@@ -152,9 +156,10 @@ class GatedDrafts:
         self.gate.open(self._due[plan.round_index], numbers.reshape(-1))
 
     def settle(self, plan: RoundPlan) -> None:
-        """On the leader: the device has, or will have, what it waits for in a round."""
+        """On the leader: the device has, or will have, what it waits for in a round, if it waits in it."""
         self._due.pop(plan.round_index, None)
         self._asked.discard(plan.round_index)
+        self._looked_up = None
         self._guesses = {index: one for index, one in self._guesses.items() if index > plan.round_index}
 
 

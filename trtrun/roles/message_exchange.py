@@ -197,6 +197,7 @@ class MessageExchange:
         gated = self.gated
         assert gated is not None
         if not plan.draft_len:
+            gated.settle(plan)
             return Origins()
         packet = self._look_for_packet(plan.round_index, lambda: self._foreseen(gated, plan) is not None)
         foreseen = self._foreseen(gated, plan)

@@ -16,6 +16,7 @@ from parallel.transports.device_gate import Question
 from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.roles.gated_drafts import GatedDrafts
+from trtrun.roles.guess_tables import KnownVerdict, foreseen_rows
 from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
 from trtrun.speculation.ahead.policy import NEVER
@@ -231,7 +232,8 @@ def test_rounds_of_the_same_number_have_openings_of_their_own(letters: Letters) 
 
 def launch(exchange: MessageExchange, plan: RoundPlan) -> Any:
     """A round as a target leader launches it, each of whose rows gains token 1."""
-    expect(exchange, plan)
+    if plan.draft_len:
+        expect(exchange, plan)
     ones = torch.ones(len(plan.decode_rows), dtype=torch.int64)
     exchange.send_verdict(plan, Verdict(ones, ones.unsqueeze(1)))
     return exchange.conclude(plan, Decided(plan))
@@ -294,6 +296,45 @@ def test_guesses_that_come_while_the_packet_is_waited_for_end_the_wait(letters: 
 
     letters.wait = come  # type: ignore[method-assign]
     assert rounds[1].finish().foreseen.tolist() == [1, 1]
+
+
+def test_guesses_are_looked_at_once_however_long_the_packet_is_waited_for(
+    letters: Letters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look takes as long as a message: the packet that ends the wait would be found late."""
+    exchange, plans = make_exchange(letters), [make_plan(4), make_plan(5)]
+    letters.came[DRAFT_TAG].append(packet(4, [[1], [1]], [1, 1], [0, 0]))
+    rounds = [launch(exchange, plan) for plan in plans]
+    rounds[0].finish()
+    looks: list[int] = []
+
+    def look(table: np.ndarray, plan: RoundPlan, before: KnownVerdict) -> tuple[int, ...] | None:
+        looks.append(len(table))
+        return foreseen_rows(table, plan, before)
+
+    def wait(
+        rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
+    ) -> bytes | None:
+        assert until is not None
+        for guesses in ([FIRST], [FIRST, OTHER]):
+            letters.came[GUESS_TAG].append(encode_packet(4, np.array(guesses, dtype=np.int64)))
+            assert not any([until() for _ in range(5)])
+        return packet(5, [[7], [8]], [1, 1], [0, 1])
+
+    monkeypatch.setattr("trtrun.roles.gated_drafts.foreseen_rows", look)
+    letters.wait = wait  # type: ignore[method-assign]
+    assert rounds[1].finish().foreseen.tolist() == [0, 1] and looks == [1, 2]
+
+
+def test_guesses_before_rounds_without_drafts_are_not_kept(letters: Letters) -> None:
+    """As those behind prompts, where it pays to draft nothing, or every completion has one token."""
+    exchange = make_exchange(letters)
+    for index in range(4):
+        launched = launch(exchange, make_plan(index, (0, 0)))
+        letters.came[GUESS_TAG].append(encode_packet(index, np.array([FIRST], dtype=np.int64)))
+        assert launched.is_done()
+        launched.finish()
+        assert len(exchange.gated._guesses) == 1, "of the next round alone"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
