@@ -1,7 +1,8 @@
-"""The command line of TensorRT-LLM's trtllm-build, answered by `trtrun build`.
+"""The command line of TensorRT-LLM's trtllm-build, and of the build.py before it, answered by `trtrun build`.
 
-Behind scripts/trtllm_build.py. How many ranks share the model says the checkpoint, as there, if no option does. It
-knows that command line, and nothing of how an engine is built.
+Behind scripts/trtllm_build.py. How many ranks share the model says the checkpoint, as there, if no option does; the
+older build.py took Hugging Face's directory as --model_dir. It knows these command lines, and nothing of how an engine
+is built.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import click
 
 from launch.cli import guarded, leave
 from launch.commands.build import BuildOptions, run_build
+from launch.commands.written_models import make_folders_above
 from launch.pasted_words import PastedParser
 from trtrun.building.settings import BuildSettings
 from trtrun.configuration.engine_directory import Limits
@@ -33,7 +35,7 @@ IDLE = (
         "low_latency_gemm_swiglu_plugin",
     ),
     *("gemm_swiglu_plugin", "gemm_allreduce_plugin", "fp8_rowwise_gemm_plugin", "bert_attention_plugin"),
-    *("workers", "opt_num_tokens", "opt_batch_size", "max_input_len", "max_prompt_embedding_table_size"),
+    *("workers", "opt_num_tokens", "opt_batch_size", "max_prompt_embedding_table_size"),
     *("use_paged_context_fmha", "use_fp8_context_fmha", "context_fmha", "context_fmha_fp32_acc", "paged_kv_cache"),
     *("kv_cache_type", "tokens_per_block", "remove_input_padding", "multiple_profiles", "use_fused_mlp"),
     *("reduce_fusion", "user_buffer", "norm_quant_fusion", "use_custom_all_reduce", "enable_xqa", "multi_block_mode"),
@@ -41,6 +43,8 @@ IDLE = (
     *("strongly_typed", "builder_opt", "builder_force_num_profiles", "profiling_verbosity", "log_level"),
     *("input_timing_cache", "output_timing_cache", "monitor_memory", "enable_debug_output", "fast_build"),
     *("max_encoder_input_len", "streamingllm", "weight_sparsity", "weight_streaming", "pp_reduce_scatter"),
+    *("use_gemm_plugin", "use_gpt_attention_plugin", "use_rmsnorm_plugin", "use_inflight_batching", "parallel_build"),
+    *("enable_context_fmha", "enable_context_fmha_fp32_acc"),
 )
 """Options of the original that there is nothing to do for: plugins, profiles and caches of its compiler, a paged cache
 that there always is, and log probabilities, which requests ask for."""
@@ -52,19 +56,24 @@ MODES = ("draft_tokens_external", "lookahead_decoding", "medusa", "eagle")
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line of trtllm-build.
+    """Parse the command line of trtllm-build or build.py.
 
     Raises:
         click.UsageError: an option is unknown, lacks its value or is not supported.
     """
     parser = PastedParser(prog="trtllm_build.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--checkpoint_dir", required=True, help="TensorRT-LLM's checkpoint, or Hugging Face's.")
+    help_ = "TensorRT-LLM's checkpoint, or Hugging Face's."
+    parser.add_argument("--checkpoint_dir", "--model_dir", required=True, dest="checkpoint_dir", help=help_)
     parser.add_argument("--output_dir", default="engine_outputs", help="Of the engine.")
     parser.add_argument("--max_batch_size", type=int, help="Most rows.")
     parser.add_argument("--max_num_tokens", type=int, help="Most tokens of a round.")
     parser.add_argument("--max_seq_len", "--max_decoder_seq_len", type=int, help="Most tokens of a request.")
+    parser.add_argument("--max_input_len", type=int, help="Taken, and not needed: requests may have longer prompts.")
+    parser.add_argument("--max_output_len", type=int, help="With --max_input_len, in place of --max_seq_len.")
     parser.add_argument("--max_draft_len", type=int, help="Most draft tokens of a row.")
-    parser.add_argument("--tp_size", type=int, help="Devices.  [default: what the checkpoint was converted for]")
+    parser.add_argument("--dtype", default="auto", help="Of activations.  [default: the checkpoint's]")
+    help_ = "Devices.  [default: what the checkpoint was converted for]"
+    parser.add_argument("--tp_size", "--world_size", type=int, dest="tp_size", help=help_)
     parser.add_argument("--max_beam_width", type=int, default=1, help="Only 1.")
     parser.add_argument("--speculative_decoding_mode", choices=MODES, help="Taken, and not needed.")
     parser.add_argument("--device", help="cuda or cpu: what the engine is for.  [default: what is here]")
@@ -91,7 +100,7 @@ def make_options(arguments: argparse.Namespace) -> BuildOptions:
     checkpoint = find_model(Path(arguments.checkpoint_dir), None, "--checkpoint_dir")
     context = read_model_config(checkpoint).max_position_embeddings
     values = read_json(checkpoint, "config.json", required=True)
-    max_seq_len = arguments.max_seq_len
+    max_seq_len = _max_seq_len(arguments)
     if max_seq_len is not None and max_seq_len > context:
         _say(f"--max_seq_len {max_seq_len} is more than the model's context, {context} tokens, which is taken")
         max_seq_len = context
@@ -99,17 +108,29 @@ def make_options(arguments: argparse.Namespace) -> BuildOptions:
     tp_size = arguments.tp_size
     if tp_size is None:
         tp_size = read_tp_size(values) if is_tensorrt_llm(values) else find_tp_size(checkpoint)
-    settings = BuildSettings(tp_size, device=arguments.device, limits=limits)
+    settings = BuildSettings(tp_size, arguments.dtype, device=arguments.device, limits=limits)
     return BuildOptions(checkpoint, Path(arguments.output_dir), settings, arguments.force)
+
+
+def _max_seq_len(arguments: argparse.Namespace) -> int | None:
+    """Prompt and output together; older command lines have them apart."""
+    seq_len: int | None = arguments.max_seq_len
+    if seq_len is not None or arguments.max_output_len is None:
+        return seq_len
+    if arguments.max_input_len is None:
+        raise click.UsageError("--max_output_len needs --max_input_len beside it, or --max_seq_len in place of both")
+    return int(arguments.max_input_len + arguments.max_output_len)
 
 
 def run(words: Sequence[str]) -> int:
     """Build what the command line asks for; returns the exit status."""
     arguments = parse_arguments(words)
     options = make_options(arguments)
-    idle = [f"--{name}" for name in (*IDLE, "speculative_decoding_mode") if getattr(arguments, name) is not None]
+    given = [*IDLE, "speculative_decoding_mode", *(["max_input_len"] if arguments.max_output_len is None else [])]
+    idle = [f"--{name}" for name in given if getattr(arguments, name) is not None]
     if idle:
         _say(f"nothing to do for {', '.join(idle)}")
+    make_folders_above(options.output)
     return run_build(options)
 
 

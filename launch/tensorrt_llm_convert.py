@@ -14,6 +14,7 @@ import click
 
 from launch.cli import guarded, leave
 from launch.commands.convert import ConvertOptions, run_conversion
+from launch.commands.written_models import make_folders_above
 from launch.pasted_words import PastedParser
 
 QUANTIZING = (
@@ -24,8 +25,16 @@ QUANTIZING = (
     "fp8_kv_cache",
     "per_channel",
     "per_token",
+    "per_group",
+    "weight_only_precision",
 )
 """Options that the original quantizes by, with scales that it does not search for."""
+
+IDLE = (
+    *("workers", "load_by_shard", "load_model_on_cpu", "log_level"),
+    *("use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing"),
+)
+"""Options that there is nothing to do for: however an embedding lies in the files, ranks read their share of it."""
 
 
 def parse_arguments(words: Sequence[str]) -> ConvertOptions:
@@ -44,8 +53,8 @@ def parse_arguments(words: Sequence[str]) -> ConvertOptions:
     parser.add_argument("--cp_size", type=int, default=1, help="Only 1.")
     parser.add_argument("--smoothquant", "-sq", type=float, help="Not supported: see scripts/quantize.py.")
     for name in QUANTIZING:
-        parser.add_argument(f"--{name}", action="store_true", help="Not supported: see scripts/quantize.py.")
-    for name in ("workers", "load_by_shard", "load_model_on_cpu", "log_level"):
+        parser.add_argument(f"--{name}", nargs="?", const="", help="Not supported: see scripts/quantize.py.")
+    for name in IDLE:
         parser.add_argument(f"--{name}", nargs="?", help="Taken, and not needed.")
     parser.add_argument("--force", action="store_true", help="Write over a checkpoint that is there.")
     arguments = parser.parse_pasted(words)
@@ -64,7 +73,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("pp_size", "cp_size"):
         if getattr(arguments, name) != 1:
             raise click.UsageError(f"--{name} {getattr(arguments, name)}: only tensor parallelism is supported")
-    wanted = [name for name in QUANTIZING if getattr(arguments, name)]
+    wanted = [name for name in QUANTIZING if getattr(arguments, name) is not None]
     wanted += ["smoothquant"] if arguments.smoothquant is not None else []
     if wanted:
         raise click.UsageError(
@@ -72,6 +81,13 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
+def run(words: Sequence[str]) -> int:
+    """Convert what the command line asks for; returns the exit status."""
+    options = parse_arguments(words)
+    make_folders_above(options.output)
+    return run_conversion(options)
+
+
 def main() -> None:
     """Entry of scripts/convert_checkpoint.py."""
-    leave(guarded(lambda: run_conversion(parse_arguments(sys.argv[1:]))))
+    leave(guarded(lambda: run(sys.argv[1:])))

@@ -15,6 +15,7 @@ import click
 
 from launch.cli import guarded, leave
 from launch.commands.quantize import run_quantization
+from launch.commands.written_models import make_folders_above
 from launch.pasted_words import PastedParser
 from launch.quantize.options import QuantizeOptions, parse_device_names
 from trtrun.errors import nearest
@@ -96,6 +97,13 @@ def make_options(arguments: argparse.Namespace) -> QuantizeOptions:
     )
 
 
+def run(words: Sequence[str]) -> int:
+    """Quantize what the command line asks for; returns the exit status."""
+    options = make_options(parse_arguments(words))
+    make_folders_above(options.output)
+    return run_quantization(options)
+
+
 def main() -> None:
     """Entry of scripts/quantize.py."""
-    leave(guarded(lambda: run_quantization(make_options(parse_arguments(sys.argv[1:])))))
+    leave(guarded(lambda: run(sys.argv[1:])))

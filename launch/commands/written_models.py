@@ -1,4 +1,4 @@
-"""What commands that write a model's directory say of it.
+"""What commands that write a model's directory say of it, and the place for it.
 
 It knows the directory. It does not know how it was made.
 """
@@ -8,9 +8,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from trtrun.errors import ConfigError, shorten_path
+
 
 def note_tokenizer(output: Path, source: str) -> None:
     """Say where `output` has no tokenizer, as its source, a "checkpoint" or a "model", had none beside it."""
     if not any((output / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         line = f"the {source} has no tokenizer beside it: name one by tokenizer: in the YAML file"
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
+
+
+def make_folders_above(output: Path) -> None:
+    """Make the directories that `output` is to lie in, as TensorRT-LLM's own commands do.
+
+    Raises:
+        ConfigError: they cannot be made.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output_dir {shorten_path(output)}: {error.strerror}") from None

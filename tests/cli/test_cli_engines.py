@@ -22,6 +22,7 @@ from launch.commands.convert import run_conversion
 from launch.tensorrt_llm_build import make_options, parse_arguments
 from launch.tensorrt_llm_convert import parse_arguments as parse_conversion
 from trtrun import SamplingParams
+from trtrun.errors import ConfigError
 
 BUILDS = """
 trtllm-build \\
@@ -81,6 +82,15 @@ trtllm-build \\
 \u2013max_draft_len 10
 """
 
+FIRST_BUILD = """
+python3 examples/llama/build.py \\
+    --model_dir ${TARGET_MODEL_PATH} \\
+    --dtype float16 \\
+    --use_gpt_attention_plugin float16 \\
+    --use_gemm_plugin float16 \\
+    --output_dir examples/llama/out
+"""
+
 
 def words_of(text: str, variables: dict[str, object]) -> list[list[str]]:
     """Command lines as a shell takes them, without the program."""
@@ -106,9 +116,9 @@ def test_the_documented_way_from_checkpoint_to_text(
         assert tensorrt_llm_build.run(words) == 0
     said = capsys.readouterr()
     assert said.err.splitlines() == [
-        "trtllm_build.py: nothing to do for --gemm_plugin, --max_input_len, --use_paged_context_fmha",
-        "trtllm_build.py: nothing to do for --gemm_plugin, --max_input_len, --use_paged_context_fmha, "
-        "--speculative_decoding_mode",
+        "trtllm_build.py: nothing to do for --gemm_plugin, --use_paged_context_fmha, --max_input_len",
+        "trtllm_build.py: nothing to do for --gemm_plugin, --use_paged_context_fmha, --speculative_decoding_mode, "
+        "--max_input_len",
     ]
     engine = json.loads((tmp_path / "engine-target" / "engine.json").read_text())
     assert engine["limits"] == {"max_batch_size": 4, "max_seq_len": 4800, "max_draft_len": 10}
@@ -147,6 +157,25 @@ def test_a_command_line_of_a_web_page_for_several_ranks(
     assert "--gpt_attention_plugin" in said.err and "--multiple_profiles" in said.err
     limits = json.loads(Path("target-engine/engine.json").read_text())["limits"]
     assert limits == {"max_batch_size": 32, "max_seq_len": 65536, "max_draft_len": 10}
+
+
+def test_the_build_of_the_first_versions(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a Hugging Face directory, into directories that are not there yet; prompts and answers had limits apart."""
+    monkeypatch.chdir(tmp_path)
+    ((*words,),) = words_of(FIRST_BUILD, {"TARGET_MODEL_PATH": pair / "target"})
+    lengths = ["--max_input_len", "300", "--max_output_len=200"]
+    assert tensorrt_llm_build.run([*words, *lengths, "--world_size", "2"]) == 0
+    engine = json.loads(Path("examples/llama/out/engine.json").read_text())
+    assert (engine["dtype"], engine["limits"], len(engine["shards"])) == ("float16", {"max_seq_len": 500}, 2)
+    said = capsys.readouterr().err
+    assert said == "trtllm_build.py: nothing to do for --use_gemm_plugin, --use_gpt_attention_plugin\n"
+    with pytest.raises(click.UsageError, match="--max_output_len needs --max_input_len beside it, or --max_seq_len"):
+        make_options(parse_arguments([*words, "--max_output_len", "9"]))
+    Path("file").touch()
+    with pytest.raises(ConfigError, match="--output_dir file/engine: "):
+        tensorrt_llm_build.run(["--model_dir", str(pair / "target"), "--output_dir", "file/engine"])
 
 
 def test_checkpoints_say_how_many_devices_engines_have(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_it_runs_as_a_target(
 
 def test_the_command_line_of_tensorrt_llm_as_a_web_page_prints_it(folder: Path, trtrun: Run, tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "quantize.py")]
-    output = tmp_path / "ckpt-target"
+    output = tmp_path / "made" / "ckpt-target"
     given = [
         *("\u2013model_dir", "=", folder / "model", f"\u2013output_dir={output}", "\u2013dtype=float16"),
         *("\u2013qformat", "fp8", "\u2013calib_size", "512", "\u2013tp_size", "1"),

@@ -261,33 +261,38 @@ def test_an_engine_has_the_scales_of_its_checkpoint(tmp_path: Path, tp_size: int
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "auto"])
 def test_speculative_texts_are_plain_ones(tmp_path: Path, name: str) -> None:
-    """One row alone, 8 and 32 of them: chunks of prompts, prefixes in use twice, preempted rows; chains by a draft
+    """One row alone, 8, 32 and 64 of them: chunks of prompts, prefixes in use twice, preempted rows; chains by a draft
     model, and trees."""
     target = make_checkpoint(tmp_path / "target", seed=1, dtype=torch.bfloat16)
     draft = noisy_copy(tmp_path / "draft", target, 0.02)
     if name == "auto":
         target = with_kv_scales(tmp_path / "scaled", target, FP8_SCHEME)
     shared = prompt_of(40, seed=9)
-    prompts = [(shared if index % 3 == 0 else []) + prompt_of(3 + 5 * (index % 8), index) for index in range(32)]
+    prompts = [(shared if index % 3 == 0 else []) + prompt_of(3 + 5 * (index % 8), index) for index in range(64)]
     sampling = [
-        SamplingParams(max_tokens=24, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(32)
+        SamplingParams(max_tokens=16, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(64)
     ]
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "draft_len": 3, "max_paths": 3}
     texts, preempted, accepted = [], 0, 0
-    for rows, model, speculation in ((1, None, {}), (8, draft, {"draft_len": 4}), (32, draft, {}), (8, None, ngram)):
+    for rows, model, speculation in (
+        (64, None, {}),
+        (1, None, {}),
+        (8, draft, {"draft_len": 4}),
+        (32, draft, {}),
+        (64, draft, {}),
+        (8, None, ngram),
+    ):
         scheduler = {"max_batch_size": rows, "max_num_tokens": 40 + 5 * rows}
-        cache = {
-            "max_tokens": 112 if rows == 1 else 60 * rows // 2 if rows > 8 else 264,
-            "block_size": 8,
-            "dtype": name,
-        }
+        cache = {"max_tokens": max(112, 20 * rows), "block_size": 8, "dtype": name}
+        count = 24 if rows == 1 else 64
         with make_llm(target, model, speculation=speculation, scheduler=scheduler, kv_cache=cache) as llm:
-            outputs = llm.generate(prompts, sampling)
+            outputs = llm.generate(prompts[:count], sampling[:count])
             texts.append(tokens_of(outputs))
+            assert texts[-1] == texts[0][:count], rows
             preempted += sum(output.completions[0].statistics.num_preemptions for output in outputs)
             accepted += llm.statistics()["num_accepted_draft_tokens"]
             llm.check_idle()
-    assert all(found == texts[0] for found in texts) and preempted and accepted > 300
+    assert preempted and accepted > 300
 
 
 @KINDS

@@ -22,6 +22,8 @@ from trtrun.models.rank_files import open_checkpoint
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 SIZES = {"num_attention_heads": 4, "intermediate_size": 128}
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+"""Of which four ranks can have whole groups of 32."""
 
 
 @pytest.mark.parametrize(
@@ -33,18 +35,19 @@ SIZES = {"num_attention_heads": 4, "intermediate_size": 128}
         ("Qwen3ForCausalLM", 4, "plain", {}),
         ("MistralForCausalLM", 2, "fp8", {}),
         ("LlamaForCausalLM", 4, "fp8", {}),
-        ("Qwen2ForCausalLM", 2, "awq", {}),
-        ("LlamaForCausalLM", 1, "awq", {}),
+        ("Qwen2ForCausalLM", 2, "awq", WIDE),
+        ("LlamaForCausalLM", 1, "awq", WIDE),
+        ("LlamaForCausalLM", 4, "awq", WIDE),
     ],
 )
 def test_logits_are_those_of_the_numbers(
     tmp_path: Path, architecture: str, cut: int, kind: str, more: dict[str, Any]
 ) -> None:
     """With two heads of keys on four ranks, and a vocabulary that no number of ranks divides."""
-    source = make_checkpoint(tmp_path / "source", architecture, **SIZES, **more)
+    source = make_checkpoint(tmp_path / "source", architecture, **{**SIZES, **more})
     numbers = write_ranks(source, tmp_path / "ranks", cut, kind)
     dense = write_dense(source, numbers)
-    for size in (1, 2, 4) if kind != "awq" else (1, 2):
+    for size in (1, 2, 4):
         found, expected = (
             PagedModel(path, tp_size=size, kv_format="plain").forward(BATCH) for path in (tmp_path / "ranks", dense)
         )
