@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from served.processes import is_alive
-from servers import ONE_PROCESS, THREE_RANKS, Server, serving, wait_until, write_config
+from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
 from trtrun import LLM, SamplingParams
@@ -113,6 +113,33 @@ def test_an_engine_of_one_process_is_killed_and_every_stream_goes_on(pair: Path,
         with reading(stream):
             pass
         stream.check(llm)
+
+
+def test_a_request_that_ends_engines_behind_logits_of_its_prompt_costs_no_other(
+    pair: Path, tmp_path: Path, llm: LLM
+) -> None:
+    """The third engine gets it alone, until it has a token; logits of its prompt are none."""
+    scheduler = {"max_batch_size": 1, "max_num_tokens": 8}  # a prompt of two rounds
+    config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS | {"scheduler": scheduler})
+    deadly = {"input_ids": DEADLY * 2, "input_lengths": 10, "request_output_len": 4, "return_context_logits": True}
+    environment = {"DEADLY_PROMPT": " ".join(map(str, DEADLY))}
+    program = ["tests/serve/programs/deadly_prompt.py"]
+    with serving(config, program=program, environment=environment) as server, ThreadPoolExecutor(2) as pool:
+        with server.engine_stopped():
+            ending = pool.submit(server.post, "/v2/models/tensorrt_llm/generate", deadly)
+            wait_until(lambda: num_requests(server) == 1 or None, "the request that ends engines")
+            waiting = pool.submit(server.post, "/v1/completions", {"model": "pair", "prompt": "import", **GREEDY})
+            wait_until(lambda: num_requests(server) == 2 or None, "the one behind it")
+        assert ending.result().status_code == 500
+        assert "ended 3 times in a row while it had this request" in ending.result().json()["error"]
+        (output,) = llm.generate(["import"], SamplingParams(**GREEDY))
+        assert waiting.result().status_code == 200, waiting.result().text
+        assert waiting.result().json()["choices"][0]["text"] == output.completions[0].text
+
+
+def num_requests(server: Server) -> int:
+    """In work, as the front knows it."""
+    return int(httpx.get(server.url + "/status", timeout=PATIENCE).json()["queue"]["requests"])
 
 
 def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
