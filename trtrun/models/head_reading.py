@@ -6,9 +6,9 @@ It does without torch. It knows no kind of heads (eagle_layouts.py, eagle3_layou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.checkpoint import SINGLE_FILE, Checkpoint, read_json
@@ -31,15 +31,22 @@ Plan = TypeVar("Plan", bound=LayersPlan)
 
 
 def read_head(
-    path: Path, target: ModelConfig, method: str, ends: re.Pattern[str], plan_of: Callable[[HeadTensors], Plan]
+    path: Path,
+    target: ModelConfig,
+    method: str,
+    ends: re.Pattern[str],
+    plan_of: Callable[[HeadTensors], Plan],
+    refuse: Callable[[Sequence[str], Mapping[str, Any]], None] = lambda names, values: None,
 ) -> Plan:
-    """The head of a directory, of the kind that `method` drafts with, as `plan_of` plans it; see HeadTensors.
+    """The head of a directory, of the kind that `method` drafts with, as `plan_of` plans it; see HeadTensors. What is
+    no such head though its tensors look alike `refuse` says, of names in the files and of config.json.
 
     Raises:
         CheckpointError: there is none, it is incomplete, of another kind or for another target; one line.
     """
     files, values = Checkpoint(path, (SINGLE_FILE,), "heads"), read_json(path, "config.json", required=True)
     try:
+        refuse(list(files.names()), values)
         head = HeadTensors(files, values, target, method, ends)
         plan = plan_of(head)
     except CheckpointError as error:

@@ -154,7 +154,7 @@ def test_a_config_that_lies_is_read_by_the_tensors(
         (lambda path: add_tensors(path, enorm_weight=(64,)), "it has enorm.weight: heads with norms around fc"),
         (lambda path: add_tensors(path, token_map=(9,)), "it has a token_map: EAGLE heads for a part of the target's"),
         (lambda path: add_tensors(path, mask_hidden=(9,)), "tensor 'mask_hidden' is none that heads of EAGLE have"),
-        (lambda path: add_tensors(path, transformer_0_weight=(9,)), "tensor 'transformer.0.weight' is none that heads of E"),
+        (lambda path: add_tensors(path, transformer_0_weight=(9,)), "tensor 'transformer.0.weight' is none that heads"),
         (lambda path: change_config(path, num_attention_heads=3), "its queries have 64 numbers and its keys 32"),
         (lambda path: change_config(path, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (lambda path: (path / "config.json").unlink(), "has no config.json"),
