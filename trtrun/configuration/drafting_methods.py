@@ -124,7 +124,7 @@ def check_heads_devices(method: str, devices: Sequence[str], target_devices: Seq
         ValueError: the method's heads cannot have any, the target has one of them, or there are several.
     """
     if not METHODS[method].may_sit_apart:
-        raise ValueError(f"draft.devices: heads of method {method} sit on the target's devices: leave it out")
+        raise ValueError(f"draft.devices: heads of method {method} sit on the target's devices: leave it out or null")
     shared = [device for device in devices if device in target_devices]
     if shared:
         raise ValueError(

@@ -122,7 +122,7 @@ class SpeculationSection(Section):
     @classmethod
     def _check_method(cls, value: str) -> str:
         if value not in METHODS:
-            raise ValueError(f"unknown method {shorten(value)}{nearest(value, METHODS)}")
+            raise ValueError(f"unknown method {shorten(value)}{_ELSEWHERE.get(value) or nearest(value, METHODS)}")
         return value
 
 
@@ -157,6 +157,12 @@ class DraftingMethod:
     num_behind: int = 0
     drafts_masked: bool = False
 
+
+_ELSEWHERE = {
+    "pard": ": a draft with a mask token drafts by method draft_target; name its directory as draft.model",
+    "hybrid": ": name the model's method, and set enable_suffix_decoding",
+}
+"""What is no method here though others call it one: what to set."""
 
 METHODS: dict[str, DraftingMethod] = {}
 """All methods by name, in the order in which they are shown; `drafting_methods` enters them."""

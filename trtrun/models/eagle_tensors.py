@@ -46,7 +46,7 @@ _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act"
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 """Of the kinds, by the methods that draft with them."""
 
-_TOLD = {"eagle": "EAGLE-1 or EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash or DSpark"}
+TOLD = {"eagle": "EAGLE-1 or EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash or DSpark"}
 """What tensors tell apart, by one of the methods."""
 
 
@@ -54,7 +54,7 @@ def find_eagle_method(path: Path) -> str:
     """Which method of EAGLE's a directory is for, by its tensors; `eagle3` where they do not say."""
     try:
         files = Checkpoint(path, what="head")
-        return "eagle" if _find_method(files, sort_names(files)) == "eagle" else "eagle3"
+        return "eagle" if find_method(files, sort_names(files)) == "eagle" else "eagle3"
     except CheckpointError:
         return "eagle3"  # who reads it says what is wrong
 
@@ -79,8 +79,8 @@ def sort_names(files: Checkpoint) -> dict[str, str]:
     return names
 
 
-def _find_method(files: Checkpoint, names: Mapping[str, str]) -> str | None:
-    """Which method drafts with tensors of such names, as `_TOLD` has it; None where they are no such head's."""
+def find_method(files: Checkpoint, names: Mapping[str, str]) -> str | None:
+    """Which method drafts with tensors of such names, as `TOLD` has it; None where they are no such head's."""
     queries, output = (names.get(f"layers.0.self_attn.{name}_proj.weight") for name in "qo")
     if "fc.weight" not in names or queries is None or output is None:
         return None
@@ -128,9 +128,9 @@ class HeadTensors:
         nested = next((found for key in _NESTED if isinstance(found := values.get(key), Mapping)), values)
         self._of_layer: dict[str, Any] = {**_DEFAULTS, **nested}
         self.names = sort_names(self.files)
-        found = _find_method(self.files, self.names)
+        found = find_method(self.files, self.names)
         if found is not None and found != ("dflash" if method == "dspark" else method):
-            raise CheckpointError(f"it is a head of {_TOLD[found]}: set speculation.method to {found}")
+            raise CheckpointError(f"it is a head of {TOLD[found]}: set speculation.method to {found}")
         for own, name in self.names.items():
             if not ends.fullmatch(own) and not _LAYER.fullmatch(own):
                 raise CheckpointError(f"tensor {shorten(name)} is none that heads of {NAMES[method]} have")
