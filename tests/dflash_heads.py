@@ -124,6 +124,7 @@ def make_dflash(
     num_tokens: int | None = None,
     is_causal: bool = False,
     num_kv_heads: int = 2,
+    head_dim: int = 16,
     seed: int = 3,
 ) -> DFlash:
     """A random head for a target; for `num_tokens` of its tokens where it has a head of its own."""
@@ -131,7 +132,7 @@ def make_dflash(
     weights = load_file(target / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"].float()
     head = weights.get("lm_head.weight", embedding).float()
-    generator, num_heads, head_dim, features = torch.Generator().manual_seed(seed), 4, 16, 96
+    generator, num_heads, features = torch.Generator().manual_seed(seed), 4, 96
     tensors: dict[str, Tensor] = {}
 
     def matrix(name: str, rows: int, columns: int) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, overflow_on
 from dflash_heads import DFlash, check_proposals, dflash, fitted_dflash, make_dflash, write_dflash
+from gpus import needs_gpu
 from medusa_heads import Proposals
 from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
-from pipelines import make_llm, prompt_of
+from pipelines import make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.speculation.drafters.dflash import DFlashDrafter
@@ -135,3 +136,22 @@ def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_heads_store(
         assert [output.error is None for output in outputs] == [False, True, False, *[True] * 4]
     seen.seen = [one for one in seen.seen if poison not in one[0]]
     assert check_proposals(seen, path, head) > 15
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_texts_are_plain_decodings_on_a_gpu(tmp_path: Path, layout: str) -> None:
+    own = {"seed": 1, "head_dim": 64, "max_position_embeddings": 2048, "num_hidden_layers": 5}
+    target = make_checkpoint(tmp_path / "target", **own)
+    settings: dict[str, Any] = {
+        "devices": ((), ("cuda:0",)),
+        "dtype": "bfloat16",
+        "scheduler": {"max_batch_size": 6, "max_num_tokens": 512},
+    }
+    with make_llm(target, **settings) as llm:
+        found = tokens_of(llm.generate(PROMPTS, SAMPLING))
+    head = fitted_dflash(make_dflash(target, layout, head_dim=64), target, whole_texts(found)[:5])
+    path = write_dflash(tmp_path / "head", head, layout, target)
+    with make_llm(target, heads=path, speculation=dflash(layout, draft_len=3), **settings) as llm:
+        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == found
+        assert llm.statistics()["num_accepted_draft_tokens"] > 40
