@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -19,9 +19,11 @@ from parallel.topology import Role, Topology
 from parallel.transports.device_gate import KEY_NUMBERS, DeviceGate
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_rows import HeadRows
+from trtrun.engine.masked_heads import MaskedHeads, MaskedLayers
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
 from trtrun.errors import CheckpointError
@@ -206,6 +208,9 @@ class WorkerFactory:
         kv_format = choose_format(self.config.kv_cache.dtype)
         space, guesses = head_space(self.config, self.num_blocks), 0
         assert self.head_rows is not None
+        if METHODS[self.config.speculation.method].drafts_masked:
+            without_graphs = replace(self.head_rows, capture=None, graph_shapes=None)
+            return MaskedHeads(cast(MaskedLayers, self.heads), without_graphs, space, kv_format)
         if self.head_rows.are_own:
             guesses = guess_space(self.config, self.num_blocks).num_blocks
         return StoredHeads(cast(FeatureLayers, self.heads), self.head_rows, space, kv_format, guesses)
