@@ -166,14 +166,19 @@ class ForkedCommands:
 
     Attributes:
         descriptor: of the socket by which they are asked for.
+        address: where ranks and engines ask.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self.address = f"trtrun-tests-{secrets.token_hex(8)}"
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + self.address)
+            listener.listen()
+            descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, str(FORKING_PROCESS), str(theirs.fileno()), f"trtrun-tests-{secrets.token_hex(8)}"],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )

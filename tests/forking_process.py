@@ -1,9 +1,9 @@
 """The process that commands of tests, and their ranks, are forked from: it has imported what takes long, and waits.
 
-    python forking_process.py DESCRIPTOR ADDRESS
+    python forking_process.py COMMANDS RANKS ADDRESS
 
-DESCRIPTOR is its end of the socket by which commands are asked for (forked_commands.py), ADDRESS is where ranks ask
-(forked_ranks.py). It knows no test.
+COMMANDS and RANKS are descriptors: of its end of the socket by which commands are asked for (forked_commands.py), and
+of the one that listens where ranks ask (forked_ranks.py), at ADDRESS. It knows no test.
 """
 
 from __future__ import annotations
@@ -149,13 +149,8 @@ def main() -> None:
     # What the import has set (docs/python.md, "Variables of the environment") is set in every command, too.
     settings = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.freeze()  # else the first collection of each command copies all of torch's objects
-    address = sys.argv[2]
-    with (
-        socket.socket(fileno=int(sys.argv[1])) as connection,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-    ):
-        listener.bind("\0" + address)
-        listener.listen()
+    commands, ranks, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    with socket.socket(fileno=commands) as connection, socket.socket(fileno=ranks) as listener:
         request = Forking(connection, listener, before).wait_to_be_forked()
         if request is None:
             return
