@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import FAULT, FAULTS
+
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
@@ -19,7 +21,6 @@ THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 ONE_SLOT = ("--set", 'target.devices=["cpu:0"]')
 TWO_SLOTS = ("--set", 'target.devices=["cpu:1"]')
 """Make one process, or three ranks, of the shipped pair's four."""
-FAULTS = ROOT / "tests" / "cli" / "faults"
 FIXED = ("--set", "speculation.pacing=fixed", "--set", "speculation.ahead=off")
 """For runs of the shipped pair whose rows are compared: how much is drafted does not follow from times."""
 
@@ -39,9 +40,13 @@ def command_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def with_fault(fault: str) -> dict[str, str]:
-    """Environment in which one rank misbehaves."""
-    paths = os.pathsep.join(filter(None, [str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": paths, "TRTRUN_TEST_FAULT": fault}
+    """Environment in which one rank misbehaves: as `trtrun` has it of tests that fork ranks, which see to the rest."""
+    return {FAULT: fault}
+
+
+def faulty_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The same for new programs: Python finds the fault by itself."""
+    return environment | {"PYTHONPATH": os.pathsep.join([str(FAULTS), environment["PYTHONPATH"]])}
 
 
 @dataclass(frozen=True)

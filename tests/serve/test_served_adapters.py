@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from adapters import make_adapter
 from servers import ONE_PROCESS, Server, serving, wait_until, write_config
@@ -66,7 +65,7 @@ def complete(server: Server, **values: Any) -> Any:
 
 
 def models(server: Server) -> list[tuple[str, str | None]]:
-    found = httpx.get(server.url + "/v1/models", headers=KEY).json()["data"]
+    found = server.get("/v1/models", headers=KEY).json()["data"]
     return [(model["id"], model.get("parent")) for model in found]
 
 
@@ -76,13 +75,13 @@ def change(server: Server, way: str, headers: dict[str, str] = KEY, **values: An
 
 
 def in_work(server: Server) -> int:
-    found: int = httpx.get(server.url + "/status", headers=KEY, timeout=60).json()["queue"]["requests"]
+    found: int = server.get("/status", headers=KEY, timeout=60).json()["queue"]["requests"]
     return found
 
 
 def test_requests_of_all_protocols_name_an_adapter(server: Server, expected: dict[str | None, str]) -> None:
     assert models(server) == [("pair", None), ("a", "pair")]
-    assert httpx.get(server.url + "/v1/models/a", headers=KEY).json()["parent"] == "pair"
+    assert server.get("/v1/models/a", headers=KEY).json()["parent"] == "pair"
     for values, model, name in (({}, "pair", None), ({"model": "pair"}, "pair", None), ({"model": "a"}, "a", "a"),
                                 ({"lora_name": "a"}, "a", "a")):  # fmt: skip
         answer = complete(server, **values)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from servers import PATIENCE, Server, wait_until
+from servers import PATIENCE, PLAIN, Server, wait_until
 from triton_clients import (
     GREEDY,
     LONG,
@@ -86,13 +86,14 @@ def test_they_are_there_as_json_and_in_generate(server: Server, llm: LLM) -> Non
         outputs = [MODULES["http"].InferRequestedOutput(name, binary_data=False) for name in names]
         same(client.infer("ensemble", inputs, outputs=outputs), context, generation)
     body = {"text_input": PROMPT, **GREEDY, **WANTED}
-    answer = httpx.post(f"{server.url}/v2/models/ensemble/generate", json=body, timeout=PATIENCE).json()
+    answer = httpx.post(f"{server.url}/v2/models/ensemble/generate", json=body, timeout=PATIENCE, verify=PLAIN).json()
     assert np.array_equal(np.array(answer["context_logits"], np.float32), context.ravel())
     assert np.array_equal(np.array(answer["generation_logits"], np.float32), generation.ravel())
     parts = []
     with httpx.stream(
-        "POST", f"{server.url}/v2/models/ensemble/generate_stream", json=body | {"stream": True}, timeout=PATIENCE
-    ) as stream:
+        "POST", f"{server.url}/v2/models/ensemble/generate_stream", json=body | {"stream": True}, timeout=PATIENCE,
+        verify=PLAIN,
+    ) as stream:  # fmt: skip
         parts = [json.loads(line.removeprefix("data:")) for line in stream.iter_lines() if line]
     assert np.array_equal(np.array(parts[0]["context_logits"], np.float32), context.ravel())
     pieces = np.concatenate([part["generation_logits"] for part in parts if part["generation_logits"]])
