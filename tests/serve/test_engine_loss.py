@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from served.processes import is_alive
-from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, serving, wait_until, write_config
+from servers import ONE_PROCESS, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
 from trtrun import LLM, SamplingParams
@@ -174,7 +174,7 @@ def test_a_request_that_ends_engines_behind_logits_of_its_prompt_costs_no_other(
 
 def num_requests(server: Server) -> int:
     """In work, as the front knows it."""
-    return int(httpx.get(server.url + "/status", timeout=PATIENCE).json()["queue"]["requests"])
+    return int(server.get("/status").json()["queue"]["requests"])
 
 
 def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
