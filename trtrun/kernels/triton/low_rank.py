@@ -35,12 +35,11 @@ _ALIGNED = 8
 """Numbers of half precision in 16 bytes."""
 _WIDEST = 64
 """Ranks that a program takes at once."""
-_TURNS, _MANY = 4, 8192
+_TURNS, _MANY = 4, 1024
 """Tiles of features that a program of the second kernel has one after the other, where there are more than so many of
 them: sums are read once for all, but each turn waits for memory. Fewer are all on a GPU at the same time, or nearly."""
-_BESIDE = True
-"""Whether the first kernel runs beside the layer's product."""
 _MANY_LINES = 256
+"""From so many on a forward that is launched kernel by kernel has the branch, too: the host takes time to launch it."""
 
 
 @triton.jit
@@ -151,7 +150,7 @@ class TritonLowRank(StackedFactors):
         self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, lines: LineSlots
     ) -> torch.Tensor:
         """See LowRank. The first kernel needs x alone, so that it may run beside the layer's product."""
-        if not (_BESIDE and len(x)):
+        if not len(x):
             return super().add_to(product, x, lines)
         # All that the branch reads and writes is there before it begins, and stays until it has ended (`beside`).
         low, tiles, x = self._room(x), self._tiles(lines), _without_gaps(x)
