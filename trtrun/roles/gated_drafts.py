@@ -22,23 +22,11 @@ import torch
 from parallel.communicator import Communicator
 from parallel.transports.device_gate import Question
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
+from trtrun.roles.draft_tables import Origins
 from trtrun.roles.guess_tables import KnownVerdict, foreseen_rows
 from trtrun.roles.launched_round import VerdictRound
 from trtrun.tensors import device_integers
 from trtrun.wire.reports import ReportArrays
-
-
-@dataclass(frozen=True)
-class Origins:
-    """Where the tokens of a draft are from, for each of its rows.
-
-    Attributes:
-        foreseen: 1 where it was made before the verdict that it follows was known.
-        num_suffix_tokens: how many of its first were found in texts.
-    """
-
-    foreseen: tuple[int, ...] = ()
-    num_suffix_tokens: tuple[int, ...] = ()
 
 
 class Gate(Protocol):

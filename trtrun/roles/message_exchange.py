@@ -20,7 +20,8 @@ from parallel.communicator import Communicator
 from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
-from trtrun.roles.gated_drafts import GatedDrafts, GatedRound, Origins
+from trtrun.roles.draft_tables import DraftTable, Origins
+from trtrun.roles.gated_drafts import GatedDrafts, GatedRound
 from trtrun.roles.guess_tables import KnownVerdict
 from trtrun.roles.hidden_link import HiddenLink, feeds, settled
 from trtrun.roles.launched_round import DoneRound, LaunchedRound, VerdictRound
@@ -33,9 +34,6 @@ SHORTEST_PATIENCE = 0.1
 
 _ROUNDS_OF_PATIENCE = 4
 _KEPT_TIMES = 16
-_COLUMNS = 5
-"""Of a draft's packet in front of its tokens: how many count, were foreseen, were found in texts; how many columns they
-have, and how deep the paths behind them are."""
 
 
 @dataclass
@@ -99,7 +97,7 @@ class MessageExchange:
             return self._receive_draft(plan, probability_rows)
         if draft is None or plan.draft_len == 0 or self.rank != self.draft_ranks[0]:
             return None
-        self.mail.post(self.target_ranks[0], DRAFT_TAG, encode_packet(plan.round_index, _table(draft)))
+        self.mail.post(self.target_ranks[0], DRAFT_TAG, encode_packet(plan.round_index, DraftTable.of(draft).numbers))
         if draft.draft_probs is not None:
             self.peers.send(draft.draft_probs, self.target_peer)
         return None
@@ -177,7 +175,7 @@ class MessageExchange:
     def _account(self, report: ReportArrays, origins: Origins) -> ReportArrays:
         """The report with its draft's origins; how long the round took says how long drafts are waited for."""
         self._seconds.append(report.times.verifying)
-        return _with_origins(report, origins)
+        return origins.added_to(report)
 
     def _expect_draft(self, gated: GatedDrafts, plan: RoundPlan) -> Draft | None:
         """On target ranks: the draft that the device will wait for; where it is needed first, it is waited for here."""
@@ -210,10 +208,9 @@ class MessageExchange:
             gated.give(plan, nothing[:, :0], nothing[:, 0])
             origins = Origins()
         else:
-            table = decode_packet(packet)[1]
-            width = int(table[0, 3]) if len(table) else 0
-            gated.give(plan, table[:, _COLUMNS : _COLUMNS + width], table[:, 0])
-            origins = Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
+            table = DraftTable(decode_packet(packet)[1])
+            gated.give(plan, table.tokens, table.draft_lens)
+            origins = table.origins
         gated.settle(plan)
         return origins
 
@@ -264,18 +261,12 @@ class MessageExchange:
         packet = self._await_packet(plan.round_index) if plan.draft_len else None
         if not packet:
             return None
-        table = torch.from_numpy(decode_packet(packet)[1])
-        self._origins = Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
-        width, depth = table[0, 3:5].tolist() if len(table) else (0, 0)
-        probs = None
+        table = DraftTable(decode_packet(packet)[1])
+        self._origins, probs = table.origins, None
         if probability_rows and self.rank == self.target_ranks[0]:
             shape = (len(probability_rows), plan.draft_len, self.target_vocab_size)
-            probs = self.peers.recv(torch.empty(shape, device=self.group.device), self.draft_peer)[:, :width]
-        if not width:
-            return None
-        table = table.to(self.group.device, non_blocking=True)
-        tokens, paths = table[:, _COLUMNS : _COLUMNS + width], table[:, _COLUMNS + width :]
-        return Draft(tokens, table[:, 0], probs, paths=paths.view(len(table), -1, depth) if depth else None)
+            probs = self.peers.recv(torch.empty(shape, device=self.group.device), self.draft_peer)[:, : table.width]
+        return table.on(self.group.device, probs) if table.width else None
 
     def _await_packet(self, round_index: int) -> bytes | None:
         """This round's: found by the leader, which hands it to the others; nothing where it is not there in time."""
@@ -304,29 +295,3 @@ class MessageExchange:
             return None
         usual = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
         return max(SHORTEST_PATIENCE, _ROUNDS_OF_PATIENCE * usual)
-
-
-def _table(draft: Draft) -> np.ndarray:
-    """What a packet says of a draft on the host: see `_COLUMNS`."""
-    rows, nodes = draft.tokens.shape
-    paths = draft.paths
-    table = np.zeros((rows, _COLUMNS + nodes + (0 if paths is None else paths[0].numel())), dtype=np.int64)
-    table[:, 0] = draft.draft_lens.numpy()
-    if draft.foreseen is not None:
-        table[:, 1] = draft.foreseen.numpy()
-    if draft.num_suffix_tokens is not None:
-        table[:, 2] = draft.num_suffix_tokens.numpy()
-    table[:, 3] = nodes
-    table[:, _COLUMNS : _COLUMNS + nodes] = draft.tokens.numpy()
-    if paths is not None:
-        table[:, 4] = paths.shape[2]
-        table[:, _COLUMNS + nodes :] = paths.flatten(1).numpy()
-    return table
-
-
-def _with_origins(report: ReportArrays, origins: Origins) -> ReportArrays:
-    """The report with which rows' drafts were made ahead, and what of them was found in texts."""
-    foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
-    foreseen[: len(origins.foreseen)] = origins.foreseen
-    found[: len(origins.num_suffix_tokens)] = origins.num_suffix_tokens
-    return replace(report, foreseen=foreseen, num_suffix_tokens=found)
