@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,10 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
     """
     is_done = options.resume and not options.force and is_finished(options.output)
     slots = [] if is_done else find_slots(options.devices)
-    vocab_size, tokenizer = read_model_config(options.model).vocab_size, read_tokenizer(options.model)
-    texts = read_texts(options.calibration, options.held_out, tokenizer, options.settings, vocab_size)
+    model, tokenizer = read_model_config(options.model), read_tokenizer(options.model)
+    # Beyond its context a model says nothing of itself.
+    lengths = replace(options.settings, max_length=min(options.settings.max_length, model.max_position_embeddings))
+    texts = read_texts(options.calibration, options.held_out, tokenizer, lengths, model.vocab_size)
     try:
         if is_done:
             check_finished(options.output, identify(options.model, options.settings, texts))

@@ -17,6 +17,7 @@ from launch.quantize.run import play_quantization
 from trtrun.errors import ConfigError
 from trtrun.quantizing.directory import QuantizedDirectory, check_output
 from trtrun.quantizing.settings import QuantizingSettings
+from trtrun.tokens.text import read_tokenizer
 
 SETTINGS = QuantizingSettings("fp8")
 
@@ -53,6 +54,18 @@ def test_another_run_is_refused(options: QuantizeOptions, tmp_path: Path, change
     given = {key: tmp_path / value if isinstance(value, str) else value for key, value in changed.items()}
     with pytest.raises(ConfigError, match=f"a checkpoint with another {name} is there: name another directory"):
         play_quantization(replace(options, **given), Drain())
+
+
+def test_texts_are_no_longer_than_the_models_context(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", tokenizer=True, max_position_embeddings=40)
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "x y z " * length}) + "\n" for length in (3, 100)))
+    found = QuantizeOptions(source, tmp_path / "output", file, file, ("cpu:0",), False, False, SETTINGS)
+    play_quantization(found, Drain())
+    last = json.loads((tmp_path / "output" / "quantization_report.jsonl").read_text().splitlines()[-1])
+    tokens = len(read_tokenizer(source).encode("x y z " * 3))  # type: ignore[union-attr]
+    assert 1 < tokens < 40
+    assert (last["tokens"], last["held_out_tokens"]) == (tokens + 40, tokens + 40)
 
 
 def test_a_report_without_a_summary_is_one_line(options: QuantizeOptions) -> None:
