@@ -95,7 +95,8 @@ def test_requests_of_all_protocols_name_an_adapter(server: Server, expected: dic
         answer = server.post("/v2/models/ensemble/generate", values, headers=KEY).json()
         assert answer["text_output"] == expected[name]
     assert complete(server, model="c")["error"]["code"] == "model_not_found"
-    assert "unknown lora_name" in complete(server, lora_name="c")["error"]["message"]
+    error = complete(server, lora_name="c")["error"]
+    assert 'lora_name: there is no adapter "c"' in error["message"] and error["param"] == "lora_name"
     assert complete(server, model="a", lora_name="c")["error"]["param"] == "lora_name"
     values = {"text_input": PROMPT, "max_tokens": 16, "lora_task_id": 2}
     assert server.post("/v2/models/ensemble/generate", values, headers=KEY).status_code == 400
