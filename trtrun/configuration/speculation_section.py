@@ -53,8 +53,8 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram`, `suffix` with what texts repeat; `token_recycling`
-            with what the target held likely before; `lookahead` with n-grams of its guesses; `medusa`, `eagle`,
-            `eagle3`, `dflash`, `dspark` with heads; `none` runs it alone. Only the draft model and heads need `draft`.
+            with what the target held likely before; `lookahead` with n-grams of its guesses; others with heads; `none`
+            runs it alone. Only the draft model and heads need `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.

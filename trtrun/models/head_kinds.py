@@ -11,9 +11,7 @@ from pathlib import Path
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.eagle_tensors import find_method, sort_names
-
-MEDUSA_FILE = "medusa_lm_head.safetensors"
-"""The name of FasterDecoding's trainer and of TGI, which may stand beside a model's own file."""
+from trtrun.models.heads import MEDUSA_FILE
 
 
 def tell_heads(path: Path, method: str | None = None) -> str | None:

@@ -17,7 +17,6 @@ from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import SINGLE_FILE, Checkpoint
 from trtrun.models.config import ModelConfig
-from trtrun.models.head_kinds import MEDUSA_FILE, tell_heads
 from trtrun.models.layer_plan import ModelShape
 from trtrun.models.weights import Share, Weight
 from trtrun.registry import Registry
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 
     from parallel.communicator import Communicator
     from trtrun.models.weight_reader import WeightReader
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+"""The name of FasterDecoding's trainer and of TGI, which may stand beside a model's own file."""
 
 HEADS_FILES = (MEDUSA_FILE, SINGLE_FILE)
 """Names of a file with heads."""
@@ -119,7 +121,4 @@ def read_heads(path: Path, target: ModelConfig, section: SpeculationSection, num
             weight.cut(Share(0, num_ranks))
         return plan
     except CheckpointError as error:
-        told = None if "speculation.method" in str(error) else tell_heads(path, section.method)
-        if told is not None:
-            raise CheckpointError(f"heads: {path}: {told}") from None
         raise type(error)(f"heads: {error}") from None
