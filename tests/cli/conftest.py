@@ -12,7 +12,7 @@ import pytest
 from checkpoints import make_checkpoint, make_draft
 from commands import ROOT, Configs, Run, command_environment, command_words, faulty_environment
 from forked_commands import ForkedCommands, ForkedProcess, shared_commands
-from forked_ranks import FAULT
+from forking_process import FAULT
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
     """Return run(*arguments, env=…, timeout=…, words=…): the command, captured.
 
     It is a new program where it is given a PYTHONPATH, or words of another program than a file or module of Python;
-    elsewhere it and its ranks are forked, all but one that misbehaves.
+    elsewhere it and its ranks are forked.
     """
 
     def run(
