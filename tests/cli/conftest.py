@@ -70,16 +70,19 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
 
 @pytest.fixture
 def start_trtrun(forked_commands: ForkedCommands) -> Iterator[Callable[..., Any]]:
-    """Return start(*arguments, words=…): the command, running; what is left of it is ended with the test.
+    """Return start(*arguments, words=…, forks_ranks=…): the command, running; what is left of it ends with the test.
 
-    As of `trtrun`, it is a new program where it is given words.
+    As of `trtrun`, it is a new program where it is given words. Ranks are forked, too, unless `forks_ranks` is false:
+    for tests of what becomes of ranks whose mpirun dies, and of files that they have open.
     """
     started: list[subprocess.Popen[str] | ForkedProcess] = []
 
-    def start(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str] | ForkedProcess:
+    def start(
+        *arguments: object, words: list[str] | None = None, forks_ranks: bool = True
+    ) -> subprocess.Popen[str] | ForkedProcess:
         texts, environment = list(map(str, arguments)), command_environment()
         if words is None:
-            started.append(forked_commands.start(texts, environment, ROOT))
+            started.append(forked_commands.start(texts, environment, ROOT, ranks=forks_ranks))
         else:
             pipe = subprocess.PIPE
             started.append(
