@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import NAME
 from forking_process import MOST_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -231,6 +232,49 @@ class ForkedCommands:
         """End the process that forks."""
         self._socket.close()
         self._process.wait(timeout=60)
+
+
+def running_processes() -> tuple[dict[int, list[int]], dict[int, int]]:
+    """The child processes of each process that has any, and what other processes stand for (forked_ranks.py), which
+    are their children, too. Zombies are left out."""
+    children: dict[int, list[int]] = {}
+    standing: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        process, (state, parent, *_) = int(entry.name), rest.split()
+        if state != "Z":
+            children.setdefault(int(parent), []).append(process)
+            if name.startswith(NAME):
+                standing[process] = int(name.removeprefix(NAME))
+                children.setdefault(process, []).append(standing[process])
+    return children, standing
+
+
+def ranks_below(process: int) -> dict[int, int]:
+    """Process ids of the MPI ranks that descend from `process`, by rank."""
+    children, standing = running_processes()
+    found: dict[int, int] = {}
+    waiting = list(children.get(process, []))
+    while waiting:
+        child = waiting.pop()
+        waiting += children.get(child, [])
+        for item in _environment_of(child):
+            name, _, value = item.partition("=")
+            if name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+                found[int(value)] = standing.get(child, child)
+    return found
+
+
+def _environment_of(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 @cache

@@ -3,10 +3,10 @@
 As a program, `forked_ranks.py ADDRESS PYTHON WORD…` is what mpirun, or the front of a server, starts in the place of
 `PYTHON WORD…`. It has the process at that address (forking_process.py) fork it, with its own environment, folder and
 standard streams, and stands for it: signals go on, killed it takes the other along, and it ends as the other does.
-Where that process says no, or a rank is to misbehave, it becomes the program itself.
+Where that process says no, it becomes the program itself.
 
-Tests that kill or stop ranks, stop engines, or look at their processes start new programs. Each process reads this
-file: it imports little.
+Tests of what the kernel does to ranks and engines whose parents die start new programs. Each process reads this file:
+it imports little.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LOADED_WITH = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSE
 OWN_LIBRARIES = f"{sys.prefix}/lib"
 """Which Open MPI's mpirun adds to where libraries are looked for; those of this Python are found without."""
 
-FAULT = "TRTRUN_TEST_FAULT"
-FAULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cli", "faults")
-"""The variable that names the rank that misbehaves, and where Python finds how: see faults/sitecustomize.py."""
+NAME = "for "
+"""Begins the name, as the kernel has it, of what stands for another process; that one's number follows."""
 
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of prctl(2)
 INHERITED = "PMI_FD"
 """Names an open file by which MPICH's ranks talk to their mpirun; a forked one has no such file."""
 
@@ -76,9 +76,6 @@ def main() -> None:
     import socket
 
     address, *words = sys.argv[1:]
-    if os.environ.get(FAULT, "").partition(" ")[0] == os.environ.get("OMPI_COMM_WORLD_RANK"):
-        os.environ["PYTHONPATH"] = os.pathsep.join([FAULTS, os.environ["PYTHONPATH"]])
-        os.execv(words[0], words)
     status, writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect("\0" + address)
@@ -88,14 +85,17 @@ def main() -> None:
         rank = int(connection.recv(100))
         if not rank:
             os.execv(words[0], words)
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with mpirun, as a rank
+        library = ctypes.CDLL(None)
+        library.prctl(PR_SET_NAME, f"{NAME}{rank}".encode())
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with mpirun, as a rank
         for number in FORWARDED:
             signal.signal(number, lambda number, _: os.kill(rank, number))
         for stream in (0, 1, 2):
             os.close(stream)  # they are the rank's
         code = int(os.read(status, 100))
         if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
+            if -code in FORWARDED:
+                signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code)
 

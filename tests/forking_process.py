@@ -25,6 +25,8 @@ from typing import Any
 
 from forked_ranks import can_be_forked, fork_ranks
 
+FAULT = "TRTRUN_TEST_FAULT"
+FAULTS = Path(__file__).parent / "cli" / "faults"
 MOST_BYTES = 1 << 17
 """Of a request: arguments and environment."""
 
@@ -139,6 +141,12 @@ def begin_now() -> None:
             module.STARTED = time.monotonic()
 
 
+def misbehave() -> None:
+    """Where this is the rank that is to: faults/sitecustomize.py is what a new Python would import by itself."""
+    if FAULT in os.environ:
+        runpy.run_path(str(FAULTS / "sitecustomize.py"))
+
+
 def main() -> None:
     """Import what takes long of what commands import, fork, and be the command."""
     before = dict(os.environ)
@@ -161,6 +169,7 @@ def main() -> None:
         os.setsid()
     program, *words = request["words"]
     begin_now()
+    misbehave()
     if request.get("ranks"):
         fork_ranks(address)
     if program != "trtrun":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forked_ranks import FAULT, FAULTS
+from forking_process import FAULT, FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
@@ -84,28 +84,6 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-def ranks_below(process: int) -> dict[int, int]:
-    """Process ids of the MPI ranks that descend from `process`, by rank."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: dict[int, int] = {}
-    waiting = list(children.get(process, []))
-    while waiting:
-        child = waiting.pop()
-        waiting += children.get(child, [])
-        for item in _environment_of(child):
-            name, _, value = item.partition("=")
-            if name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-                found[int(value)] = child
-    return found
-
-
 def parent_of(process: int) -> int:
     """Process id of the one that has started a process."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
@@ -117,10 +95,3 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _environment_of(process: int) -> list[str]:
-    try:
-        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import make_checkpoint, make_draft
 from commands import ROOT, Configs, Run, command_environment, command_words, faulty_environment
 from forked_commands import ForkedCommands, ForkedProcess, shared_commands
-from forked_ranks import FAULT
+from forking_process import FAULT
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
     """Return run(*arguments, env=…, timeout=…, words=…): the command, captured.
 
     It is a new program where it is given a PYTHONPATH, or words of another program than a file or module of Python;
-    elsewhere it and its ranks are forked, all but one that misbehaves.
+    elsewhere it and its ranks are forked.
     """
 
     def run(
@@ -70,16 +70,19 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
 
 @pytest.fixture
 def start_trtrun(forked_commands: ForkedCommands) -> Iterator[Callable[..., Any]]:
-    """Return start(*arguments, words=…): the command, running; what is left of it is ended with the test.
+    """Return start(*arguments, words=…, forks_ranks=…): the command, running; what is left of it ends with the test.
 
-    As of `trtrun`, it is a new program where it is given words.
+    As of `trtrun`, it is a new program where it is given words. Ranks are forked, too, unless `forks_ranks` is false:
+    for tests of what becomes of ranks whose mpirun dies, and of files that they have open.
     """
     started: list[subprocess.Popen[str] | ForkedProcess] = []
 
-    def start(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str] | ForkedProcess:
+    def start(
+        *arguments: object, words: list[str] | None = None, forks_ranks: bool = True
+    ) -> subprocess.Popen[str] | ForkedProcess:
         texts, environment = list(map(str, arguments)), command_environment()
         if words is None:
-            started.append(forked_commands.start(texts, environment, ROOT))
+            started.append(forked_commands.start(texts, environment, ROOT, ranks=forks_ranks))
         else:
             pipe = subprocess.PIPE
             started.append(

@@ -48,7 +48,13 @@ def start(words: list[str], folder: Path, **environment: str) -> tuple[subproces
 
 @pytest.mark.parametrize(
     ("work", "status"),
-    [("sys.exit(7)", 7), ("", 0), ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM), ("1 / 0", 1)],
+    [
+        ("sys.exit(7)", 7),
+        ("", 0),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("1 / 0", 1),
+    ],
 )
 def test_who_stands_for_a_rank_ends_as_it_does(words: list[str], tmp_path: Path, work: str, status: int) -> None:
     process, told = start(words, tmp_path)

@@ -53,5 +53,5 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         speculation={"draft_len": 4, "pacing": "fixed"},  # every round drafts, however slow the machine is
         server={"max_queue": 24, "max_body_bytes": 20000, "max_total_logits_bytes": 1 << 25},
     )
-    with serving(config, is_forked=False) as server:  # a test stops its engine
+    with serving(config) as server:
         yield server

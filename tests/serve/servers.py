@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from forked_commands import ForkedProcess, shared_commands
+from forked_commands import ForkedProcess, ranks_below, running_processes, shared_commands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from served.processes import ROOT, children_of, ranks_below, server_environment, words_of
+from served.processes import ROOT, server_environment, words_of
 from served.said import is_idle, read_addresses, read_metrics
 
 T = TypeVar("T")
@@ -40,8 +40,8 @@ PATIENCE = 150.0
 class Server:
     """A running `trtrun serve`.
 
-    It and its engine of one process are forked from a process that has imported torch (forked_commands.py). Whose ranks
-    are to be found, and whose engine is to be stopped, is started as new programs.
+    It, its engine and its ranks are forked from a process that has imported torch (forked_commands.py), unless a test
+    is of what the kernel does to them when it dies.
 
     Args:
         config: its configuration.
@@ -130,7 +130,7 @@ class Server:
 
     def engine(self) -> int:
         """Process id of the engine's first process: the engine itself, or the parent of its mpirun."""
-        return wait_until(lambda: next(filter(_is_engine, children_of(self.process.pid)), None), "an engine")
+        return wait_until(lambda: _find_engine(self.process.pid), "an engine")
 
     def rank(self, rank: int) -> int:
         """Process id of a rank."""
@@ -166,8 +166,12 @@ class Server:
         self.wait_ended()
 
 
-def _is_engine(process: int) -> bool:
-    return "serve-engine" in words_of(process)
+def _find_engine(front: int) -> int | None:
+    children, standing = running_processes()
+    for process in children.get(front, []):
+        if "serve-engine" in words_of(process):
+            return standing.get(process, process)
+    return None
 
 
 @contextmanager

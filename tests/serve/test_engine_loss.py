@@ -37,9 +37,7 @@ def start_shared(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             server = running.get(name)
             if server is None or server.process.poll() is not None:
                 config = write_config(tmp_path_factory.mktemp(name) / "serve.yaml", pair, THREE_RANKS, **sections)
-                server = running[name] = stack.enter_context(
-                    serving(config, "--set", "server.max_restarts=100", is_forked=False)
-                )
+                server = running[name] = stack.enter_context(serving(config, "--set", "server.max_restarts=100"))
             return server
 
         yield start
@@ -114,7 +112,7 @@ def test_a_killed_target_rank_costs_no_stream_and_too_many_end_the_server(pair: 
     # Far fewer blocks than the rows could use, and by the memory that is free: the first engine's number stays.
     settings = {"scheduler": {"max_batch_size": 64}, "kv_cache": {"free_memory_fraction": 0.02}}
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **settings)
-    with serving(config, "--set", "server.max_restarts=1", is_forked=False) as server:
+    with serving(config, "--set", "server.max_restarts=1") as server:
         room = num_blocks(server)
         with memory_in_use(1 << 28):
             check_streams_over(server, llm, [lambda: server.rank(2)])
@@ -180,7 +178,7 @@ def num_requests(server: Server) -> int:
 def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
     """Nobody is beside it but the front."""
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS, launch={"heartbeat_seconds": 5})
-    with serving(config, is_forked=False) as server:
+    with serving(config) as server:
         stream = Streamed(server, "def f(", SEEDED)
         with reading(stream):
             os.kill(server.engine(), signal.SIGSTOP)
@@ -250,7 +248,7 @@ def test_a_rank_that_hangs_is_told_once_and_every_stream_goes_on(three_watched_r
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_killed_while_it_first_starts_ends_the_server(pair: Path, tmp_path: Path, rank: int) -> None:
-    server = Server(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS), is_forked=False)
+    server = Server(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS))
     try:
         os.kill(server.rank(rank), signal.SIGKILL)
         assert server.wait_ended() == 128 + signal.SIGKILL

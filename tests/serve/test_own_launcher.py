@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served.processes import ranks_below
+from forked_commands import ranks_below
 from servers import PLAIN, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
