@@ -384,8 +384,23 @@ class GatedJob:
         loses_draft: bool = False,
         breaks: float = 0.0,
         given: bool = False,
+        guided: bool = False,
+        plans_ahead: int = 1,
         num_requests: int = 6,
     ) -> None:
+        """Ranks that have not begun.
+
+        Args:
+            seed: of what is drawn.
+            num_drafts: draft ranks of one engine.
+            slowness: seconds that a message takes at most; a packet is waited for 0.1.
+            loses_draft: whether the draft ranks end in the middle of a round.
+            breaks: how often a row's logits are not finite.
+            given: whether requests bring drafts of their own.
+            guided: whether every third round has to have its draft on the host first.
+            plans_ahead: as the scheduler's.
+            num_requests: in all.
+        """
         self.seen: Counter[str] = Counter()
         self.turns = Turns(seed)
         self._post = Post(self.turns, slowness)
@@ -394,13 +409,12 @@ class GatedJob:
         self._device = Device(self.turns)
         self._is_lost = False
         gate = SlowGate(self.turns, self._device, self.seen)
-        self.gated = GatedDrafts(gate, SoloCommunicator())
+        self.gated = GatedDrafts(gate, SoloCommunicator(), lambda plan: guided and plan.round_index % 3 == 0)
+        self._plans_ahead = plans_ahead
         exchange = self._exchange(TARGET, gated=self.gated, group=SoloCommunicator())
         target = TargetRank(self.turns, self._device, exchange, breaks)
         self.scheduler = Scheduler(
-            SchedulerLimits(
-                MAX_ROWS, 30, MAX_SEQ_LEN, MAX_SEQ_LEN - 6, DRAFT_LEN, BLOCK, NUM_BLOCKS, True, plans_ahead=1
-            )
+            SchedulerLimits(MAX_ROWS, 30, MAX_SEQ_LEN, MAX_SEQ_LEN - 6, DRAFT_LEN, BLOCK, NUM_BLOCKS, True, plans_ahead)
         )
         self._completions: list[Completion] = []
         self.turns.start("device", self._device.run)
@@ -465,7 +479,7 @@ class GatedJob:
         out: deque[RoundPlan] = deque()
         while self.scheduler.has_work or out or len(self._completions) < self._num_requests:
             self._change_requests()
-            while len(out) <= 1 and (plan := self._schedule()) is not None:
+            while len(out) <= self._plans_ahead and (plan := self._schedule()) is not None:
                 out.append(plan)
                 for rank in self._ranks:
                     self._post.send(ORCHESTRATOR, rank, PLAN_TAG, encode_plan(plan))

@@ -328,5 +328,6 @@ def _with_origins(report: ReportArrays, origins: Origins) -> ReportArrays:
     """The report with which rows' drafts were made ahead, and what of them was found in texts."""
     foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
     foreseen[: len(origins.foreseen)] = origins.foreseen
+    foreseen[report.draft_lens < 1] = 0  # where it was there too late for the device
     found[: len(origins.num_suffix_tokens)] = origins.num_suffix_tokens
     return replace(report, foreseen=foreseen, num_suffix_tokens=found)

@@ -15,7 +15,10 @@ KINDS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"slowness": 0.1, "given": True}, ("found", "foreseen")),
     ({"slowness": 0.05, "breaks": 0.05}, ("found", "error")),
     ({"loses_draft": True}, ("lost",)),
+    ({"guided": True}, ("found", "foreseen")),
+    ({"plans_ahead": 0}, ("found", "foreseen")),
 ]
+NAMES = ["usual", "slow", "two drafts", "given", "broken", "lost", "guided", "no plans ahead"]
 
 
 def test_no_table_is_written_while_the_device_reads_it() -> None:
@@ -27,7 +30,7 @@ def test_no_table_is_written_while_the_device_reads_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("values", "seen"), KINDS, ids=["usual", "slow", "two drafts", "given", "broken", "lost"])
+@pytest.mark.parametrize(("values", "seen"), KINDS, ids=NAMES)
 def test_a_job_comes_to_its_end_with_plain_texts(values: dict[str, Any], seen: tuple[str, ...], seed: int) -> None:
     job = GatedJob(seed, **values)
     job.run()
