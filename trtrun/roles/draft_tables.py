@@ -35,6 +35,7 @@ class Origins:
         """The report of a verdict on the draft with them; rows behind the draft's have none."""
         foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
         foreseen[: len(self.foreseen)] = self.foreseen
+        foreseen[report.draft_lens < 1] = 0  # where it was there too late for the device
         found[: len(self.num_suffix_tokens)] = self.num_suffix_tokens
         return replace(report, foreseen=foreseen, num_suffix_tokens=found)
 

@@ -82,9 +82,9 @@ class Decided:
 
     may_be_followed = True
 
-    def __init__(self, plan: RoundPlan) -> None:
+    def __init__(self, plan: RoundPlan, verified: int = 1) -> None:
         ones = np.ones(len(plan.sampled_rows), dtype=np.int64)
-        self._report = ReportArrays(plan.round_index, RoundTimes(), ones, ones, ones[:, None])
+        self._report = ReportArrays(plan.round_index, RoundTimes(), ones, ones * verified, ones[:, None])
 
     def is_done(self) -> bool:
         return True
@@ -161,6 +161,14 @@ def test_a_draft_that_does_not_come_is_none(letters: Letters) -> None:
     report = exchange.conclude(plan, Decided(plan)).finish()
     assert draft.draft_lens.tolist() == [0, 0] and report.foreseen.tolist() == [0, 0]
     assert letters.posted == [(DRAFT_RANK, VERDICT_TAG, 0)]
+
+
+@pytest.mark.parametrize("verified", [0, 1])
+def test_a_draft_that_was_there_too_late_for_the_device_counts_as_none(letters: Letters, verified: int) -> None:
+    exchange, plan = make_exchange(letters), make_plan(4)
+    letters.came[DRAFT_TAG].append(packet(4, [[1], [1]], [1, 1], [1, 0]))
+    expect(exchange, plan)
+    assert exchange.conclude(plan, Decided(plan, verified)).finish().foreseen.tolist() == [verified, 0]
 
 
 def test_a_round_that_needs_its_draft_on_the_host_has_it_before_it_is_launched(letters: Letters) -> None:
