@@ -103,7 +103,7 @@ def test_a_group_ends_where_a_dimension_or_a_rank_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format_", ["fp8", "fp8_block", "int8_sq"])
 def test_ranks_that_cannot_share_it_are_refused_before_anything_is_written(tmp_path: Path, format_: str) -> None:
     source, output = make_checkpoint(tmp_path / "source"), tmp_path / "never"
-    size, message = (2, r"56 of 112 output features .* groups of 128") if format_ == "fp8_block" else (3, "over 3 ranks")
+    size, message = (2, r"56 of 112 output .* groups of 128") if format_ == "fp8_block" else (3, "over 3 ranks")
     with pytest.raises(CheckpointError, match=message):
         quantize(source, output, format=format_, tp_size=size)
     assert not output.exists()
