@@ -104,7 +104,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         raise click.UsageError(f"{LOOKAHEAD_OPTION} drafts without a draft model: leave --draft_engine_dir out")
     if (arguments.draft_engine_dir is None) != (arguments.draft_target_model_config is None):
         raise click.UsageError(
-            f"--draft_engine_dir and {DRAFT_OPTION} go together: give both, or none for plain decoding"
+            f"--draft_engine_dir and {DRAFT_OPTION} go together: give both, or none for plain decoding; a directory of "
+            f"heads goes with {MEDUSA_OPTION}, {EAGLE_OPTION} or {DYNAMIC_OPTION}"
         )
     return arguments
 

@@ -82,5 +82,5 @@ def open_groups(
         draft=open_group(topology.draft_ranks, "draft"),
         target=open_group(topology.target_ranks, "target"),
         workers=open_group(topology.worker_ranks, "workers", sums_often=False),
-        mail=MpiMailbox(world_comm.Dup(), may_spin) if world_comm is not None else None,
+        mail=MpiMailbox(world_comm.Dup(), may_spin, topology.worker_ranks) if world_comm is not None else None,
     )

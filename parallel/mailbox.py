@@ -12,7 +12,7 @@ bytes under a tag and never looks inside. It knows ranks of the world, and no ro
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from parallel.mpi_rank import is_lost_peer
@@ -30,7 +30,7 @@ class Mailbox(Protocol):
 
         Args:
             rank: the receiver.
-            tag: at least 0.
+            tag: 0 to 32766.
             payload: any number of bytes.
         """
         ...
@@ -60,24 +60,31 @@ class Mailbox(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until what was posted is sent. Collective; not used afterwards."""
+        """Wait until what was posted is sent, or has come to a rank that closes, too, which drops it. Collective; not
+        used afterwards."""
         ...
+
+
+_END_TAG = 2**15 - 1
+"""The largest that every MPI has: no message follows."""
 
 
 class MpiMailbox:
     """A mailbox over MPI; see the protocol."""
 
-    def __init__(self, comm: MPI.Intracomm, may_spin: bool = False) -> None:
+    def __init__(self, comm: MPI.Intracomm, may_spin: bool = False, ranks: Sequence[int] | None = None) -> None:
         """Take over `comm`, a duplicate of the world that nobody else uses; `close` frees it.
 
         Args:
             comm: the world's ranks.
             may_spin: whether waiting may keep a core busy for as long as a message usually takes.
+            ranks: those that post and take, and close; None for all.
         """
         from mpi4py import MPI
 
         self._mpi = MPI
         self._comm = comm
+        self._others = set(range(comm.size) if ranks is None else ranks) - {comm.rank}
         # A rank that is gone is to be an error of the call that needs it, not the end of this process.
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._status = MPI.Status()
@@ -101,17 +108,21 @@ class MpiMailbox:
     def take(self, rank: int, tag: int) -> bytes | None:
         """See Mailbox."""
         try:
-            message = self._comm.Improbe(rank, tag, self._status)
-            if message is None:
-                return None
-            buffer = bytearray(self._status.Get_count(self._mpi.BYTE))
-            # The sender's part of a message that is too long to be sent at once is under way.
-            wait_until(message.Irecv((buffer, self._mpi.BYTE)).Test)
-            return bytes(buffer)
+            return self._take(rank, tag)
         except self._mpi.Exception as error:
             if not is_lost_peer(error):
                 raise
             return None
+
+    def _take(self, rank: int, tag: int) -> bytes | None:
+        """See `take`; raises MPI's error where `rank` is gone."""
+        message = self._comm.Improbe(rank, tag, self._status)
+        if message is None:
+            return None
+        buffer = bytearray(self._status.Get_count(self._mpi.BYTE))
+        # The sender's part of a message that is too long to be sent at once is under way.
+        wait_until(message.Irecv((buffer, self._mpi.BYTE)).Test)
+        return bytes(buffer)
 
     def wait(
         self, rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
@@ -130,14 +141,31 @@ class MpiMailbox:
 
     def close(self) -> None:
         """See Mailbox."""
+        for rank in self._others:
+            self.post(rank, _END_TAG, b"")
+        waiting = set(self._others)
 
-        def is_sent() -> bool:
+        def is_over() -> bool:
+            # A long message leaves its sender once somebody takes it: the last draft may be for a round that is over.
+            waiting.difference_update([rank for rank in waiting if self._drop_from(rank)])
             self._drop_sent()
-            return not self._sending
+            return not self._sending and not waiting
 
-        wait_until(is_sent)
+        wait_until(is_over)
         if self._comm != self._mpi.COMM_NULL:
             self._comm.Free()
+
+    def _drop_from(self, rank: int) -> bool:
+        """Drop what came from `rank`; whether it is gone, or no message follows."""
+        try:
+            while self._take(rank, self._mpi.ANY_TAG) is not None:
+                if self._status.Get_tag() == _END_TAG:
+                    return True
+            return False
+        except self._mpi.Exception as error:
+            if not is_lost_peer(error):
+                raise
+            return True
 
     def _drop_sent(self) -> None:
         while self._sending and self._is_over(self._sending[0][0]):

@@ -159,12 +159,13 @@ def describe_section(places: tuple[str, ...], section: type[Section]) -> Iterato
     if section is not SpeculationSection:
         return
     shared = {name for _, options in SHARED for name in options.model_fields}
-    for method in METHODS.values():
+    for method in {method.section: method for method in METHODS.values()}.values():
         bases = [other.section for other in METHODS.values() if other.section in method.section.__mro__[1:]]
         told = {*names, *shared, *(name for base in bases for name in base.model_fields)}
         own = [name for name in method.section.model_fields if name not in told]
+        if own or method.section is not SpeculationSection:  # one without keys of its own has something to say, too
+            yield f"\n{split_docstring(method.section)[0]}" + ("\n" if own else "")
         if own:
-            yield f"\n{split_docstring(method.section)[0]}\n"
             yield from describe_keys(places, method.section, own)
     for title, options in SHARED:
         own = [name for name in options.model_fields if name in shared]

@@ -3,7 +3,8 @@
 `AheadRounds` drives an `AheadDrafter` on a tiny float32 engine through rounds whose verdicts are drawn at random: they
 come true as guessed, or not, accept all of a draft, some or none of it, or find that it came too late. After every
 proposal each row's draft is compared with what an engine drafts that has just been given the row's tokens: it keeps
-nothing from round to round, so it cannot have wrong keys, values, tokens or counts.
+nothing from round to round, so it cannot have wrong keys, values, tokens or counts. What a target finds among guesses
+that it was told is compared, too; and where a draft comes too late it is what that target has verified.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import load_model
+from trtrun.roles.guess_tables import KnownVerdict, foreseen_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter, GuessSpace
@@ -175,6 +177,8 @@ class AheadRounds:
         self._admissions: dict[int, RowAdmission] = {}
         self._tokens: dict[int, list[int]] = {}
         self._guessed: dict[int, bool] = {}
+        self._gained: dict[int, list[int]] = {}
+        self._before: KnownVerdict | None = None
         self._number = 0
 
     def add(self, prompt: Sequence[int], stop_ids: tuple[int, ...] = (), bad: Any = (), **sampling: Any) -> None:
@@ -245,8 +249,13 @@ class AheadRounds:
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in drafter._texts}
         fresh = self.fresh.drafts(self._admissions, {row: self._tokens[row] for row in asked}) if asked else {}
         drafts: list[list[int]] = [[] for _ in rows]
-        if plan.draft_len and not is_late:
-            drafts = self._propose(plan, asked, fresh)
+        guesses = drafter.guesses()
+        if plan.draft_len and (not is_late or guesses is not None):
+            proposed = replace(plan, redraft_from=NEVER) if is_late else plan
+            drafts = self._propose(proposed, asked, fresh)
+            found = None if guesses is None else self._look_up(plan, guesses, drafts)
+            drafts = drafts if not is_late else found or [[] for _ in rows]
+            self.seen["late, and found"] += is_late and any(drafts)
         num_guesses = drafter.anticipate(plan, guesses=not is_late)
         assert num_guesses <= min(plan.num_guesses, self.most_guesses)
         self._check_guesses(asked if num_guesses else {}, fresh)
@@ -256,8 +265,12 @@ class AheadRounds:
             drafts += [[] for _ in plan.sampled_rows[len(rows) :]]
             verdicts = [self._decide(row, draft) for row, draft in zip(plan.sampled_rows, drafts, strict=True)]
             tokens = [of_row for of_row, _ in verdicts]
-            drafter.observe(plan, verdict_of(tokens), None)
-            for row, of_row in zip(plan.sampled_rows, tokens, strict=True):
+            verdict = verdict_of(tokens)
+            drafter.observe(plan, verdict, None)
+            self._check_written(plan)
+            self._before = KnownVerdict(plan, verdict.num_tokens.numpy(), verdict.tokens.numpy())
+            self._gained = dict(zip(plan.sampled_rows, tokens, strict=True))
+            for row, of_row in self._gained.items():
                 self._tokens[row] += of_row
             verified = [count for _, count in verdicts]
             self.scheduler.commit(plan, [len(of_row) for of_row in tokens], tokens, verified)
@@ -307,6 +320,26 @@ class AheadRounds:
         self.seen["redrafted"] += redrafted
         return drafts
 
+    def _look_up(self, plan: RoundPlan, guesses: np.ndarray, drafts: list[list[int]]) -> list[list[int]] | None:
+        """What a target finds among guesses, where it goes on with that: of each row what the draft rank has proposed,
+        or nothing where that was not foreseen."""
+        before = self._before
+        if before is None or before.plan.round_index != plan.round_index - 1 or plan.given_rows:
+            return None
+        foreseen = foreseen_rows(guesses, plan, before)
+        if foreseen is None:
+            return None
+        lines, found = guesses.tolist(), list[list[int]]()
+        decode = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), foreseen, drafts, strict=True)
+        for row, most, is_found, proposed in decode:
+            key = [row, len(self._gained[row]) - 1, self._gained[row][-1]] if row in self._gained else []
+            mine = next((line[3 : 3 + max(most, 0)] for line in lines if line[:3] == key), [])
+            assert bool(mine) == is_found and (not mine or mine == proposed), (row, mine, proposed)
+            found.append(mine)
+            self.seen["found"] += bool(mine)
+            self.seen["sat out"] += not mine and most > 0
+        return found
+
     def _given_behind(self, row: int) -> list[int]:
         """What the draft that came with a row's request says behind its tokens."""
         admission, tokens = self._admissions[row], self._tokens[row]
@@ -339,6 +372,13 @@ class AheadRounds:
             if not self.use_logits and text.ranked[place] != [tokens[place], *ranked[place]]:
                 self.different.append((text.ranked[place], [tokens[place], *ranked[place]]))
             self.seen["places"] += place + 1
+
+    def _check_written(self, plan: RoundPlan) -> None:
+        """The draft's store lacks no more of a row than its scheduler takes it to, which offers the rest for reuse."""
+        most = self.scheduler.limits.most_unfed(plan.draft_len)
+        for row, count in zip(plan.decode_rows.tolist(), plan.catch_up.tolist(), strict=True):
+            text = self.drafter._texts.get(row)
+            assert not count or text is None or text.length - text.written <= most, (row, text)
 
     def _decide(self, row: int, draft: list[int]) -> tuple[list[int], int]:
         """A verdict on a row's draft: the tokens gained, and how many were verified."""

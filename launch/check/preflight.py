@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.placement.allocation import is_local
 from parallel.errors import ParallelError
@@ -21,6 +22,7 @@ from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.head_kinds import tell_heads
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.models.weights import Share
 from trtrun.start.draft_translation import read_draft_vocabularies
@@ -127,7 +129,8 @@ def inspect_weights(
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {str(error).removeprefix(f'{role}: ')}")
         except CheckpointError as error:
-            problem = CheckpointError(f"{role}: {str(error).removeprefix(f'{role}: ')}")
+            told = _of_heads(section.model) if role == "draft" else None
+            problem = CheckpointError(f"{role}: {told or str(error).removeprefix(f'{role}: ')}")
         reports.append(WeightsReport(role, hosts, is_held, problem))
     return reports
 
@@ -213,5 +216,11 @@ def _check_model(role: str, section: ModelSection) -> ModelConfig:
         share = Share(0, len(section.devices))
         check_split(config, share, resolve_dtype_name(section, config), kind, default)
     except (CheckpointError, ConfigError, ParallelError) as error:
-        raise CheckpointError(f"{role}: {error}") from None
+        raise CheckpointError(f"{role}: {_of_heads(section.model) or error}") from None
     return config
+
+
+def _of_heads(path: Path) -> str | None:
+    """What to say of a directory with heads that is taken for a model's."""
+    told = tell_heads(path)
+    return None if told is None else f"{path}: {told}, and leave draft.devices out or null"

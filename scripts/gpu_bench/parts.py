@@ -117,7 +117,7 @@ def _placements(options: Options) -> Iterator[Part]:
             yield Part("cold", f"the first run of each workload beside later ones: {places[0].about}", 75, play)
             if options.num_devices == 2:
                 about = "a draft in parallel that is always right, on the target's device and on one of its own"
-                yield Part("parallel-apart", about, 110, partial(play_parallel_apart, apart=find_apart(2)))
+                yield Part("parallel-apart", about, 220, partial(play_parallel_apart, apart=find_apart(2)))
                 about = "an EAGLE-3 head on the target's device and on one of its own, and whether texts are equal"
                 yield Part("eagle3-apart", about, 120, partial(play_eagle3_apart, apart=find_apart(2)))
                 play = partial(play_killed_draft, has_head=True)

@@ -204,15 +204,17 @@ class Workbench:
         return self.bench_together([config], rows, *extra)[0]
 
     def bench_together(
-        self, configs: Sequence[Path], rows: Sequence[object], *extra: object, traced: bool = False
+        self, configs: Sequence[Path], rows: Sequence[object], *extra: object, traced: bool = False, times: int = 1
     ) -> list[dict[str, Any]]:
-        """Several jobs of `trtrun bench` at the same time; traced, their JSON has shares of time idle."""
+        """Several jobs of `trtrun bench` at the same time; traced, their JSON has shares of time idle. Texts are so
+        many `times` as long as others."""
         scale, reports = self.options.scale, list[dict[str, Any]]()
         with ExitStack() as stack:
             children = []
             for config in configs:
                 words = ["bench", "--config", config, "--rows", ",".join(map(str, rows)), "--json"]
-                words += ["--max-tokens", scale.max_tokens, "--repeats", scale.repeats, "--seed", self.options.seed]
+                words += ["--max-tokens", times * scale.max_tokens, "--repeats", scale.repeats]
+                words += ["--seed", self.options.seed]
                 words += ["--trace", config.with_suffix(".trace")] if traced else []
                 children.append(stack.enter_context(self.start(*words, *extra)))
             for child in children:

@@ -31,11 +31,16 @@ def is_alive(process: int) -> bool:
 
 def children_of(process: int) -> list[int]:
     """Its child processes that run."""
-    found = []
+    return _all_children().get(process, [])
+
+
+def _all_children() -> dict[int, list[int]]:
+    """The child processes that run, of each process that has any."""
+    found: dict[int, list[int]] = {}
     for other in all_processes():
         fields = _status_fields(other)
-        if fields is not None and fields[0] != "Z" and int(fields[1]) == process:
-            found.append(other)
+        if fields is not None and fields[0] != "Z":
+            found.setdefault(int(fields[1]), []).append(other)
     return found
 
 
@@ -65,13 +70,15 @@ def rank_of(environment: dict[str, str]) -> int | None:
 def ranks_below(process: int) -> dict[int, int]:
     """Process ids of the MPI ranks that descend from a process, by rank."""
     found: dict[int, int] = {}
-    waiting = children_of(process)
+    children = _all_children()
+    waiting = [process]
     while waiting:
-        child = waiting.pop()
-        waiting += children_of(child)
-        rank = rank_of(environment_of(child))
-        if rank is not None:
-            found[rank] = child
+        parent = waiting.pop()
+        for child in children.get(parent, []):
+            waiting.append(child)
+            rank = rank_of(environment_of(child))
+            if rank is not None:
+                found[rank] = child
     return found
 
 

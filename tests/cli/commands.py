@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forking_process import FAULT, FAULTS
+
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
@@ -19,7 +21,6 @@ THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 ONE_SLOT = ("--set", 'target.devices=["cpu:0"]')
 TWO_SLOTS = ("--set", 'target.devices=["cpu:1"]')
 """Make one process, or three ranks, of the shipped pair's four."""
-FAULTS = ROOT / "tests" / "cli" / "faults"
 FIXED = ("--set", "speculation.pacing=fixed", "--set", "speculation.ahead=off")
 """For runs of the shipped pair whose rows are compared: how much is drafted does not follow from times."""
 
@@ -39,9 +40,13 @@ def command_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def with_fault(fault: str) -> dict[str, str]:
-    """Environment in which one rank misbehaves."""
-    paths = os.pathsep.join(filter(None, [str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": paths, "TRTRUN_TEST_FAULT": fault}
+    """Environment in which one rank misbehaves: as `trtrun` has it of tests that fork ranks, which see to the rest."""
+    return {FAULT: fault}
+
+
+def faulty_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The same for new programs: Python finds the fault by itself."""
+    return environment | {"PYTHONPATH": os.pathsep.join([str(FAULTS), environment["PYTHONPATH"]])}
 
 
 @dataclass(frozen=True)
@@ -79,28 +84,6 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-def ranks_below(process: int) -> dict[int, int]:
-    """Process ids of the MPI ranks that descend from `process`, by rank."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: dict[int, int] = {}
-    waiting = list(children.get(process, []))
-    while waiting:
-        child = waiting.pop()
-        waiting += children.get(child, [])
-        for item in _environment_of(child):
-            name, _, value = item.partition("=")
-            if name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-                found[int(value)] = child
-    return found
-
-
 def parent_of(process: int) -> int:
     """Process id of the one that has started a process."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
@@ -112,10 +95,3 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _environment_of(process: int) -> list[str]:
-    try:
-        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, make_draft
-from commands import ROOT, Configs, Run, command_environment, command_words
-from forked_commands import ForkedCommands, ForkedProcess
+from commands import ROOT, Configs, Run, command_environment, command_words, faulty_environment
+from forked_commands import ForkedCommands, ForkedProcess, shared_commands
+from forking_process import FAULT
 
 
 @pytest.fixture(scope="session")
@@ -30,19 +31,17 @@ def config(pair: Path, tmp_path: Path) -> Configs:
 
 
 @pytest.fixture(scope="session")
-def forked_commands() -> Iterator[ForkedCommands]:
+def forked_commands() -> ForkedCommands:
     """A process that has imported torch, for commands to be forked from."""
-    commands = ForkedCommands(command_environment())
-    yield commands
-    commands.close()
+    return shared_commands()
 
 
 @pytest.fixture
 def trtrun(forked_commands: ForkedCommands) -> Run:
     """Return run(*arguments, env=…, timeout=…, words=…): the command, captured.
 
-    It is a new program where it is given a PYTHONPATH, or words of another program than a file or module of Python, and
-    forked elsewhere.
+    It is a new program where it is given a PYTHONPATH, or words of another program than a file or module of Python;
+    elsewhere it and its ranks are forked.
     """
 
     def run(
@@ -55,12 +54,13 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
         if (words is None or words[0] == sys.executable) and "PYTHONPATH" not in (env or {}):
             return forked_commands.run(texts, command_environment(env), ROOT, timeout, words)
         command = [*(words or command_words()), *texts]
+        environment = command_environment(env)
         return subprocess.run(
             command,
             capture_output=True,
             text=True,
             timeout=timeout,
-            env=command_environment(env),
+            env=faulty_environment(environment) if FAULT in environment else environment,
             cwd=ROOT,
             check=False,
         )
@@ -70,16 +70,19 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
 
 @pytest.fixture
 def start_trtrun(forked_commands: ForkedCommands) -> Iterator[Callable[..., Any]]:
-    """Return start(*arguments, words=…): the command, running; what is left of it is ended with the test.
+    """Return start(*arguments, words=…, forks_ranks=…): the command, running; what is left of it ends with the test.
 
-    As of `trtrun`, it is a new program where it is given words.
+    As of `trtrun`, it is a new program where it is given words. Ranks are forked, too, unless `forks_ranks` is false:
+    for tests of what becomes of ranks whose mpirun dies, and of files that they have open.
     """
     started: list[subprocess.Popen[str] | ForkedProcess] = []
 
-    def start(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str] | ForkedProcess:
+    def start(
+        *arguments: object, words: list[str] | None = None, forks_ranks: bool = True
+    ) -> subprocess.Popen[str] | ForkedProcess:
         texts, environment = list(map(str, arguments)), command_environment()
         if words is None:
-            started.append(forked_commands.start(texts, environment, ROOT))
+            started.append(forked_commands.start(texts, environment, ROOT, ranks=forks_ranks))
         else:
             pipe = subprocess.PIPE
             started.append(

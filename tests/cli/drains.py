@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from commands import ranks_below
+from forked_commands import ranks_below
 
 PATIENCE = 240.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""

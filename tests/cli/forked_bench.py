@@ -2,8 +2,8 @@
 
     python forked_bench.py DESCRIPTOR ARGUMENT…
 
-DESCRIPTOR is that of a `ForkedCommands`. Each command has its own session, environment and outputs, as ever; ranks are
-new programs.
+DESCRIPTOR is that of a `ForkedCommands`. Each command has its own session, environment and outputs, as ever; its ranks
+are forked, too.
 """
 
 from __future__ import annotations

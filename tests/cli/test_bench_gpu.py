@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, Run, command_environment, ranks_below
+from commands import ROOT, Run, command_environment
 from drains import wait_for_end_of, wait_until
 from forked_bench import fork_commands
-from forked_commands import ForkedCommands
+from forked_commands import ForkedCommands, ranks_below
 from test_cli_peer import peer_python
 
 sys.path.append(str(ROOT / "scripts"))

@@ -28,9 +28,9 @@ from commands import (
     command_words,
     error_line,
     is_alive,
-    ranks_below,
     with_fault,
 )
+from forked_commands import ranks_below
 from medusa_heads import make_heads, write_heads
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -283,7 +283,8 @@ def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs
 
 def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun: Start) -> None:
     started = time.monotonic()
-    process = start_trtrun("check", "--config", config(THREE_RANKS, launch={"check_seconds": 30}))
+    file = config(THREE_RANKS, launch={"check_seconds": 30})
+    process = start_trtrun("check", "--config", file, forks_ranks=False)
     while 2 not in (ranks := ranks_below(process.pid)):
         assert process.poll() is None
         assert time.monotonic() - started < 60

@@ -23,11 +23,10 @@ from commands import (
     command_environment,
     command_words,
     is_alive,
-    ranks_below,
     write_rows,
 )
 from drains import PATIENCE, handles, rank_of, wait_for_end_of, wait_until, written_indexes
-from forked_commands import ForkedCommands
+from forked_commands import ForkedCommands, ranks_below
 from output_rows import read_rows, without_drafting, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"

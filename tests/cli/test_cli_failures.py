@@ -21,12 +21,12 @@ from commands import (
     command_environment,
     is_alive,
     parent_of,
-    ranks_below,
     with_fault,
     write_rows,
 )
 from drains import wait_until
 from eagle3_heads import make_head, write_head
+from forked_commands import ranks_below
 from output_rows import read_rows, without_drafting
 from ports import lets_in
 
@@ -35,10 +35,13 @@ PLAIN = ("--speculation", "none")
 NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)"]
 
 
-def start_endless(config: Configs, start_trtrun: Start) -> tuple[subprocess.Popen[str], dict[int, int]]:
+def start_endless(
+    config: Configs, start_trtrun: Start, forks_ranks: bool = True
+) -> tuple[subprocess.Popen[str], dict[int, int]]:
     """A job of three ranks in the middle of a very long text, and its ranks' processes."""
     file = config(THREE_RANKS, kv_cache={"max_tokens": 60000})
-    process = start_trtrun("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
+    words = ("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
+    process = start_trtrun(*words, forks_ranks=forks_ranks)
     assert process.stdout is not None
     assert process.stdout.read(1), process.stderr and process.stderr.read()
     ranks = ranks_below(process.pid)
@@ -136,7 +139,7 @@ def test_a_signal_to_the_command_ends_all_ranks(config: Configs, start_trtrun: S
 def test_strangers_do_not_reach_mpirun_and_killed_it_takes_the_ranks_along(
     config: Configs, start_trtrun: Start
 ) -> None:
-    process, ranks = start_endless(config, start_trtrun)
+    process, ranks = start_endless(config, start_trtrun, forks_ranks=False)
     launcher = parent_of(ranks[0])
     # Three bytes at a rank's port or at mpirun's would hold all of them up: ranks have none, mpirun's let nobody in.
     assert [listening_ports(rank) for rank in ranks.values()] == [[]] * 3

@@ -23,10 +23,9 @@ from commands import (
     Run,
     command_environment,
     is_alive,
-    ranks_below,
     write_rows,
 )
-from forked_commands import ForkedCommands
+from forked_commands import ForkedCommands, ranks_below
 from mpi_libraries import find_mpi
 from output_rows import read_rows, without_drafting
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import FIXED, ROOT, Run, command_environment, command_words, is_alive, parent_of, ranks_below, write_rows
+from commands import FIXED, ROOT, Run, command_environment, command_words, is_alive, parent_of, write_rows
 from drains import PATIENCE, wait_until, written_indexes
+from forked_commands import ranks_below
 from output_rows import read_rows, without_drafting
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"

@@ -28,10 +28,9 @@ from commands import (
     command_words,
     error_line,
     parent_of,
-    ranks_below,
     write_rows,
 )
-from forked_commands import ForkedCommands
+from forked_commands import ForkedCommands, ranks_below
 from output_rows import read_rows, without_drafting
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"

@@ -30,7 +30,7 @@ def cut_off(site: Site) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[list[dict[str, Any]]]:
-    """Rows of the run that nobody disturbs, once there are any: it is the same for all."""
+    """Rows of a run without drafts, which nobody disturbs, once there are any: they are the same for all."""
     return []
 
 
@@ -49,7 +49,7 @@ def test_the_run_goes_on_without_drafts(
     outputs = folder / "undisturbed.jsonl", folder / "lost.jsonl"
     words = ("run", "--config", file, "--prompts", prompts, "--ignore-eos", "--output")
     if not undisturbed:
-        done = run(two_hosts.words(*words, outputs[0]))
+        done = run(two_hosts.words(*words, outputs[0], "--speculation", "none"))
         assert done.returncode == 0, done.stderr
         undisturbed.append(read_rows(outputs[0]))
     process = subprocess.Popen(

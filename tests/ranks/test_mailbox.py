@@ -115,3 +115,18 @@ def test_closing_waits_until_all_is_sent(world: MPI.Intracomm) -> None:
         assert mail.wait(0, 1) == payload(7_000_000, world.rank)
     mail.close()
     assert not mail._sending
+
+
+def test_closing_does_not_wait_for_somebody_to_take_what_came_too_late(world: MPI.Intracomm) -> None:
+    """As the drafts for a round that is over; the ranks that are told so may close before anything is posted."""
+    mail, size = MpiMailbox(world.Dup()), 7_000_000
+    first = MpiMailbox(world.Dup(), ranks=(0, world.size - 1))
+    if world.rank:
+        for tag in TAGS:
+            mail.post(0, tag, payload(size, tag))
+    if world.rank in (0, world.size - 1):  # no other rank has a part in it
+        if world.rank:
+            first.post(0, 1, payload(size))
+        first.close()
+    mail.close()
+    assert not mail._sending

@@ -1,5 +1,5 @@
-"""An EAGLE head of either kind over the ranks of a split target: its layers cut as the target's, drafts the same on
-every rank, and the papers'."""
+"""An EAGLE head of either kind, a DFlash or a DSpark head over the ranks of a split target: its layers cut as the
+target's, drafts the same on every rank, and the papers'."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dflash_heads import check_proposals as check_dflash
+from dflash_heads import dflash, fitted_dflash, make_dflash, write_dflash
 from eagle3_heads import check_proposals, check_trees, eagle3, fitted, make_head, write_head
 from eagle_heads import eagle, fitted_eagle, make_eagle_head, write_eagle_head
 from jobs import HERE, configuration, prompts, run_job, sampling
@@ -27,6 +29,13 @@ STATIC = {"eagle_choices": [[0], [1], [0, 0], [1, 0], [0, 1], [1, 0, 0]]}
 KINDS: dict[str, tuple[Callable[..., Any], ...]] = {
     "eagle": (partial(make_eagle_head, features=768), fitted_eagle, write_eagle_head, eagle),
     "eagle3": (partial(make_head, boundaries=(0, 1, 2)), fitted, write_head, eagle3),
+    "dflash": (partial(make_dflash, boundaries=(0, 1)), fitted_dflash, write_dflash, dflash),
+    "dspark": (
+        partial(make_dflash, layout="dspark", boundaries=(1, 0)),
+        fitted_dflash,
+        write_dflash,
+        partial(dflash, "dspark"),
+    ),
 }
 """By method how a head is made, taught texts and written, and the method's section."""
 
@@ -58,6 +67,8 @@ def use_simply(llm: LLM) -> list[Any]:
         ("eagle", "vllm", {"num_layers": 2}, "float32", DYNAMIC),
         ("eagle", "reference", {"fc_bias": False}, "float32", STATIC),
         ("eagle", "vllm", {}, "bfloat16", DYNAMIC),
+        ("dflash", "speculators", {"layout": "speculators", "num_tokens": 131, "num_kv_heads": 1}, "float32", {}),
+        ("dspark", "dspark", {}, "float32", {}),
     ],
 )
 @pytest.mark.parametrize("name", SPLIT)
@@ -111,4 +122,5 @@ def test_texts_are_plain_decodings_on_a_split_target(
                 seen.paths = next(of_rank for of_rank in paths if of_rank)
                 assert check_trees(seen, target, head, options) > 15
             else:
-                assert check_proposals(seen, target, head) > 20
+                check = check_proposals if method.startswith("eagle") else check_dflash
+                assert check(seen, target, head) > 20

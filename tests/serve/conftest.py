@@ -51,7 +51,7 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         scheduler={"max_batch_size": 8},
         kv_cache={"max_tokens": 16384},
         speculation={"draft_len": 4, "pacing": "fixed"},  # every round drafts, however slow the machine is
-        server={"max_queue": 24, "max_body_bytes": 20000},
+        server={"max_queue": 24, "max_body_bytes": 20000, "max_total_logits_bytes": 1 << 25},
     )
     with serving(config) as server:
         yield server

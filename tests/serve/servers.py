@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,15 +16,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from forked_commands import ForkedProcess, ranks_below, running_processes, shared_commands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from served.processes import ROOT, children_of, ranks_below, server_environment, words_of
+from served.processes import ROOT, server_environment, words_of
 from served.said import is_idle, read_addresses, read_metrics
 
 T = TypeVar("T")
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
+PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For requests without TLS: without a context httpx reads the certificates of all authorities, each time anew, which
+takes far more of a core than the request does."""
+
 LONGEST_STRETCH = 0.05
 """Seconds of processor time, as docs/serve.md has it."""
 
@@ -33,6 +39,17 @@ PATIENCE = 150.0
 
 class Server:
     """A running `trtrun serve`.
+
+    It, its engine and its ranks are forked from a process that has imported torch (forked_commands.py), unless a test
+    is of what the kernel does to them when it dies.
+
+    Args:
+        config: its configuration.
+        arguments: of the command, behind that.
+        environment: variables beside this process's.
+        launcher: words before the command; it is a new program then.
+        program: of Python.
+        is_forked: whether it is no new program.
 
     Attributes:
         process: the front.
@@ -47,16 +64,19 @@ class Server:
         environment: dict[str, str] | None = None,
         launcher: Sequence[str] = (),
         program: Sequence[str] = ("-m", "launch.cli"),
+        is_forked: bool = True,
     ) -> None:
-        python = [sys.executable, *(("-m", "mpi4py") if launcher else ())]
-        command = [*launcher, *python, *program, "serve", "--config", str(config), *arguments]
-        self.process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=server_environment(environment),
-        )
+        words = ["serve", "--config", str(config), *arguments]
+        values = server_environment(environment)
+        self.process: subprocess.Popen[str] | ForkedProcess
+        if is_forked and not launcher:
+            python = [sys.executable, *program]
+            self.process = shared_commands().start(words, values, ROOT, python, ranks=True)
+        else:
+            python = [sys.executable, *(("-m", "mpi4py") if launcher else ()), *program]
+            self.process = subprocess.Popen(
+                [*launcher, *python, *words], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=values
+            )
         self.lines: list[str] = []
         self.url = self.grpc_address = self.metrics_url = ""
         self._news = threading.Condition()
@@ -110,7 +130,7 @@ class Server:
 
     def engine(self) -> int:
         """Process id of the engine's first process: the engine itself, or the parent of its mpirun."""
-        return wait_until(lambda: next(filter(_is_engine, children_of(self.process.pid)), None), "an engine")
+        return wait_until(lambda: _find_engine(self.process.pid), "an engine")
 
     def rank(self, rank: int) -> int:
         """Process id of a rank."""
@@ -129,7 +149,11 @@ class Server:
     def post(self, path: str, body: Any, **others: Any) -> httpx.Response:
         """Post a body as JSON, or as it is where it is bytes."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, timeout=PATIENCE, **others)
+        return httpx.post(self.url + path, content=content, timeout=PATIENCE, verify=PLAIN, **others)
+
+    def get(self, path: str, **others: Any) -> httpx.Response:
+        """What it says there."""
+        return httpx.get(self.url + path, **{"timeout": PATIENCE, "verify": PLAIN, **others})
 
     def end(self) -> None:
         """End it and all below it, whatever state it is in."""
@@ -142,8 +166,12 @@ class Server:
         self.wait_ended()
 
 
-def _is_engine(process: int) -> bool:
-    return "serve-engine" in words_of(process)
+def _find_engine(front: int) -> int | None:
+    children, standing = running_processes()
+    for process in children.get(front, []):
+        if "serve-engine" in words_of(process):
+            return standing.get(process, process)
+    return None
 
 
 @contextmanager
@@ -176,7 +204,7 @@ def wait_until(ask: Callable[[], T | None], what: str) -> T:
         if found is not None:
             return found
         assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for {what}"
-        threading.Event().wait(0.02)
+        threading.Event().wait(0.05)
 
 
 def write_config(path: Path, model: Path, devices: dict[str, list[str]], **sections: Any) -> Path:

@@ -28,6 +28,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["kind", "age"],
     "additionalProperties": False,
 }
+OPEN = {key: value for key, value in SCHEMA.items() if key != "x-guidance"}
 REGEX, CHOICE, GRAMMAR = "[a-c]{3}-[0-9]{2}", ["yes", "no"], 'root ::= "(" [0-9] ")"'
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
 
@@ -65,7 +66,7 @@ def test_the_clients_own_models_are_answered(client: openai.OpenAI) -> None:
         is_tame: bool
 
     answer = client.chat.completions.parse(
-        model="pair", messages=MESSAGES, response_format=Pet, max_tokens=200, temperature=1.0, seed=1
+        model="pair", messages=MESSAGES, response_format=Pet, max_tokens=200, temperature=0
     )
     assert isinstance(answer.choices[0].message.parsed, Pet)
 
@@ -77,7 +78,15 @@ NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"guided_choice": CHOICE}, {"choice": CHOICE}),
     ({"guided_grammar": GRAMMAR}, {"grammar": GRAMMAR}),
     ({"structured_outputs": {"json": SCHEMA, "disable_fallback": False, "regex": None}}, {"json": SCHEMA}),
-    ({"structured_outputs": {"choice": CHOICE}}, {"choice": CHOICE}),
+    ({"structured_outputs": {"json": OPEN, "disable_any_whitespace": True}}, {"json": SCHEMA}),
+    ({"structured_outputs": {"json": OPEN, "whitespace_pattern": ""}}, {"json": SCHEMA}),
+    (
+        {"structured_outputs": {"disable_any_whitespace": True}, "response_format": {"type": "json_object"}},
+        {"json_object": True, "disable_any_whitespace": True},
+    ),
+    ({"guided_json": OPEN, "guided_whitespace_pattern": " "}, {"json": OPEN, "whitespace_pattern": " "}),
+    ({"guided_regex": REGEX, "guided_whitespace_pattern": " "}, {"regex": REGEX}),
+    ({"structured_outputs": {"choice": CHOICE, "disable_any_whitespace": True}}, {"choice": CHOICE}),
     ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
     ({"response_format": JSON_SCHEMA}, {"json": SCHEMA}),
@@ -111,7 +120,17 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json and structured_outputs.regex", None),
     ({"structured_outputs": {"json": False}}, "Unsatisfiable schema: schema is false", None),
     ({"structured_outputs": {"structural_tag": "x"}}, "unknown field", "structured_outputs"),
-    ({"structured_outputs": {"disable_any_whitespace": True}}, "disable_any_whitespace is not supported", None),
+    (
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": 1}},
+        "structured_outputs.disable_any_whitespace must be true or false",
+        "structured_outputs",
+    ),
+    (
+        {"guided_json": {}, "guided_whitespace_pattern": "a*"},
+        "guided_whitespace_pattern must be a regular expression of blanks",
+        None,
+    ),
+    ({"guided_json": {}, "guided_whitespace_pattern": "("}, "the JSON schema cannot be followed", None),
     ({"guided": {"jsn": {}}}, "guided must be an object with one of", "guided"),
     (
         {"guided_json": {"type": "object", "properties": {"a": {"type": "strin"}}}},

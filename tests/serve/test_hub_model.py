@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from hub_caches import fill_cache
 from servers import ONE_PROCESS, serving, write_config
@@ -20,13 +19,13 @@ def test_the_model_is_called_by_its_name(pair: Path, llm: LLM, tmp_path: Path) -
     config = write_config(tmp_path / "serve.yaml", Path("org"), ONE_PROCESS, server={"model_name": None})
     environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
     with serving(config, environment=environment) as server:
-        (model,) = httpx.get(server.url + "/v1/models").raise_for_status().json()["data"]
+        (model,) = server.get("/v1/models").raise_for_status().json()["data"]
         assert model["id"] == "org/target"
-        assert httpx.get(server.url + "/v1/models/org/target").raise_for_status().json()["id"] == "org/target"
+        assert server.get("/v1/models/org/target").raise_for_status().json()["id"] == "org/target"
         asked = {"model": "org/target", "prompt": "def main(", "temperature": 0, "max_tokens": 8}
         told = server.post("/v1/completions", asked).raise_for_status().json()
         assert told["model"] == "org/target"
-        status = httpx.get(server.url + "/status").raise_for_status().json()
+        status = server.get("/status").raise_for_status().json()
     plain = llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=8))[0].completions[0].text
     assert told["choices"][0]["text"] == plain
     assert [status["models"][role]["name"] for role in ("target", "draft")] == ["org/target", "org/draft"]

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from servers import PATIENCE, Server, wait_until
@@ -158,7 +157,7 @@ def test_the_texts_of_tokens_add_up_to_the_text(client: openai.OpenAI) -> None:
 def test_status_tells_who_sits_where_and_how_full_it_is(client: openai.OpenAI, server: Server) -> None:
     stream = client.completions.create(model="pair", prompt=PROMPT, stream=True, **LONG)
     next(stream)
-    busy = httpx.get(server.url + "/status").raise_for_status().json()
+    busy = server.get("/status").raise_for_status().json()
     stream.close()
     server.wait_idle()
     assert busy["model"] == "pair" and busy["state"] == "serving" and busy["chat"] is True
@@ -185,7 +184,7 @@ def test_status_tells_who_sits_where_and_how_full_it_is(client: openai.OpenAI, s
 
 
 def status_of(server: Server) -> Any:
-    return httpx.get(server.url + "/status").raise_for_status().json()
+    return server.get("/status").raise_for_status().json()
 
 
 @pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])
@@ -211,9 +210,9 @@ def test_models_health_version_and_request_ids(client: openai.OpenAI, server: Se
     assert client.models.retrieve("pair").owned_by == "trtrun"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
-    assert httpx.get(server.url + "/version").json()["version"]
-    answers = [httpx.get(server.url + "/health", headers={"x-request-id": sent}) for sent in ("mine", "x" * 200)]
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/version").json()["version"]
+    answers = [server.get("/health", headers={"x-request-id": sent}) for sent in ("mine", "x" * 200)]
     assert answers[0].headers["x-request-id"] == "mine"
     assert len(answers[1].headers["x-request-id"]) == 32
     assert "access-control-allow-origin" not in answers[0].headers

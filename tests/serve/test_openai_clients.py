@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 from servers import Server
 
@@ -126,7 +125,7 @@ def test_ids_of_requests_and_names_of_tokens(server: Server) -> None:
 
 
 def test_how_long_a_prompt_may_be_is_told(server: Server) -> None:
-    (model,) = httpx.get(server.url + "/v1/models").raise_for_status().json()["data"]
+    (model,) = server.get("/v1/models").raise_for_status().json()["data"]
     assert model["id"] == "pair" and model["max_model_len"] == 1024
     error = server.post(COMPLETIONS, {"prompt": [5] * 2000}).json()["error"]
     assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 from servers import Server
 
@@ -128,7 +127,7 @@ def test_bad_requests_are_one_line_that_says_what_is_wrong(server: Server) -> No
         assert text in error["message"] and "\n" not in error["message"] and len(error["message"]) < 1000, error
         assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
         assert "Traceback" not in answer.text
-    assert httpx.get(server.url + COMPLETIONS).status_code == 405
+    assert server.get(COMPLETIONS).status_code == 405
     server.wait_idle()
     assert not [line for line in server.lines if "Traceback" in line]
 

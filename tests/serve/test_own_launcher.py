@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from served.processes import ranks_below
-from servers import THREE_RANKS, Server, serving, wait_until, write_config
+from forked_commands import ranks_below
+from servers import PLAIN, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
 from launch.mpi.library import choose_flavour
@@ -48,9 +48,8 @@ def test_rank_0_serves_the_same_texts_and_drains(pair: Path, tmp_path: Path, llm
         assert told == [(completion.text, completion.token_ids) for completion in output.completions]
         refused = server.post("/v1/completions", {"model": "pair", "prompt": [5] * 2000})
         assert refused.status_code == 400 and "max_seq_len" in refused.json()["error"]["message"]
-        with httpx.stream(
-            "POST", server.url + "/v1/completions", json={"model": "pair", "prompt": "x", **LONG, "stream": True}
-        ) as given_up:
+        body = {"model": "pair", "prompt": "x", **LONG, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, verify=PLAIN) as given_up:
             next(given_up.iter_lines())
         metrics = server.wait_idle()
         assert metrics["vllm:kv_cache_usage_perc"] == 0 and metrics["trtrun:requests_aborted_total"] == 1
@@ -58,7 +57,7 @@ def test_rank_0_serves_the_same_texts_and_drains(pair: Path, tmp_path: Path, llm
         with reading(stream):
             os.kill(own_rank(server, 0), signal.SIGTERM)
             server.wait_for("SIGTERM: no more requests are let in, the 1 in work have")
-            assert httpx.get(server.url + "/health").status_code == 503
+            assert server.get("/health").status_code == 503
         stream.check(llm)
         assert server.wait_ended() == 0
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from servers import ONE_PROCESS, Server, serving, wait_until, write_config
 
@@ -275,7 +274,7 @@ def show_or_hide(page: Any, is_visible: bool) -> None:
 
 def lose_engine(server: Server) -> None:
     os.kill(server.engine(), signal.SIGKILL)
-    wait_until(lambda: httpx.get(server.url + "/health").status_code == 503 or None, "the loss of the engine")
+    wait_until(lambda: server.get("/health").status_code == 503 or None, "the loss of the engine")
 
 
 def test_a_hidden_page_knows_which_of_its_texts_an_engine_was_lost_in(page: Any, server: Server) -> None:
@@ -293,7 +292,7 @@ def test_a_hidden_page_knows_which_of_its_texts_an_engine_was_lost_in(page: Any,
     playwright.expect(page.locator("#verdict")).to_have_text("The same text, token for token (200).")
     # The next loss is before the next text, and none of its business.
     lose_engine(server)
-    wait_until(lambda: httpx.get(server.url + "/health").is_success or None, "an engine")
+    wait_until(lambda: server.get("/health").is_success or None, "an engine")
     show_or_hide(page, True)
     page.locator("#go").click()
     playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from served.processes import ROOT
-from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, serving, write_config
+from servers import ONE_PROCESS, PATIENCE, PLAIN, THREE_RANKS, Server, serving, write_config
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = "a secret of the prompt"
@@ -31,7 +31,7 @@ def stream(server: Server, values: dict[str, Any], begun: threading.Event) -> li
     """All events of a stream."""
     found: list[Any] = []
     with httpx.stream(
-        "POST", server.url + "/v1/completions", json=values | {"stream": True}, timeout=PATIENCE
+        "POST", server.url + "/v1/completions", json=values | {"stream": True}, timeout=PATIENCE, verify=PLAIN
     ) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
@@ -48,7 +48,7 @@ def drain(server: Server, values: dict[str, Any]) -> tuple[list[Any], int]:
         assert begun.wait(PATIENCE)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("SIGTERM: no more requests are let in, the 1 in work have")
-        health = httpx.get(server.url + "/health")
+        health = server.get("/health")
         assert health.status_code == 503 and health.json() == {"status": "server_ending"}
         refused = server.post("/v1/completions", SHORT)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "server_ending"

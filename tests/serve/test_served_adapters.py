@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from adapters import make_adapter
 from servers import ONE_PROCESS, Server, serving, wait_until, write_config
@@ -66,7 +65,7 @@ def complete(server: Server, **values: Any) -> Any:
 
 
 def models(server: Server) -> list[tuple[str, str | None]]:
-    found = httpx.get(server.url + "/v1/models", headers=KEY).json()["data"]
+    found = server.get("/v1/models", headers=KEY).json()["data"]
     return [(model["id"], model.get("parent")) for model in found]
 
 
@@ -76,13 +75,13 @@ def change(server: Server, way: str, headers: dict[str, str] = KEY, **values: An
 
 
 def in_work(server: Server) -> int:
-    found: int = httpx.get(server.url + "/status", headers=KEY, timeout=60).json()["queue"]["requests"]
+    found: int = server.get("/status", headers=KEY, timeout=60).json()["queue"]["requests"]
     return found
 
 
 def test_requests_of_all_protocols_name_an_adapter(server: Server, expected: dict[str | None, str]) -> None:
     assert models(server) == [("pair", None), ("a", "pair")]
-    assert httpx.get(server.url + "/v1/models/a", headers=KEY).json()["parent"] == "pair"
+    assert server.get("/v1/models/a", headers=KEY).json()["parent"] == "pair"
     for values, model, name in (({}, "pair", None), ({"model": "pair"}, "pair", None), ({"model": "a"}, "a", "a"),
                                 ({"lora_name": "a"}, "a", "a")):  # fmt: skip
         answer = complete(server, **values)
@@ -96,7 +95,8 @@ def test_requests_of_all_protocols_name_an_adapter(server: Server, expected: dic
         answer = server.post("/v2/models/ensemble/generate", values, headers=KEY).json()
         assert answer["text_output"] == expected[name]
     assert complete(server, model="c")["error"]["code"] == "model_not_found"
-    assert "unknown lora_name" in complete(server, lora_name="c")["error"]["message"]
+    error = complete(server, lora_name="c")["error"]
+    assert 'lora_name: there is no adapter "c"' in error["message"] and error["param"] == "lora_name"
     assert complete(server, model="a", lora_name="c")["error"]["param"] == "lora_name"
     values = {"text_input": PROMPT, "max_tokens": 16, "lora_task_id": 2}
     assert server.post("/v2/models/ensemble/generate", values, headers=KEY).status_code == 400

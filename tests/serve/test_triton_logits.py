@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from servers import PATIENCE, Server
+from servers import PATIENCE, PLAIN, Server, wait_until
 from triton_clients import (
     GREEDY,
     LONG,
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 
 WANTED = {"return_context_logits": True, "return_generation_logits": True}
 ASKED = SamplingParams(max_tokens=12, return_context_logits=True, return_generation_logits=True)
+GENERATE = "/v2/models/ensemble/generate"
 MODELS = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
 
 
@@ -84,13 +86,14 @@ def test_they_are_there_as_json_and_in_generate(server: Server, llm: LLM) -> Non
         outputs = [MODULES["http"].InferRequestedOutput(name, binary_data=False) for name in names]
         same(client.infer("ensemble", inputs, outputs=outputs), context, generation)
     body = {"text_input": PROMPT, **GREEDY, **WANTED}
-    answer = httpx.post(f"{server.url}/v2/models/ensemble/generate", json=body, timeout=PATIENCE).json()
+    answer = httpx.post(f"{server.url}/v2/models/ensemble/generate", json=body, timeout=PATIENCE, verify=PLAIN).json()
     assert np.array_equal(np.array(answer["context_logits"], np.float32), context.ravel())
     assert np.array_equal(np.array(answer["generation_logits"], np.float32), generation.ravel())
     parts = []
     with httpx.stream(
-        "POST", f"{server.url}/v2/models/ensemble/generate_stream", json=body | {"stream": True}, timeout=PATIENCE
-    ) as stream:
+        "POST", f"{server.url}/v2/models/ensemble/generate_stream", json=body | {"stream": True}, timeout=PATIENCE,
+        verify=PLAIN,
+    ) as stream:  # fmt: skip
         parts = [json.loads(line.removeprefix("data:")) for line in stream.iter_lines() if line]
     assert np.array_equal(np.array(parts[0]["context_logits"], np.float32), context.ravel())
     pieces = np.concatenate([part["generation_logits"] for part in parts if part["generation_logits"]])
@@ -161,6 +164,68 @@ def test_what_is_too_large_is_refused_with_the_bytes_and_the_option(server: Serv
         several = {"max_tokens": 12, "num_return_sequences": 2, "return_generation_logits": True}
         found = client.infer("tensorrt_llm_bls", inputs_of(protocol, of_text(PROMPT, several)))
         assert found.as_numpy("generation_logits").shape[:2] == (2, 1)
+
+
+TWICE = {"text_input": "\n", "max_tokens": 900, "num_return_sequences": 2, "return_generation_logits": True}
+ENDED = TWICE | {"stop_words": ["\n", " ", "e"]}
+"""Of which 29 MB are counted, with and without an early end: more than half of what all may have."""
+
+
+def fit(server: Server) -> bool | None:
+    """Whether there is room for logits of another request."""
+    answer = server.post(GENERATE, ENDED)
+    assert answer.status_code in (200, 429), answer.text
+    return answer.status_code == 200 or None
+
+
+def refuse(server: Server) -> None:
+    """A request that asks for more is turned away, as where the queue is full."""
+    answer = server.post(GENERATE, TWICE)
+    assert answer.status_code == 429 and answer.headers["retry-after"]
+    assert "server.max_total_logits_bytes" in answer.json()["error"]
+    with connected("grpc", server) as client, pytest.raises(InferenceServerException) as caught:
+        client.infer("ensemble", inputs_of("grpc", TWICE | {"text_input": PROMPT}))
+    assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+    assert server.post(GENERATE, {"text_input": PROMPT, **GREEDY}).status_code == 200, "others ask for none"
+
+
+def test_logits_of_all_requests_have_one_bound(server: Server) -> None:
+    with connected("grpc", server) as client:
+        reader = StreamReader(client)
+        reader.send("ensemble", of_text(PROMPT, LONG | WANTED | {"stream": True}))
+        reader.take()
+        refuse(server)
+        client.stop_stream(cancel_requests=True)
+        wait_until(lambda: fit(server), "room for logits")
+        for _ in range(2):  # each lets go of what it has
+            wait_until(lambda: fit(server), "room for logits")
+            client.infer("ensemble", inputs_of("grpc", of_text(PROMPT, GREEDY | WANTED | {"max_tokens": 900})))
+    url = f"{server.url}/v2/models/ensemble/generate_stream"
+    for _ in range(2):
+        with httpx.stream("POST", url, json=ENDED | {"stream": True}, timeout=PATIENCE) as stream:
+            assert stream.status_code == 200 and stream.read()
+        wait_until(lambda: fit(server), "room for logits")
+
+
+def test_logits_count_until_their_client_has_read_them(server: Server) -> None:
+    """The rows have ended long before."""
+    names = ("max_tokens", "return_generation_logits")
+    with connected("http", server) as client:
+        body, length = client.generate_request_body(
+            inputs_of("http", {"text_input": PROMPT, **{name: TWICE[name] for name in names}}),
+            outputs=[MODULES["http"].InferRequestedOutput("generation_logits")],
+        )
+    head = f"POST /v2/models/ensemble/infer HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE) as connection:
+        sized = f"Inference-Header-Content-Length: {length}\r\n" if length is not None else ""
+        connection.sendall((head + sized + "\r\n").encode() + body)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        server.wait_idle()
+        refuse(server)
+        size = sum(iter(lambda: len(connection.recv(1 << 20)), 0))
+        assert size > 900 * 4096 * 4
+    wait_until(lambda: fit(server), "room for logits")
 
 
 def test_a_stream_with_logits_is_stopped_in_the_middle(server: Server, llm: LLM) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from servers import ONE_PROCESS, PATIENCE, serving, write_config
+from servers import ONE_PROCESS, PATIENCE, PLAIN, serving, write_config
 from triton_clients import (
     AS_PARAMETERS,
     PROMPT,
@@ -59,7 +59,7 @@ def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Pat
         def read_events() -> str:
             values = of_text(PROMPT, OPTIONS | {"stream": True})
             url = f"{server.url}/v2/models/tensorrt_llm_bls/generate_stream"
-            with httpx.stream("POST", url, json=values, timeout=PATIENCE) as answer:
+            with httpx.stream("POST", url, json=values, timeout=PATIENCE, verify=PLAIN) as answer:
                 lines = []
                 for line in answer.iter_lines():
                     if line.startswith("data: "):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
-from servers import PATIENCE, Server
+from servers import PATIENCE, PLAIN, Server
 from triton_clients import (
     GREEDY,
     PROMPT,
@@ -136,7 +136,8 @@ def test_generate_takes_parameters_and_ids_and_streams(server: Server, llm: LLM,
     assert answer["text_output"] == [completion.text for completion in completions]
     texts = ["", ""]
     body = {**body, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v2/models/tensorrt_llm_bls/generate_stream", json=body) as response:
+    url = f"{server.url}/v2/models/tensorrt_llm_bls/generate_stream"
+    with httpx.stream("POST", url, json=body, verify=PLAIN) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
             if line:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from servers import PATIENCE, Server
+from servers import PATIENCE, PLAIN, Server
 from triton_clients import LONG, StreamReader, connected, inputs_of, of_text
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
@@ -145,14 +145,14 @@ def encoded(values: Any) -> bytes:
 
 
 def test_bad_requests_are_one_line_that_says_what_is_wrong(server: Server) -> None:
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE, verify=PLAIN) as client:
         answers = [client.post(path, content=encoded(values)) for path, values, _, _ in BAD]
     for (path, values, status, text), answer in zip(BAD, answers, strict=True):
         assert answer.status_code == status, (path, str(values)[:200], answer.text)
         assert set(answer.json()) == {"error"}
         line = answer.json()["error"]
         assert text in line and "\n" not in line and len(line) < 1000, (values, line)
-    assert httpx.get(server.url + INFER).status_code == 405
+    assert server.get(INFER).status_code == 405
     stream = server.post("/v2/models/ensemble/generate_stream", generate(top_p=-1.0))
     assert stream.status_code == 400 and "top_p" in stream.json()["error"]
     server.wait_idle()
@@ -258,14 +258,14 @@ def test_clients_that_go_away_free_their_rows(server: Server) -> None:
             waiting.discard(reader.take().get_response().id)
         client.stop_stream(cancel_requests=True)
     url = f"{server.url}/v2/models/ensemble/generate"
-    with httpx.stream("POST", url + "_stream", json=of_text("y", LONG | {"stream": True})) as response:
+    with httpx.stream("POST", url + "_stream", json=of_text("y", LONG | {"stream": True}), verify=PLAIN) as response:
         next(response.iter_lines())
     with server.engine_stopped(), pytest.raises(httpx.TimeoutException):
-        httpx.post(url, json=of_text("z", LONG), timeout=1.0)
+        httpx.post(url, json=of_text("z", LONG), timeout=1.0, verify=PLAIN)
     metrics = server.wait_idle()
     assert metrics["trtrun:requests_aborted_total"] - before["trtrun:requests_aborted_total"] == 6
     assert metrics["vllm:kv_cache_usage_perc"] == 0
-    failures = httpx.get(server.url + "/v2/models/ensemble/stats").json()["model_stats"][0]["inference_stats"]["fail"]
+    failures = server.get("/v2/models/ensemble/stats").json()["model_stats"][0]["inference_stats"]["fail"]
     assert failures["count"] >= 6
 
 

@@ -91,7 +91,7 @@ T = TypeVar("T")
 
 
 def wait_for(probe: Callable[[], T | None], seconds: float, what: str) -> T:
-    """The first true answer of `probe`, asked again and again.
+    """The first true answer of `probe`, asked again and again. Most ask a program of Slurm's, which is work.
 
     Raises:
         AssertionError: none came in time.
@@ -102,7 +102,7 @@ def wait_for(probe: Callable[[], T | None], seconds: float, what: str) -> T:
         if answer:
             return answer
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
+        time.sleep(0.25)
 
 
 class Cluster:

@@ -96,7 +96,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"round", "ordered_guides"}),
         frozenset({"message_exchange"}),
         frozenset({"exchange", "hidden_link", "gated_drafts"}),
-        frozenset({"launched_round"}),
+        frozenset({"launched_round", "guess_tables", "draft_tables"}),
         frozenset({"failures", "draft_loss"}),
     ),
     "trtrun.training": (

@@ -98,5 +98,7 @@ def check_adapter(name: str | None, known: Iterable[str]) -> None:
     if name is None or name in names:
         return
     if not names:
-        raise InvalidRequestError(f"lora_name is {show_value(name)}, but no adapters are loaded here: leave it out")
-    raise InvalidRequestError(f"unknown lora_name {show_value(name)}{nearest(name, names[:_LISTED])}")
+        raise InvalidRequestError(
+            f"lora_name: no adapters are loaded here, and so not {show_value(name)}: leave it out"
+        )
+    raise InvalidRequestError(f"lora_name: there is no adapter {show_value(name)}{nearest(name, names[:_LISTED])}")

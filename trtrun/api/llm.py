@@ -29,7 +29,7 @@ from trtrun.api.interrupts import listening
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
 from trtrun.api.shared_engine import PendingRequest, SharedEngine
-from trtrun.configuration.config import RuntimeConfig, make_one_device_config
+from trtrun.configuration.config import RuntimeConfig, load_config, make_one_device_config
 from trtrun.core.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError
@@ -53,7 +53,7 @@ class LLM:
         target: str | os.PathLike[str] | None = None,
         draft: str | os.PathLike[str] | None = None,
         *,
-        config: RuntimeConfig | None = None,
+        config: RuntimeConfig | str | os.PathLike[str] | None = None,
         draft_len: int = 4,
         use_logits: bool = False,
         dtype: str = "auto",
@@ -68,7 +68,7 @@ class LLM:
         Args:
             target: directory of the target, when there is no `config`.
             draft: directory of the draft; None decodes with the target alone.
-            config: everything, as in the YAML file; then the arguments before it are not used.
+            config: everything, as in the YAML file, or the file's path; then the arguments before it are not used.
             draft_len: tokens drafted in one round.
             use_logits: accept sampled tokens by draft_probs instead of by equality.
             dtype: 'auto', 'bfloat16', 'float16' or 'float32', for both models.
@@ -89,7 +89,7 @@ class LLM:
             config = make_one_device_config(
                 target, draft, draft_len, use_logits, dtype, draft_quantization, device, target_quantization, adapters
             )
-        engine = LLMEngine.open(config, on_load_progress)
+        engine = LLMEngine.open(_read(config), on_load_progress)
         if engine is None:
             raise PlacementError(
                 "this rank has served until the job was over, and an LLM is on rank 0 alone: write `with "
@@ -98,10 +98,14 @@ class LLM:
         self._take(engine)
 
     @classmethod
-    def open(cls, config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None) -> LLM | None:
+    def open(
+        cls,
+        config: RuntimeConfig | str | os.PathLike[str],
+        on_load_progress: Callable[[int, int], None] | None = None,
+    ) -> LLM | None:
         """Take this process's part in a job, on every rank of it: an LLM on rank 0, and None on the others, once they
         have served to its end. Arguments and errors are those of the constructor."""
-        engine = LLMEngine.open(config, on_load_progress)
+        engine = LLMEngine.open(_read(config), on_load_progress)
         if engine is None:
             return None
         llm = cls.__new__(cls)
@@ -332,11 +336,13 @@ class LLM:
 
 
 @contextmanager
-def open_llm(config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None) -> Iterator[LLM | None]:
+def open_llm(
+    config: RuntimeConfig | str | os.PathLike[str], on_load_progress: Callable[[int, int], None] | None = None
+) -> Iterator[LLM | None]:
     """An LLM over all ranks of a job, entered on every one of them.
 
     Args:
-        config: of the job, the same on every rank.
+        config: of the job, or its YAML file's path, the same on every rank.
         on_load_progress: see `LLM`.
 
     Yields:
@@ -348,3 +354,8 @@ def open_llm(config: RuntimeConfig, on_load_progress: Callable[[int, int], None]
         return
     with llm:
         yield llm
+
+
+def _read(config: RuntimeConfig | str | os.PathLike[str]) -> RuntimeConfig:
+    """A configuration that may be a file's path."""
+    return config if isinstance(config, RuntimeConfig) else load_config(config)

@@ -28,7 +28,7 @@ from trtrun.configuration.drafting_methods import (
 )
 from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Line, Number, Section
-from trtrun.configuration.model_paths import find_file, find_model
+from trtrun.configuration.model_paths import ASSET_NAMES, ASSET_PREFIX, find_file, find_model
 from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection, OfHeads
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
@@ -102,17 +102,25 @@ class RuntimeConfig(Section):
         """See Section."""
         return [key for key in cls.model_fields if key != "heads"]
 
+    @property
+    def _shipped_draft(self) -> str:
+        """What ships for the method, where the target is the shipped one."""
+        name = {"draft_target": "draft"}.get(self.speculation.method, self.speculation.method)
+        if name not in ASSET_NAMES or str(self.target.model) != f"{ASSET_PREFIX}target":
+            return ""
+        return f" ({ASSET_PREFIX}{name} is for this target)"
+
     @model_validator(mode="after")
     def _check_sections_fit(self) -> RuntimeConfig:
         if needs_draft_model(self.speculation) and self.draft is None:
             raise ValueError(
                 f"draft: missing, though speculation.method is {self.speculation.method}: "
-                "add a draft section or set speculation.method to none"
+                f"add a draft section{self._shipped_draft} or set speculation.method to none"
             )
         if needs_heads(self.speculation) and self.heads is None:
             raise ValueError(
-                f"draft: missing, though speculation.method is {self.speculation.method}: "
-                "name the directory of its heads as draft.model, or set speculation.method to none"
+                f"draft: missing, though speculation.method is {self.speculation.method}: name the directory of its "
+                f"heads as draft.model{self._shipped_draft}, or set speculation.method to none"
             )
         if self.heads is not None and self.heads.devices is not None:
             check_heads_devices(self.speculation.method, self.heads.devices, self.target.devices)

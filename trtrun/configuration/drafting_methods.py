@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal
 
 from parallel.topology import Role
-from trtrun.configuration.head_methods import Eagle3Section, EagleSection, MedusaSection
+from trtrun.configuration.head_methods import DFlashSection, Eagle3Section, EagleSection, MedusaSection
 from trtrun.configuration.speculation_section import DEFAULT_METHOD, DraftingMethod, OnOrOff, SpeculationSection
 from trtrun.configuration.speculation_section import METHODS as METHODS  # of those who import it from here it is full
 from trtrun.configuration.suffix_options import HybridOptions
@@ -30,7 +30,8 @@ class DraftModelSection(HybridOptions, SpeculationSection):
 
     Attributes:
         ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it: `on` where
-            draft and target share no device, `auto` there unless CPU ranks outnumber the cores, `off` never.
+            draft and target share no device, `auto` there unless CPU ranks outnumber the cores, and in rounds where it
+            gains more than a fresh draft, as far as measured; `off` never.
         parallel_drafting: whether all tokens of a draft come from one forward of a draft model that was trained with
             mask tokens (PARD): `auto` where its config.json names one, `on` refuses a draft without, `off` drafts token
             by token.
@@ -84,6 +85,17 @@ METHODS |= {
         may_sit_apart=True,
         num_behind=1,
     ),
+    **dict.fromkeys(
+        ("dflash", "dspark"),
+        _on_target(
+            section=DFlashSection,
+            to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
+            "that trtrun plan names",
+            needs_heads=True,
+            num_behind=1,
+            drafts_masked=True,
+        ),
+    ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
 }
 
@@ -113,7 +125,7 @@ def check_heads_devices(method: str, devices: Sequence[str], target_devices: Seq
         ValueError: the method's heads cannot have any, the target has one of them, or there are several.
     """
     if not METHODS[method].may_sit_apart:
-        raise ValueError(f"draft.devices: heads of method {method} sit on the target's devices: leave it out")
+        raise ValueError(f"draft.devices: heads of method {method} sit on the target's devices: leave it out or null")
     shared = [device for device in devices if device in target_devices]
     if shared:
         raise ValueError(

@@ -200,3 +200,10 @@ class Eagle3Section(EagleSection):
     """
 
     eagle3_layers_to_capture: tuple[Annotated[int, Number, Field(ge=-1, le=4095)], ...] | None = None
+
+
+class DFlashSection(HybridOptions, SpeculationSection):
+    """Options of `dflash` and `dspark`. Their heads draft all tokens of a row in one forward, of its newest token and
+    mask tokens behind it; draft_len is at most what a head was trained for. In DSpark, what is said of a place depends
+    on the token before, too. On GPUs what they compute is launched one by one, without graphs.
+    """

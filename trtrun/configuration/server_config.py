@@ -56,6 +56,8 @@ class ServerSection(Section):
         max_logits_bytes: of the logits that one request may ask for (`return_context_logits`,
             `return_generation_logits`), 4 for each token of the vocabulary at each position; more is answered with 400.
             Beyond the default an answer over gRPC may hold up all streams for longer than 50 ms.
+        max_total_logits_bytes: of the logits that all requests in work ask for, each until its client has read its
+            answer; one beyond is answered with 429.
         request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
             not say. Left out: true for the models of text, false for those of tokens.
@@ -86,6 +88,7 @@ class ServerSection(Section):
     max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
     max_total_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 2**28
     max_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**27)] = 2**25
+    max_total_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**40)] = 2**29
     request_timeout_s: Seconds = 600.0
     exclude_input_in_output: bool | None = None
     ping_seconds: Seconds | None = None
@@ -119,10 +122,9 @@ class ServerSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_bodies(self) -> ServerSection:
-        if self.max_total_body_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_total_body_bytes: must be at least server.max_body_bytes ({self.max_body_bytes}), not "
-                f"{self.max_total_body_bytes}"
-            )
+    def _check_totals(self) -> ServerSection:
+        for name in ("body_bytes", "logits_bytes"):
+            most, together = getattr(self, f"max_{name}"), getattr(self, f"max_total_{name}")
+            if together < most:
+                raise ValueError(f"max_total_{name}: must be at least server.max_{name} ({most}), not {together}")
         return self

@@ -53,8 +53,8 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram`, `suffix` with what texts repeat; `token_recycling`
-            with what the target held likely before; `lookahead` with n-grams of its guesses; `medusa`, `eagle`,
-            `eagle3` with heads; `none` runs it alone. Only the draft model and heads need `draft`.
+            with what the target held likely before; `lookahead` with n-grams of its guesses; others with heads; `none`
+            runs it alone. Only the draft model and heads need `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.
@@ -122,7 +122,7 @@ class SpeculationSection(Section):
     @classmethod
     def _check_method(cls, value: str) -> str:
         if value not in METHODS:
-            raise ValueError(f"unknown method {shorten(value)}{nearest(value, METHODS)}")
+            raise ValueError(f"unknown method {shorten(value)}{_ELSEWHERE.get(value) or nearest(value, METHODS)}")
         return value
 
 
@@ -143,6 +143,7 @@ class DraftingMethod:
         may_sit_apart: whether its heads may have a rank of their own, which is told what they read.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
+        drafts_masked: whether its heads draft all tokens of a row in one forward, without graphs on GPUs.
     """
 
     placement: Role | None
@@ -154,7 +155,14 @@ class DraftingMethod:
     needs_heads: bool = False
     may_sit_apart: bool = False
     num_behind: int = 0
+    drafts_masked: bool = False
 
+
+_ELSEWHERE = {
+    "pard": ": a draft with a mask token drafts by method draft_target; name its directory as draft.model",
+    "hybrid": ": name the model's method, and set enable_suffix_decoding",
+}
+"""What is no method here though others call it one: what to set."""
 
 METHODS: dict[str, DraftingMethod] = {}
 """All methods by name, in the order in which they are shown; `drafting_methods` enters them."""

@@ -8,10 +8,11 @@ know what a schema or a grammar means, tokens or models.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from trtrun.core.values import check_characters, check_words, show_value, unique_keys
+from trtrun.core.values import check_characters, check_words, read_flag, show_value, unique_keys
 from trtrun.errors import InvalidRequestError, nearest, one_line
 
 MOST_GUIDE_CHARACTERS = 1 << 17
@@ -32,6 +33,7 @@ class Guide(NamedTuple):
 
 def read_guide(name: str, value: object) -> Guide | None:
     """A guide of an object of one key, as `SamplingParams.guided` says, or of the pair that a Guide becomes in JSON.
+    Beside JSON may stand what its blanks are (JSON_OPTIONS).
 
     Raises:
         InvalidRequestError: it is something else, or holds what cannot be a guide.
@@ -43,19 +45,46 @@ def read_guide(name: str, value: object) -> Guide | None:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{name} must be an object such as {_EXAMPLE}, not {show_value(value)}")
     given = {kind: of_kind for kind, of_kind in value.items() if of_kind is not None}
+    options = {key: given.pop(key) for key in JSON_OPTIONS if key in given}
     for kind in given:
         if kind not in _READERS:
-            raise InvalidRequestError(f"{name}: unknown kind {show_value(kind)}{nearest(str(kind), _READERS)}")
+            known = (*_READERS, *JSON_OPTIONS)
+            raise InvalidRequestError(f"{name}: unknown kind {show_value(kind)}{nearest(str(kind), known)}")
     if len(given) != 1:
         said = " and ".join(sorted(given)) if given else "nothing"
         raise InvalidRequestError(f"{name} must have one of {', '.join(_READERS)}, and has {said}")
     ((kind, of_kind),) = given.items()
     guide = _READERS[kind](f"{name}.{kind}", of_kind)
+    if options and guide is not None:
+        guide = _with_options(name, guide, options)
     if guide is not None and len(guide.text) > MOST_GUIDE_CHARACTERS:
         raise InvalidRequestError(
             f"{name}.{kind} is {len(guide.text)} characters long; {MOST_GUIDE_CHARACTERS} are the most"
         )
     return guide
+
+
+def _with_options(name: str, guide: Guide, options: Mapping[str, object]) -> Guide:
+    """The same JSON with other blanks between its parts, as the grammar engine is told in a schema."""
+    if guide.kind != "json":
+        raise InvalidRequestError(f"{name}.{min(options)} is of JSON: leave it out with {guide.kind}")
+    no_blanks = read_flag(f"{name}.disable_any_whitespace", options.get("disable_any_whitespace", False))
+    pattern = options.get("whitespace_pattern")
+    if pattern is not None and not (isinstance(pattern, str) and _OF_BLANKS.fullmatch(pattern)):
+        raise InvalidRequestError(
+            f"{name}.whitespace_pattern must be a regular expression of blanks, \\n, \\r and \\t alone, such as "
+            f'"[ \\n]{{0,8}}", not {show_value(pattern)}'
+        )
+    schema = json.loads(guide.text)
+    if schema is False or not (no_blanks or pattern is not None):
+        return guide
+    schema = {} if schema is True else schema
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise InvalidRequestError(f"{name}.{guide.kind}: x-guidance must be an object, not {show_value(own)}")
+    others = {key: value for key, value in own.items() if key not in ("whitespace_flexible", "whitespace_pattern")}
+    blanks = {"whitespace_flexible": False} if no_blanks else {"whitespace_pattern": pattern}
+    return Guide(guide.kind, _dump(f"{name}.{guide.kind}", schema | {"x-guidance": others | blanks}))
 
 
 def _read_json(name: str, value: object) -> Guide:
@@ -100,6 +129,13 @@ _READERS: Mapping[str, Callable[[str, object], Guide | None]] = {
     "choice": _read_choice,
     "grammar": _reader_of_text("grammar"),
 }
+JSON_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+"""Beside `json` and `json_object`, as vLLM has them: no blanks between parts, or those of a regular expression."""
+
+_BLANK = r"(?:[ \n\r\t]|\\[nrt]|\\x(?:20|0[9AaDd]))"
+_OF_BLANKS = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d{{1,4}}(?:,\d{{0,4}})?\}})*")
+"""Regular expressions that match nothing but blanks: JSON would not be JSON with others."""
+
 _EXAMPLE = '{"json": {"type": "object"}}'
 
 

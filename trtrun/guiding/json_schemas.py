@@ -4,6 +4,9 @@
 - A property's name spelled with \\u escapes: to the engine that is another name, so that anything may be behind it.
   Not in schemas with patternProperties.
 
+Between their parts texts have no more blanks than an indented JSON has: a model that likes to write them would never
+come to an end. A schema may say otherwise in its `x-guidance`.
+
 Formats that JSON Schema does not know are notes to it (2020-12, Validation, 7.2.3), and errors to the engine: they are
 left out. Libraries put them beside patterns (zod: cuid, starts_with), or by themselves (pydantic: password, path).
 
@@ -31,6 +34,8 @@ _NEEDS_ESCAPES = re.compile(r'\\u00[01]|\x7f|"patternProperties"')
 """Characters without a short escape, in a schema or in a pattern of it; and patterns of names, of which some take the
 engine twenty times as much without escapes."""
 _ESCAPES = 'nrbtf\\"'
+_BLANKS = r"[\x20\t]{0,2}(\r?\n[\x20\t]{0,32})?"
+"""Between two parts of a text: two at most, then perhaps a line break and what indents the next line."""
 
 
 def closed(text: str) -> str:
@@ -38,6 +43,8 @@ def closed(text: str) -> str:
     Python reads stays as it is; the grammar engine refuses it."""
     try:
         schema = json.loads(text)
+        if schema is True:
+            schema = {}
         if not isinstance(schema, dict):
             return text
         close(schema)
@@ -55,7 +62,11 @@ def close(schema: dict[str, Any]) -> None:
     needs_escapes = _NEEDS_ESCAPES.search(json.dumps(schema, ensure_ascii=False)) is not None
     _close_formats(schema)
     options = schema.setdefault("x-guidance", {})
-    if isinstance(options, dict) and not needs_escapes:
+    if not isinstance(options, dict):
+        return
+    if options.get("whitespace_flexible") is not False:
+        options.setdefault("whitespace_pattern", _BLANKS)
+    if not needs_escapes:
         options.setdefault("json_allowed_escapes", _ESCAPES)
 
 

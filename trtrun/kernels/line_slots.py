@@ -5,12 +5,13 @@ It knows numbers of slots. It does not know adapters, rows or forwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from trtrun.tensors import kept_range
+T = TypeVar("T")
 
 
 class LineGroup(NamedTuple):
@@ -30,26 +31,17 @@ class LineSlots:
     def __init__(self, slots: torch.Tensor) -> None:
         # Those of one row are a number that is repeated, of which torch may have one in memory; kernels read them all.
         self.slots = slots.contiguous()
-        self._starts: dict[int, torch.Tensor] = {}
+        self._found: dict[Hashable, Any] = {}
 
     def select(self, lines: torch.Tensor) -> LineSlots:
         """Those of some `lines` [n] int64, in their order."""
         return LineSlots(self.slots.index_select(0, lines))
 
-    @cached_property
-    def sorted(self) -> torch.return_types.sort:
-        """`values` [lines] int64, the slots from the least on, and `indices` [lines] int64, the line of each of them.
-        Lines of one slot keep their order."""
-        return torch.sort(self.slots, stable=True)
-
-    def starts(self, num_slots: int) -> torch.Tensor:
-        """[num_slots + 1] int64: where in `sorted` the lines of each slot above 0 begin, and where the last end. Found
-        once for all layers of a forward."""
-        found = self._starts.get(num_slots)
-        if found is None:
-            values = self.sorted.values
-            slots = kept_range(1, num_slots + 2, values.device)
-            found = self._starts[num_slots] = torch.searchsorted(values, slots)
+    def once(self, key: Hashable, find: Callable[[torch.Tensor], T]) -> T:
+        """What `find` makes of the slots, once for all layers of a forward. A key is always found the same way."""
+        if key not in self._found:
+            self._found[key] = find(self.slots)
+        found: T = self._found[key]
         return found
 
     @cached_property

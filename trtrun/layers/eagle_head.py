@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
-from parallel.communicator import Communicator
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
+from trtrun.layers.known_logits import KnownLogits
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.tensors import inference
@@ -125,10 +125,8 @@ class EagleHead:
         dtype, device: of its activations.
         num_layers, kv_heads, head_dim: of the keys and values that this rank keeps of a token.
         has_overflowed: on the CPU, whether any state so far may not have been finite.
+        share: see KnownLogits.
     """
-
-    DECIDES: ClassVar[int] = 0
-    """The rank of the group whose logits count, as of the target's own head."""
 
     def __init__(
         self,
@@ -145,10 +143,7 @@ class EagleHead:
         norm_output: bool,
         rotary: RotaryEmbedding,
         embedding: Callable[[torch.Tensor], torch.Tensor],
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        token_ids: torch.Tensor | None,
-        vocab_size: int,
-        communicator: Communicator,
+        logits: KnownLogits,
     ) -> None:
         """Put layers together.
 
@@ -160,10 +155,7 @@ class EagleHead:
             norm_output: whether the next step reads what leaves the final norm.
             rotary: of all layers.
             embedding: tokens [n] to [n, hidden], its own or the target's.
-            logits: [n, hidden] of the end to [n, its tokens] float32, its own or the target's.
-            token_ids: [its tokens] int64 on the device: the target's ids of them; None where they are the same.
-            vocab_size: of the target.
-            communicator: of the target's tensor-parallel group.
+            logits: of [n, hidden] of the end.
         """
         self.dtype = dtype
         self.device = device
@@ -180,9 +172,7 @@ class EagleHead:
         self._rotary = rotary
         self._embedding = embedding
         self._logits = logits
-        self._token_ids = token_ids
-        self._vocab_size = vocab_size
-        self._communicator = communicator
+        self.share = logits.share
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; free otherwise."""
@@ -237,17 +227,4 @@ class EagleHead:
             decide.
         """
         norm = None if self._norm_output else self._final_norm
-        logits = self._logits(state if norm is None else norm(state))
-        if self._communicator.rank != self.DECIDES:
-            return None
-        if self._token_ids is None:
-            return logits
-        every = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        return every.index_copy_(1, self._token_ids, logits)
-
-    def share(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of the rank that decides, on all ranks: of the same shape and dtype. Collective over the group.
-
-        As of Medusa's heads: ranks that propose different tokens would part for ever.
-        """
-        return tokens if self._communicator.size == 1 else self._communicator.broadcast(tokens, self.DECIDES)
+        return self._logits(state if norm is None else norm(state))

@@ -105,6 +105,4 @@ class AdaptedLinear(Linear):
         """See Linear."""
         assert isinstance(x, torch.Tensor), "activations with adapters are not rounded"
         assert self._layers.lines is not None, "a forward has begun"
-        y = super().__call__(x)
-        self._adapters.add(y, x, self._layers.lines)
-        return y
+        return self._adapters.add_to(super().__call__, x, self._layers.lines)

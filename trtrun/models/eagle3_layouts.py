@@ -22,7 +22,8 @@ from trtrun.models.blocks import NormPlan
 from trtrun.models.config import ModelConfig, read_flag
 from trtrun.models.eagle3_boundaries import list_outputs, read_boundaries
 from trtrun.models.eagle_plan import EaglePlan, FusedLayerPlan, FusionPlan
-from trtrun.models.eagle_tensors import HeadTensors, read_head, stem
+from trtrun.models.eagle_tensors import HeadTensors, stem
+from trtrun.models.head_reading import read_head
 from trtrun.models.heads import HEADS
 from trtrun.models.layer_plan import ModelShape
 
@@ -46,20 +47,13 @@ def _plan(head: HeadTensors, section: Eagle3Section) -> EaglePlan:
     target = head.target
     if "layers.0.hidden_norm.weight" not in head.names:
         raise CheckpointError("it has no layers.0.hidden_norm.weight: the files are incomplete")
-    if head.taken % target.hidden_size:
-        raise CheckpointError(
-            f"fc.weight has shape {[head.hidden, head.taken]}, but the target's hidden size is {target.hidden_size}: "
-            "the head is for another target"
-        )
-    num_taps = head.taken // target.hidden_size
+    num_taps = head.count_taps()
     shape = head.layers()
-    num_lines, d2t, t2d = _read_vocabulary(head)
     taps = read_boundaries(head.values, target.num_layers, num_taps, section.eagle3_layers_to_capture)
     return EaglePlan(
         name="EAGLE-3",
         reads=f"outputs of the target's layers {list_outputs(taps)}",
-        files=head.files,
-        target_vocab_size=target.vocab_size,
+        ends=head.ends(),
         target_hidden_size=target.hidden_size,
         taps=taps,
         stored=shape,
@@ -69,11 +63,6 @@ def _plan(head: HeadTensors, section: Eagle3Section) -> EaglePlan:
         final_norm=head.norm("norm", shape),
         norm_output=read_flag(head.values, "norm_output"),
         rope=head.rope(shape),
-        embedding=head.embedding(),
-        head=head.names.get("lm_head.weight"),
-        num_lines=num_lines,
-        d2t=d2t,
-        t2d=t2d,
     )
 
 
@@ -95,30 +84,3 @@ def _plan_first(head: HeadTensors, shape: ModelShape) -> FusedLayerPlan:
         *head.blocks(0, shape, 2 * shape.hidden_size),
         read_flag(head.values, "norm_before_residual"),
     )
-
-
-def _read_vocabulary(head: HeadTensors) -> tuple[int, str | None, str | None]:
-    """Tokens of the head, and the names of d2t and t2d."""
-    names, files, known = head.names, head.files, head.target.vocab_size
-    if "lm_head.weight" not in names and head.hidden != head.target.hidden_size:
-        raise CheckpointError(
-            f"it has no lm_head.weight, and its hidden size of {head.hidden} does not go with the target's head, "
-            f"which takes {head.target.hidden_size}"
-        )
-    lines = head.shape("lm_head.weight", 2)[0] if "lm_head.weight" in names else known
-    d2t, t2d = names.get("d2t"), names.get("t2d")
-    if lines > known:
-        raise CheckpointError(f"lm_head.weight is for {lines} tokens, but the target has {known}")
-    if d2t is None and lines < known:
-        raise CheckpointError(
-            f"lm_head.weight is for {lines} of the target's {known} tokens, and there is no d2t to say for which"
-        )
-    if d2t is not None:
-        files.check_integers(d2t)
-        if head.shape("d2t") != (lines,):
-            raise CheckpointError(f"d2t has shape {list(files.shape(d2t))}, but the head is for {lines} tokens")
-    if t2d is not None:
-        files.check_flags(t2d)
-        if head.shape("t2d") != (known,):
-            raise CheckpointError(f"t2d has shape {list(files.shape(t2d))}, but the target has {known} tokens")
-    return lines, d2t, t2d

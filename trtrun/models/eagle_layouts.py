@@ -23,7 +23,8 @@ from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError
 from trtrun.models.config import ModelConfig, read_flag
 from trtrun.models.eagle_plan import EaglePlan, JoinedLayerPlan
-from trtrun.models.eagle_tensors import HeadTensors, read_head
+from trtrun.models.eagle_tensors import HeadTensors
+from trtrun.models.head_reading import read_head
 from trtrun.models.heads import HEADS
 
 _MORE_NORMS = r"(enorm|hnorm|(embedding|embed|hidden|pre_lm_head|lm_head)_layernorm)\.weight"
@@ -56,8 +57,7 @@ def _plan(head: HeadTensors) -> EaglePlan:
     return EaglePlan(
         name="EAGLE",
         reads="what leaves the target's final norm",
-        files=head.files,
-        target_vocab_size=target.vocab_size,
+        ends=head.ends(),
         target_hidden_size=target.hidden_size,
         taps=(target.num_layers + 1,),
         stored=shape,
@@ -71,9 +71,6 @@ def _plan(head: HeadTensors) -> EaglePlan:
         final_norm=head.norm("norm", shape) if has_final_norm else None,
         norm_output=has_final_norm,  # as what it reads of the target is
         rope=head.rope(shape),
-        embedding=head.embedding(),
-        head=head.names.get("lm_head.weight"),
-        num_lines=target.vocab_size,
     )
 
 

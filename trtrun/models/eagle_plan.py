@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from parallel.sharding import loaded_vocabulary_range, vocabulary_range
-from trtrun.errors import CheckpointError
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
 from trtrun.models.checkpoint import Checkpoint
+from trtrun.models.head_ends import HeadEnds
 from trtrun.models.layer_plan import ModelShape
 from trtrun.models.weights import Axis, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
-    import torch
-
     from parallel.communicator import Communicator
     from trtrun.layers.eagle_head import EagleHead, FusedLayer, JoinedLayer, TapFusion
     from trtrun.models.config import ModelConfig
@@ -154,8 +151,8 @@ class EaglePlan:
     Attributes:
         name: of its kind, for people.
         reads: of the target, for people.
-        files: where it is.
-        target_vocab_size, target_hidden_size: of the target.
+        ends: its embedding and head.
+        target_hidden_size: of the target.
         taps: see HeadsPlan.
         stored: shape of its layers.
         fusion: what makes one hidden state of those at all taps; None where there is one, which is read as it is.
@@ -164,17 +161,11 @@ class EaglePlan:
         final_norm: behind the last layer; None where there is none, as in EAGLE.
         norm_output: whether the next step reads what leaves the final norm, not what enters it.
         rope: how it rotates.
-        embedding: name of its embedding; None where the target's serves.
-        head: name of the matrix to its vocabulary; None where the target's serves.
-        num_lines: tokens of its vocabulary.
-        d2t: name of the tensor that says how far each of its tokens is from the target's id; None where they agree.
-        t2d: name of the tensor that says which of the target's tokens it knows; None where nothing does.
     """
 
     name: str
     reads: str
-    files: Checkpoint
-    target_vocab_size: int
+    ends: HeadEnds
     target_hidden_size: int
     taps: tuple[int, ...]
     stored: ModelShape
@@ -184,42 +175,25 @@ class EaglePlan:
     final_norm: NormPlan | None
     norm_output: bool
     rope: RopeConfig
-    embedding: str | None
-    head: str | None
-    num_lines: int
-    d2t: str | None = None
-    t2d: str | None = None
 
     num_logits = 1
 
     @property
-    def embedding_weight(self) -> Weight | None:
-        """[vocabulary share, hidden]."""
-        return None if self.embedding is None else self._of_vocabulary(self.embedding, self.target_vocab_size)
-
-    @property
-    def head_weight(self) -> Weight | None:
-        """[share of its vocabulary, hidden]."""
-        if self.head is None:
-            return None
-        return Weight(self._of_vocabulary(self.head, self.num_lines).parts, "head")
-
-    def _of_vocabulary(self, name: str, size: int) -> Weight:
-        lines = Axis(size, loaded_vocabulary_range, padded=vocabulary_range)
-        return Weight((StoredTensor(name, (lines, Axis(self.stored.hidden_size))),))
+    def files(self) -> Checkpoint:
+        """See HeadsPlan."""
+        return self.ends.files
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
         """See HeadsPlan."""
-        ends = [weight for weight in (self.embedding_weight, self.head_weight) if weight is not None]
+        ends = list(self.ends.weights())
         ends += [] if self.fusion is None else self.fusion.weights()
         ends += [] if self.final_norm is None else [self.final_norm.weight]
         return [*ends, *self.first.weights(), *(weight for layer in self.layers for weight in layer.weights())]
 
     def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
         """See HeadsPlan."""
-        borrowed = ((self.embedding, target.embedding), (self.head, target.head))
-        return [weight for own, weight in borrowed if own is None]
+        return self.ends.of_target(target)
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """See HeadsPlan: states at the taps as they are gathered, normed and laid side by side; its embedding, normed
@@ -236,8 +210,7 @@ class EaglePlan:
         """See HeadsPlan."""
         count = 1 + len(self.layers)
         layers = "1 layer" if count == 1 else f"{count} layers"
-        known = f"{self.num_lines} of {self.target_vocab_size} tokens"
-        return f"{self.name} head of {layers} and {known}, reading {self.reads}"
+        return f"{self.name} head of {layers} and {self.ends.describe()}, reading {self.reads}"
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> EagleHead:
         """See HeadsPlan.
@@ -246,18 +219,9 @@ class EaglePlan:
             CheckpointError: d2t and t2d do not agree, or name what is no token.
         """
         from trtrun.layers.eagle_head import EagleHead
-        from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
         from trtrun.layers.rotary import RotaryEmbedding
 
-        token_ids = self._read_token_ids()
-        head_weight, embedding_weight = self.head_weight, self.embedding_weight
-        logits = target.logits
-        if head_weight is not None:
-            logits = VocabularyHead(reader.linear(head_weight), self.num_lines, communicator, EagleHead.DECIDES)
-        embedding = target.embed
-        if embedding_weight is not None:
-            first = vocabulary_range(self.target_vocab_size, *reader.share).start
-            embedding = VocabularyEmbedding(reader.tensor(embedding_weight), first, communicator)
+        ends = self.ends.build(reader, target, communicator)
         return EagleHead(
             dtype=target.dtype,
             device=target.device,
@@ -270,37 +234,6 @@ class EaglePlan:
             final_norm=None if self.final_norm is None else self.final_norm.build(reader),
             norm_output=self.norm_output,
             rotary=RotaryEmbedding(self.rope, self.stored.head_dim, target.dtype, reader.device),
-            embedding=embedding,
-            logits=logits,
-            token_ids=None if token_ids is None else token_ids.to(reader.device),
-            vocab_size=self.target_vocab_size,
-            communicator=communicator,
+            embedding=ends.embedding,
+            logits=ends.logits,
         )
-
-    def _read_token_ids(self) -> torch.Tensor | None:
-        """[num_lines] int64: the target's id of each of its tokens; None where they are the same."""
-        import torch
-
-        if self.d2t is None:
-            return None
-        file, own = self.files.file(self.d2t), torch.arange(self.num_lines)
-        token_ids = own + self.files.integers(self.d2t)
-        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self.target_vocab_size:
-            raise CheckpointError(
-                f"{file}: {self.d2t} leads to ids from {int(token_ids.min())} to {int(token_ids.max())}, but the "
-                f"target has {self.target_vocab_size} tokens: it must hold how far each token's id is from the target's"
-            )
-        if len(set(token_ids.tolist())) < self.num_lines:
-            raise CheckpointError(f"{file}: {self.d2t} leads to an id twice")
-        if self.t2d is not None and self.num_lines < self.target_vocab_size:
-            known = self.files.flags(self.t2d).nonzero().flatten()
-            if not torch.equal(known, token_ids.sort().values):
-                raise CheckpointError(
-                    f"{file}: {self.d2t} and {self.t2d} do not name the same tokens: one of them was not saved"
-                )
-        elif self.num_lines < self.target_vocab_size and torch.equal(token_ids, own):
-            raise CheckpointError(
-                f"{file}: {self.d2t} is zero everywhere for {self.num_lines} of {self.target_vocab_size} tokens: it "
-                "was not saved, and nothing says which tokens the head knows"
-            )
-        return None if torch.equal(token_ids, own) else token_ids

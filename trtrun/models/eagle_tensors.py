@@ -1,4 +1,4 @@
-"""Tensors of an EAGLE head, of whichever kind, by one set of names, and what their shapes show.
+"""Tensors of a head of decoder layers, such as EAGLE's, by one set of names, and what their shapes show.
 
     fc.weight, layers.0.…, norm.weight, lm_head.weight, embed_tokens.weight       the names here
     midlayer.… in the place of layers.0.…                                         EAGLE-3's reference, SpecForge
@@ -6,23 +6,25 @@
     model. in front, once or twice                                                vLLM, other trainers
 
 Shapes say how large a head is; of config.json counts what they do not show. EAGLE-3's first layer reads twice the
-hidden size, that of EAGLE-1 and EAGLE-2 what fc leaves. It does without torch. It does not know how a head computes
-(layers/eagle_head.py), or what each kind has (eagle_layouts.py, eagle3_layouts.py).
+hidden size, that of EAGLE-1 and EAGLE-2 what fc leaves; DFlash and DSpark have a hidden_norm.weight beside fc. It does
+without torch. It does not know how a head computes (layers/eagle_head.py, layers/dflash_head.py), or what each kind has
+(eagle_layouts.py, eagle3_layouts.py, dflash_layouts.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
-from trtrun.models.checkpoint import SINGLE_FILE, Checkpoint, read_json
+from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import MOST_POSITIONS, ModelConfig, read_flag
-from trtrun.models.eagle_plan import EaglePlan, JoiningPlan
+from trtrun.models.eagle_plan import JoiningPlan
+from trtrun.models.head_ends import HeadEnds
 from trtrun.models.layer_plan import ModelShape
 from trtrun.models.rope_config import parse_rope, read_number
 
@@ -41,15 +43,18 @@ _NESTED = ("transformer_layer_config", "model")
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
 """Those of a Llama's config class."""
 
-NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3"}
+NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 """Of the kinds, by the methods that draft with them."""
+
+TOLD = {"eagle": "EAGLE-1 or EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash or DSpark"}
+"""What tensors tell apart, by one of the methods."""
 
 
 def find_eagle_method(path: Path) -> str:
-    """The method that drafts with the head of a directory, by its tensors; `eagle3` where they do not say."""
+    """Which method of EAGLE's a directory is for, by its tensors; `eagle3` where they do not say."""
     try:
         files = Checkpoint(path, what="head")
-        return _find_method(files, sort_names(files)) or "eagle3"
+        return "eagle" if find_method(files, sort_names(files)) == "eagle" else "eagle3"
     except CheckpointError:
         return "eagle3"  # who reads it says what is wrong
 
@@ -74,11 +79,13 @@ def sort_names(files: Checkpoint) -> dict[str, str]:
     return names
 
 
-def _find_method(files: Checkpoint, names: Mapping[str, str]) -> str | None:
-    """Which method drafts with tensors of such names; None where they are no EAGLE head's."""
+def find_method(files: Checkpoint, names: Mapping[str, str]) -> str | None:
+    """Which method drafts with tensors of such names, as `TOLD` has it; None where they are no such head's."""
     queries, output = (names.get(f"layers.0.self_attn.{name}_proj.weight") for name in "qo")
     if "fc.weight" not in names or queries is None or output is None:
         return None
+    if "hidden_norm.weight" in names:
+        return "dflash"
     read, hidden = files.shape(queries)[1:], files.shape(output)[:1]
     reads_both = bool(hidden) and read == (2 * hidden[0],)
     return "eagle3" if reads_both or "layers.0.hidden_norm.weight" in names else "eagle"
@@ -121,15 +128,14 @@ class HeadTensors:
         nested = next((found for key in _NESTED if isinstance(found := values.get(key), Mapping)), values)
         self._of_layer: dict[str, Any] = {**_DEFAULTS, **nested}
         self.names = sort_names(self.files)
-        found = _find_method(self.files, self.names)
-        if found is not None and found != method:
-            kind = "EAGLE-3" if found == "eagle3" else "EAGLE-1 or EAGLE-2"
-            raise CheckpointError(f"it is a head of {kind}: set speculation.method to {found}")
+        found = find_method(self.files, self.names)
+        if found is not None and found != ("dflash" if method == "dspark" else method):
+            raise CheckpointError(f"it is a head of {TOLD[found]}: set speculation.method to {found}")
         for own, name in self.names.items():
             if not ends.fullmatch(own) and not _LAYER.fullmatch(own):
-                raise CheckpointError(f"tensor {shorten(name)} is none that an {NAMES[method]} head has")
+                raise CheckpointError(f"tensor {shorten(name)} is none that heads of {NAMES[method]} have")
         if "fc.weight" not in self.names:
-            raise CheckpointError(f"it has no {NAMES[method]} head: there is no fc.weight among its tensors")
+            raise CheckpointError(f"it has no head of {NAMES[method]}: there is no fc.weight among its tensors")
         self.hidden, self.taken = self.shape("fc.weight", 2)
         self.left_out = set[str]()
 
@@ -208,6 +214,50 @@ class HeadTensors:
         self.shape(f"{name}.weight")
         return NormPlan(stem(self.names[f"{name}.weight"]), shape.hidden_size, shape.rms_norm_eps)
 
+    def ends(self) -> HeadEnds:
+        """Its embedding, and its head with what it knows of the target's tokens.
+
+        Raises:
+            CheckpointError: they do not go together.
+        """
+        names, files, known = self.names, self.files, self.target.vocab_size
+        if "lm_head.weight" not in names and self.hidden != self.target.hidden_size:
+            raise CheckpointError(
+                f"it has no lm_head.weight, and its hidden size of {self.hidden} does not go with the target's head, "
+                f"which takes {self.target.hidden_size}"
+            )
+        lines = self.shape("lm_head.weight", 2)[0] if "lm_head.weight" in names else known
+        d2t, t2d = names.get("d2t"), names.get("t2d")
+        if lines > known:
+            raise CheckpointError(f"lm_head.weight is for {lines} tokens, but the target has {known}")
+        if d2t is None and lines < known:
+            raise CheckpointError(
+                f"lm_head.weight is for {lines} of the target's {known} tokens, and there is no d2t to say for which"
+            )
+        if d2t is not None:
+            files.check_integers(d2t)
+            if self.shape("d2t") != (lines,):
+                raise CheckpointError(f"d2t has shape {list(files.shape(d2t))}, but the head is for {lines} tokens")
+        if t2d is not None:
+            files.check_flags(t2d)
+            if self.shape("t2d") != (known,):
+                raise CheckpointError(f"t2d has shape {list(files.shape(t2d))}, but the target has {known} tokens")
+        head = names.get("lm_head.weight")
+        return HeadEnds(files, known, self.hidden, self._embedding(), head, lines, d2t, t2d)
+
+    def count_taps(self) -> int:
+        """How many hidden states of the target fc takes.
+
+        Raises:
+            CheckpointError: they are of another size.
+        """
+        if self.taken % self.target.hidden_size:
+            raise CheckpointError(
+                f"fc.weight has shape {[self.hidden, self.taken]}, but the target's hidden size is "
+                f"{self.target.hidden_size}: the head is for another target"
+            )
+        return self.taken // self.target.hidden_size
+
     def joining(self, inputs: int) -> JoiningPlan:
         """fc."""
         return JoiningPlan(self.names["fc.weight"], self.names.get("fc.bias"), inputs, self.hidden)
@@ -236,7 +286,7 @@ class HeadTensors:
             for index in range(1, shape.num_layers)
         )
 
-    def embedding(self) -> str | None:
+    def _embedding(self) -> str | None:
         """Name of the embedding; None where the target's serves."""
         if "embed_tokens.weight" in self.names:
             return self.names["embed_tokens.weight"]
@@ -246,37 +296,6 @@ class HeadTensors:
                 f"{self.target.hidden_size}"
             )
         return None
-
-
-def read_head(
-    path: Path, target: ModelConfig, method: str, ends: re.Pattern[str], plan_of: Callable[[HeadTensors], EaglePlan]
-) -> EaglePlan:
-    """The head of a directory, of the kind that `method` drafts with, as `plan_of` plans it; see HeadTensors.
-
-    Raises:
-        CheckpointError: there is none, it is incomplete, of another kind or for another target; one line.
-    """
-    files, values = Checkpoint(path, (SINGLE_FILE,), "heads"), read_json(path, "config.json", required=True)
-    try:
-        head = HeadTensors(files, values, target, method, ends)
-        plan = plan_of(head)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    for weight in plan.weights:
-        for part in weight.parts:
-            if part.name in files and files.shape(part.name) != part.shape:
-                raise CheckpointError(
-                    f"{files.file(part.name)}: tensor '{part.name}' has shape {list(files.shape(part.name))}, not "
-                    f"{list(part.shape)}, which its other tensors, its config.json or the target call for"
-                )
-            files.check(part.name, part.shape)
-    used = {part.name for weight in plan.weights for part in weight.parts} | {plan.d2t, plan.t2d} | head.left_out
-    if unused := sorted(set(head.names.values()) - used):
-        raise CheckpointError(
-            f"{files.file(unused[0])}: tensor {shorten(unused[0])} goes with others that are not there: the files are "
-            f"incomplete, or the head computes otherwise than {NAMES[method]}"
-        )
-    return plan
 
 
 def stem(name: str) -> str:

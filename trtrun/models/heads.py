@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from parallel.communicator import Communicator
     from trtrun.models.weight_reader import WeightReader
 
-HEADS_FILES = ("medusa_lm_head.safetensors", SINGLE_FILE)
-"""Names of a file with heads. The first is that of FasterDecoding's trainer and of TGI, beside a model's own file."""
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+"""The name of FasterDecoding's trainer and of TGI, which may stand beside a model's own file."""
+
+HEADS_FILES = (MEDUSA_FILE, SINGLE_FILE)
+"""Names of a file with heads."""
 
 
 class HeadsTarget(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from parallel.link import Link
@@ -37,7 +38,12 @@ class Exchange(Protocol):
         """
         ...
 
-    def send_verdict(self, verdict: Verdict) -> None:
+    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
+        """On ranks that draft ahead: drafts for likely verdicts of the round (guess_tables.py), None where there are
+        none. Nothing waits."""
+        ...
+
+    def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
         """On the target leader: to the engine ranks whose devices take part in the round."""
         ...
 
@@ -127,7 +133,10 @@ class DeviceExchange:
             return Draft(tokens, draft_lens, probs)
         return Draft(tokens[:, :-1], draft_lens, probs, num_suffix_tokens=tokens[:, -1])
 
-    def send_verdict(self, verdict: Verdict) -> None:
+    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
+        """See Exchange: nobody drafts ahead on devices that verify."""
+
+    def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
         """See Exchange: to draft ranks, too."""
         self._link.send_verdict(verdict.num_tokens, verdict.tokens)
 

@@ -20,11 +20,13 @@ from parallel.communicator import Communicator
 from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
-from trtrun.roles.gated_drafts import GatedDrafts, GatedRound, Origins
+from trtrun.roles.draft_tables import DraftTable, Origins
+from trtrun.roles.gated_drafts import GatedDrafts, GatedRound
+from trtrun.roles.guess_tables import KnownVerdict
 from trtrun.roles.hidden_link import HiddenLink, feeds, settled
 from trtrun.roles.launched_round import DoneRound, LaunchedRound, VerdictRound
 from trtrun.speculation.trees import along_paths
-from trtrun.wire.packets import DRAFT_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
+from trtrun.wire.packets import DRAFT_TAG, GUESS_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays
 
 SHORTEST_PATIENCE = 0.1
@@ -32,9 +34,6 @@ SHORTEST_PATIENCE = 0.1
 
 _ROUNDS_OF_PATIENCE = 4
 _KEPT_TIMES = 16
-_COLUMNS = 5
-"""Of a draft's packet in front of its tokens: how many count, were foreseen, were found in texts; how many columns they
-have, and how deep the paths behind them are."""
 
 
 @dataclass
@@ -55,6 +54,7 @@ class MessageExchange:
         hidden: the way of hidden states, on the target leader and on the rank of a head; None elsewhere, and without.
         gated: on target ranks that launch rounds before their drafts are there: chains, without draft_probs or hidden
             states; None elsewhere.
+        tells_guesses: whether draft ranks tell what they have drafted ahead, as target ranks look for it.
     """
 
     mail: Mailbox
@@ -70,6 +70,7 @@ class MessageExchange:
     draft_is_lost: Callable[[], bool] = lambda: False
     hidden: HiddenLink | None = None
     gated: GatedDrafts | None = None
+    tells_guesses: bool = False
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     _late_round: tuple[int, bool] = (-1, False)
     _early: bytes | None = None
@@ -77,6 +78,7 @@ class MessageExchange:
     _tapped: tuple[Draft | None, Verdict | None, HiddenStates] | None = None
     _open: GatedRound | None = None
     _brought: Origins | None = None
+    _known: KnownVerdict | None = None
 
     def is_late(self, plan: RoundPlan) -> bool:
         """See Exchange: the leader's answer, on all draft ranks."""
@@ -95,14 +97,21 @@ class MessageExchange:
             return self._receive_draft(plan, probability_rows)
         if draft is None or plan.draft_len == 0 or self.rank != self.draft_ranks[0]:
             return None
-        self.mail.post(self.target_ranks[0], DRAFT_TAG, encode_packet(plan.round_index, _table(draft)))
+        self.mail.post(self.target_ranks[0], DRAFT_TAG, encode_packet(plan.round_index, DraftTable.of(draft).numbers))
         if draft.draft_probs is not None:
             self.peers.send(draft.draft_probs, self.target_peer)
         return None
 
-    def send_verdict(self, verdict: Verdict) -> None:
+    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
+        """See Exchange: to the target leader, from the draft leader."""
+        if self.tells_guesses and guesses is not None and self.rank == self.draft_ranks[0]:
+            self.mail.post(self.target_ranks[0], GUESS_TAG, encode_packet(plan.round_index, guesses))
+
+    def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
         """See Exchange: to the other target ranks, on the device."""
         assert self.group is not None
+        if self.gated is not None:
+            self.gated.decide(plan, verdict)
         if self.group.size > 1:
             self.group.broadcast(torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1), 0)
 
@@ -144,7 +153,9 @@ class MessageExchange:
     def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
         """See Exchange: the verdict goes to the draft ranks once it is on the host, and hidden states behind it."""
         if self.gated is not None:
-            self._open = GatedRound(plan, decided, self._bring_draft, self._tell, self._account, self._brought)
+            self._open = GatedRound(
+                plan, decided, self._bring_draft, self._tell, self._take_guesses, self._account, self._brought
+            )
             return self._open
         report = decided.finish()
         assert report is not None and report.num_tokens is not None
@@ -155,6 +166,7 @@ class MessageExchange:
 
     def _tell(self, plan: RoundPlan, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
         """Send a verdict to the draft ranks."""
+        self._known = KnownVerdict(plan, num_tokens, tokens)
         if plan.sampled_rows and not self.draft_is_lost():
             payload = encode_packet(plan.round_index, np.column_stack((num_tokens, tokens)))
             for rank in self.draft_ranks:
@@ -163,7 +175,7 @@ class MessageExchange:
     def _account(self, report: ReportArrays, origins: Origins) -> ReportArrays:
         """The report with its draft's origins; how long the round took says how long drafts are waited for."""
         self._seconds.append(report.times.verifying)
-        return _with_origins(report, origins)
+        return origins.added_to(report)
 
     def _expect_draft(self, gated: GatedDrafts, plan: RoundPlan) -> Draft | None:
         """On target ranks: the draft that the device will wait for; where it is needed first, it is waited for here."""
@@ -178,19 +190,39 @@ class MessageExchange:
         return draft
 
     def _bring_draft(self, plan: RoundPlan) -> Origins:
-        """On the target leader: wait for a packet, and let the device go on with what is in it, if anything is."""
-        assert self.gated is not None
+        """On the target leader: wait for a packet, and let the device go on with what is in it, if anything is; or
+        until the device has found its draft among guesses."""
+        gated = self.gated
+        assert gated is not None
         if not plan.draft_len:
+            gated.settle(plan)
             return Origins()
-        packet = self._look_for_packet(plan.round_index)
-        if not packet:
+        packet = self._look_for_packet(plan.round_index, lambda: self._foreseen(gated, plan) is not None)
+        foreseen = self._foreseen(gated, plan)
+        if foreseen is not None:
+            while self.mail.take(self.draft_ranks[0], DRAFT_TAG) is not None:
+                pass  # none is of a later round, for which the verdict would have to be known
+            origins = Origins(foreseen)
+        elif not packet:
             nothing = np.zeros((len(plan.decode_rows), 1), dtype=np.int64)
-            self.gated.give(plan, nothing[:, :0], nothing[:, 0])
-            return Origins()
-        table = decode_packet(packet)[1]
-        width = int(table[0, 3]) if len(table) else 0
-        self.gated.give(plan, table[:, _COLUMNS : _COLUMNS + width], table[:, 0])
-        return Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
+            gated.give(plan, nothing[:, :0], nothing[:, 0])
+            origins = Origins()
+        else:
+            table = DraftTable(decode_packet(packet)[1])
+            gated.give(plan, table.tokens, table.draft_lens)
+            origins = table.origins
+        gated.settle(plan)
+        return origins
+
+    def _foreseen(self, gated: GatedDrafts, plan: RoundPlan) -> tuple[int, ...] | None:
+        self._take_guesses()
+        return gated.foreseen(plan, self._known)
+
+    def _take_guesses(self) -> None:
+        """On the target leader: give the device what was drafted ahead, as soon as it is there."""
+        while (packet := self.mail.take(self.draft_ranks[0], GUESS_TAG)) is not None:
+            assert self.gated is not None
+            self.gated.guess(*decode_packet(packet))
 
     def forget(self) -> None:
         """See Exchange: a job of several ranks ends with a round that fails."""
@@ -229,18 +261,12 @@ class MessageExchange:
         packet = self._await_packet(plan.round_index) if plan.draft_len else None
         if not packet:
             return None
-        table = torch.from_numpy(decode_packet(packet)[1])
-        self._origins = Origins(tuple(table[:, 1].tolist()), tuple(table[:, 2].tolist()))
-        width, depth = table[0, 3:5].tolist() if len(table) else (0, 0)
-        probs = None
+        table = DraftTable(decode_packet(packet)[1])
+        self._origins, probs = table.origins, None
         if probability_rows and self.rank == self.target_ranks[0]:
             shape = (len(probability_rows), plan.draft_len, self.target_vocab_size)
-            probs = self.peers.recv(torch.empty(shape, device=self.group.device), self.draft_peer)[:, :width]
-        if not width:
-            return None
-        table = table.to(self.group.device, non_blocking=True)
-        tokens, paths = table[:, _COLUMNS : _COLUMNS + width], table[:, _COLUMNS + width :]
-        return Draft(tokens, table[:, 0], probs, paths=paths.view(len(table), -1, depth) if depth else None)
+            probs = self.peers.recv(torch.empty(shape, device=self.group.device), self.draft_peer)[:, : table.width]
+        return table.on(self.group.device, probs) if table.width else None
 
     def _await_packet(self, round_index: int) -> bytes | None:
         """This round's: found by the leader, which hands it to the others; nothing where it is not there in time."""
@@ -252,9 +278,11 @@ class MessageExchange:
             self.mail.post(rank, DRAFT_TAG, packet or b"")
         return packet
 
-    def _look_for_packet(self, round_index: int) -> bytes | None:
+    def _look_for_packet(self, round_index: int, until: Callable[[], bool] = lambda: False) -> bytes | None:
         while True:
-            packet = self.mail.wait(self.draft_ranks[0], DRAFT_TAG, self._patience, self.draft_is_lost)
+            packet = self.mail.wait(
+                self.draft_ranks[0], DRAFT_TAG, self._patience, lambda: self.draft_is_lost() or until()
+            )
             if packet is None or decode_packet(packet)[0] == round_index:
                 return packet
             # One of a round that the target did not wait for any longer.
@@ -267,29 +295,3 @@ class MessageExchange:
             return None
         usual = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
         return max(SHORTEST_PATIENCE, _ROUNDS_OF_PATIENCE * usual)
-
-
-def _table(draft: Draft) -> np.ndarray:
-    """What a packet says of a draft on the host: see `_COLUMNS`."""
-    rows, nodes = draft.tokens.shape
-    paths = draft.paths
-    table = np.zeros((rows, _COLUMNS + nodes + (0 if paths is None else paths[0].numel())), dtype=np.int64)
-    table[:, 0] = draft.draft_lens.numpy()
-    if draft.foreseen is not None:
-        table[:, 1] = draft.foreseen.numpy()
-    if draft.num_suffix_tokens is not None:
-        table[:, 2] = draft.num_suffix_tokens.numpy()
-    table[:, 3] = nodes
-    table[:, _COLUMNS : _COLUMNS + nodes] = draft.tokens.numpy()
-    if paths is not None:
-        table[:, 4] = paths.shape[2]
-        table[:, _COLUMNS + nodes :] = paths.flatten(1).numpy()
-    return table
-
-
-def _with_origins(report: ReportArrays, origins: Origins) -> ReportArrays:
-    """The report with which rows' drafts were made ahead, and what of them was found in texts."""
-    foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
-    foreseen[: len(origins.foreseen)] = origins.foreseen
-    found[: len(origins.num_suffix_tokens)] = origins.num_suffix_tokens
-    return replace(report, foreseen=foreseen, num_suffix_tokens=found)

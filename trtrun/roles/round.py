@@ -22,7 +22,7 @@ were made (start/startup.py). The method is speculative sampling (Leviathan et a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from trtrun.guiding.row_guides import RowGuides
 from trtrun.roles.exchange import Exchange
 from trtrun.roles.launched_round import AwaitedRound, DecidedRound, DoneRound, LaunchedRound, VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.speculation.ahead.policy import NEVER
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import RoundEngine, TargetEngine
 from trtrun.speculation.trees import accepted_paths, verify_paths
@@ -125,10 +126,17 @@ class Worker:
         return probability_rows(plan, keeper.rows.sampling)
 
     def _propose(self, plan: RoundPlan, by_probability: Sequence[int]) -> Draft | None:
-        """The draft, where the process drafts; None too where the target has gone on without this round's."""
+        """The draft, where the process drafts; None too where the target has gone on without this round's, and nothing
+        was foreseen."""
         if self.drafter is None:
             return None
-        draft = None if self.exchange.is_late(plan) else self.drafter.propose(plan, by_probability)
+        if not self.exchange.is_late(plan):
+            draft = self.drafter.propose(plan, by_probability)
+        elif self.drafter.guesses() is not None:
+            # The target may have found what was foreseen among the guesses that it was told; it waits for no more.
+            draft = self.drafter.propose(replace(plan, redraft_from=NEVER), by_probability)
+        else:
+            draft = None
         self.phases.end("drafting")
         return draft
 
@@ -147,6 +155,7 @@ class Worker:
             return 0
         self.activity.enter(plan.round_index, Phase.ANTICIPATING)
         num_guesses = self.drafter.anticipate(plan, guesses=not self.exchange.is_late(plan))
+        self.exchange.tell_guesses(plan, self.drafter.guesses())
         self.phases.end("anticipating")
         return num_guesses
 
@@ -184,7 +193,7 @@ class Worker:
         else:
             verdict = self._decide(plan, step.logits, rows, draft, by_probability, told)
             verdict.num_suffix_tokens = draft.num_suffix_tokens
-            self.exchange.send_verdict(verdict)
+            self.exchange.send_verdict(plan, verdict)
         if draft.paths is not None:
             self.target.keep_path(plan, accepted_paths(draft, verdict))
         state.advance(rows, verdict.num_tokens, verdict.tokens)

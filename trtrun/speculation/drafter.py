@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
@@ -71,6 +74,12 @@ class Drafter(ABC):
             How many verdicts were guessed.
         """
         return 0
+
+    def guesses(self) -> npt.NDArray[np.int64] | None:
+        """What `anticipate` has drafted, and for which verdicts: [guesses, 3 + steps], of each a row, how many of its
+        draft's tokens are accepted, the token that follows, and the draft behind it; None where that is nothing, and
+        where the draft behind a verdict may be another one than what was foreseen."""
+        return None
 
     def hit_chances(self) -> list[float]:
         """How likely a verdict on a whole draft is among one row's guesses, by their number from 1 on."""

@@ -318,6 +318,30 @@ class FeatureHeads(Protocol[PreparedStep]):
         ...
 
 
+class MaskedHeads(FeatureHeads[PreparedStep], Protocol[PreparedStep]):
+    """Heads on the target ranks that keep keys and values of every token, and draft all tokens of a row in one forward.
+
+    Attributes:
+        looks_back: whether what they say of a place depends on the token before.
+    """
+
+    looks_back: bool
+
+    def guess(self, rows: torch.Tensor, asked: list[int], draft_len: int, context: int) -> torch.Tensor:
+        """Run a draft of each of `rows` [R] int64, which need as many tokens as `asked` says, `draft_len` at most; what
+        says the first token, the second, and so on: [R, draft_len, hidden]. Collective."""
+        ...
+
+    def logits_behind(self, state: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
+        """[n, vocab] float32 of states [n, hidden], behind tokens `before` [n] where they look back; None on ranks of
+        the group that do not decide. Collective."""
+        ...
+
+    def warm_up_rows(self, count: int, draft_len: int) -> None:
+        """Feed and draft as rounds of so many rows do. Collective."""
+        ...
+
+
 class TargetEngine(RoundEngine, Protocol):
     """The forward that verification needs."""
 

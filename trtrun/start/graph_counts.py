@@ -46,8 +46,9 @@ def count_graphs(
         mixes = None if has_trees else config.scheduler.max_num_tokens
         shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width, max_mixed_tokens=mixes)
         graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
-        keeps_heads = METHODS[config.speculation.method].num_behind > 0
-        if not keeps_heads or config.heads_apart:
+        method = METHODS[config.speculation.method]
+        keeps_heads = method.num_behind > 0
+        if not keeps_heads or config.heads_apart or method.drafts_masked:
             return graphs
         of_trees = count_tree_graphs(shapes, config.draft_len) if has_trees else 0
         return graphs + of_trees + count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees)

@@ -10,8 +10,9 @@ from pathlib import Path
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import DraftModelSection
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.errors import ConfigError
+from trtrun.errors import CheckpointError, ConfigError
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.head_kinds import tell_heads
 from trtrun.models.heads import HeadsPlan, read_heads
 
 
@@ -29,7 +30,13 @@ def read_target_heads(config: RuntimeConfig, model: ModelConfig) -> HeadsPlan | 
     if config.heads is None:
         return None
     num_ranks = 1 if config.heads_apart else len(config.target.devices)
-    return read_heads(config.heads.model, model, config.speculation, num_ranks)
+    try:
+        return read_heads(config.heads.model, model, config.speculation, num_ranks)
+    except CheckpointError as error:
+        told = tell_heads(config.heads.model, config.speculation.method)
+        if told is None or "speculation.method" in str(error):
+            raise
+        raise CheckpointError(f"heads: {config.heads.model}: {told}") from None
 
 
 def target_context(config: RuntimeConfig, model: ModelConfig) -> int:

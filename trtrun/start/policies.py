@@ -73,8 +73,13 @@ def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
     """What decides how much is drafted ahead; None where nothing is."""
     if not config.drafts_ahead:
         return None
-    always_redrafts = config.speculation.use_logits
-    return AheadPolicy(_guessed_steps(config), config.speculation.draft_len, always_redrafts=always_redrafts)
+    section = config.speculation
+    return AheadPolicy(
+        _guessed_steps(config),
+        section.draft_len,
+        always_redrafts=section.use_logits,
+        always_guesses=section.drafting_ahead == "on",
+    )
 
 
 def _guessed_steps(config: RuntimeConfig) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -16,12 +16,14 @@ from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Role, Topology
-from parallel.transports.device_gate import DeviceGate
+from parallel.transports.device_gate import KEY_NUMBERS, DeviceGate
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_rows import HeadRows
+from trtrun.engine.masked_heads import MaskedHeads, MaskedLayers
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
 from trtrun.errors import CheckpointError
@@ -206,6 +208,9 @@ class WorkerFactory:
         kv_format = choose_format(self.config.kv_cache.dtype)
         space, guesses = head_space(self.config, self.num_blocks), 0
         assert self.head_rows is not None
+        if METHODS[self.config.speculation.method].drafts_masked:
+            without_graphs = replace(self.head_rows, capture=None, graph_shapes=None)
+            return MaskedHeads(cast(MaskedLayers, self.heads), without_graphs, space, kv_format)
         if self.head_rows.are_own:
             guesses = guess_space(self.config, self.num_blocks).num_blocks
         return StoredHeads(cast(FeatureLayers, self.heads), self.head_rows, space, kv_format, guesses)
@@ -235,21 +240,28 @@ class WorkerFactory:
             draft_is_lost=self.draft_is_lost,
             hidden=self._make_hidden_link() if self.hidden_kind is not None else None,
             gated=self._make_gated_drafts(guides),
+            tells_guesses=self._waits_at_gates and self.config.drafts_ahead,
         )
 
+    @property
+    def _waits_at_gates(self) -> bool:
+        """Whether target ranks launch rounds before their drafts are there: where no device has to wait for its host,
+        and no more than a chain of tokens comes from a draft model."""
+        section = self.config.speculation
+        return self.device.type == "cuda" and section.method == "draft_target" and not section.use_logits
+
     def _make_gated_drafts(self, guides: RowGuides | None) -> GatedDrafts | None:
-        """This target rank's end of rounds that are launched before their drafts are there; None where they are not:
-        where a device waits for nothing, and where more than a chain of tokens comes from a draft model."""
-        section, group = self.config.speculation, self.groups.target
-        if group is None or self.device.type != "cuda" or section.method != "draft_target" or section.use_logits:
+        """This target rank's end of rounds that are launched before their drafts are there; None where they are not."""
+        group = self.groups.target
+        if group is None or not self._waits_at_gates:
             return None
         if self.rank != self.topology.target_leader:
             return GatedDrafts(None, group)
         assert guides is not None
-        most = self.config.scheduler.max_batch_size * (section.draft_len + 1)
-        return GatedDrafts(
-            DeviceGate(self.device, most), group, lambda plan: bool(guides.guided(plan.decode_rows.tolist()))
-        )
+        rows, draft_len = self.config.scheduler.max_batch_size, self.config.draft_len
+        most_guessed = guess_space(self.config, 0).most_guesses * (KEY_NUMBERS + draft_len)
+        gate = DeviceGate(self.device, rows * (draft_len + 1), rows, most_guessed)
+        return GatedDrafts(gate, group, lambda plan: bool(guides.guided(plan.decode_rows.tolist())))
 
     def _make_hidden_link(self) -> HiddenLink | None:
         """This rank's end of the way of hidden states, where it has one."""

@@ -1,4 +1,4 @@
-"""The byte layout of what target ranks and draft ranks of their own tell each other in a round: drafts and verdicts.
+"""The byte layout of what target ranks and draft ranks of their own tell each other: drafts, guesses and verdicts.
 
 A packet says which round it belongs to and how large it is. So the receiver can tell an old one from the one that it
 waits for, and none of it has to be worked out from the plan. A round's number and a table of int64, no pickles. It
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-DRAFT_TAG, VERDICT_TAG, LATE_TAG, HIDDEN_TAG = 1, 2, 3, 4
+DRAFT_TAG, VERDICT_TAG, LATE_TAG, HIDDEN_TAG, GUESS_TAG = 1, 2, 3, 4, 5
 """Under which tags they travel; the third tells draft ranks of one engine that the target has gone on without them, the
-last says how many hidden states come beside a verdict."""
+fourth says how many hidden states come beside a verdict, the last is of drafts for verdicts that are not known yet."""
 
 _HEADER = 3
 

@@ -11,7 +11,8 @@ from starlette.routing import Route
 
 from launch.serve.anthropic.api import MessagesApi
 from launch.serve.application.status import StatusBoard, metrics_route
-from launch.serve.door.limits import Door, LogitsLimit
+from launch.serve.door.limits import Door
+from launch.serve.door.logits import LogitsLimit
 from launch.serve.engine.adapters import AdapterBook
 from launch.serve.engine.client import EngineClient
 from launch.serve.front.adapters import AdapterDesk
@@ -117,7 +118,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         section.request_timeout_s,
         readers,
         section.ping_seconds,
-        LogitsLimit(model.vocab_size, section.max_logits_bytes),
+        LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
     )
     engine.adapters = AdapterBook.of(config.adapters)
     facts = ModelFacts(

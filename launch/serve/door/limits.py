@@ -252,53 +252,6 @@ def check_text(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> None
     )
 
 
-@dataclass(frozen=True)
-class LogitsLimit:
-    """How much one request may have of logits, which are many: 500 KB a token at 128k entries.
-
-    Attributes:
-        vocab_size: numbers of a position.
-        most_bytes: over all positions of a request.
-    """
-
-    vocab_size: int
-    most_bytes: int
-
-    def check(self, lengths: Sequence[int], sampling: Sequence[SamplingParams], max_length: int) -> None:
-        """Hold a request to it. Completions of one answer are filled up to the longest.
-
-        Args:
-            lengths: tokens of each prompt.
-            sampling: of each prompt.
-            max_length: tokens at which the engine ends a completion, its prompt among them.
-
-        Raises:
-            Refusal: it may come to more.
-        """
-        of_prompts = of_tokens = 0
-        for length, parameters in zip(lengths, sampling, strict=True):
-            if parameters.return_context_logits:
-                of_prompts = max(of_prompts, length)
-            if parameters.return_generation_logits:
-                of_tokens = max(of_tokens, min(parameters.max_tokens, max_length - length))
-        count = sum(parameters.n for parameters in sampling)
-        num_bytes = count * (of_prompts + of_tokens) * self.vocab_size * _LOGIT_BYTES
-        if num_bytes <= self.most_bytes:
-            return
-        asked = {"return_context_logits": of_prompts, "return_generation_logits": of_tokens}
-        names = [name for name, length in asked.items() if length]
-        raise Refusal(
-            Kind.INVALID,
-            f"{' and '.join(names)}: logits of {of_prompts + of_tokens} tokens, {self.vocab_size} each, for each of "
-            f"{count} completions take {num_bytes} bytes, and a request may have {self.most_bytes} "
-            "(server.max_logits_bytes): send a shorter prompt, or ask for fewer tokens",
-            names[0],
-        )
-
-
-_LOGIT_BYTES = 4
-
-
 def distinct(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
     """Each object once: the prompts of a request share theirs."""
     return list({id(parameters): parameters for parameters in sampling}.values())

@@ -64,7 +64,10 @@ class AdapterDesk:
         if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() or name != name.strip():
             line = f"lora_name must be a line of 1 to {_LONGEST_NAME} characters, not {show_value(name)}"
             raise Refusal(Kind.INVALID, line, "lora_name")
-        if name == self.front.model_name or name in self.front.adapters:
+        if name == self.front.model_name:
+            line = f"the name {show_value(name)} is the model's own (server.model_name): give another name"
+            raise Refusal(Kind.INVALID, line, "lora_name")
+        if name in self.front.adapters:
             line = f"the name {show_value(name)} is taken: unload that adapter first, or give another name"
             raise Refusal(Kind.INVALID, line, "lora_name")
         await self._change(LoadAdapter(lora_name=name, path=str(found)))

@@ -19,13 +19,13 @@ import msgspec
 from launch.serve.door.limits import (
     SHORT_BODY,
     Door,
-    LogitsLimit,
     Ticket,
     check_counts,
     distinct,
     engine_starting,
     out_of_time,
 )
+from launch.serve.door.logits import LogitsLimit, LogitsPlace
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
@@ -74,6 +74,7 @@ class Generation:
     Attributes:
         prompts: the tokens of each prompt.
         usage: so far.
+        logits: what is kept of logits; who has asked for some leaves it once the client has read them.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Generation:
         client: EngineClient,
         requests: Sequence[EngineRequest],
         ticket: Ticket,
+        logits: LogitsPlace,
         metrics: FrontMetrics,
         arrived: float,
         timeout: float,
@@ -91,6 +93,7 @@ class Generation:
             client: the engine.
             requests: one for each prompt.
             ticket: given back at the end.
+            logits: counted of these requests.
             metrics: that observe it.
             arrived: when it came, in seconds of `time.perf_counter`.
             timeout: seconds from then on.
@@ -101,6 +104,7 @@ class Generation:
         self._going_on = set(range(self._n * len(requests)))
         self._client = client
         self._ticket = ticket
+        self.logits = logits
         self._inbox = Inbox()
         self._is_closed = False
         sampling = requests[0].sampling
@@ -195,7 +199,7 @@ class Front:
         ping_seconds: float | None = None,
         logits_limit: LogitsLimit | None = None,
     ) -> None:
-        self._logits_limit = logits_limit
+        self._logits_limit = logits_limit or LogitsLimit(0, 0, 0)
         self.ping_seconds = ping_seconds
         self.model_name = model_name
         self.tokenizer = tokenizer
@@ -277,8 +281,8 @@ class Front:
                     tokens = await self._read(prompts, of_each)
             await self._arrivals.wait()
             requests = self._join(tokens, of_each)
-            self._check(requests)
-            generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
+            logits = self._check(requests)
+            generation = Generation(self.client, requests, ticket, logits, self.metrics, arrived, self._timeout)
         except BaseException:
             ticket.leave()
             raise
@@ -286,6 +290,7 @@ class Front:
             await asyncio.sleep(0)  # those that came with it reach the engine before anything else is done for this one
         except BaseException:
             generation.close()
+            logits.leave()
             raise
         return generation
 
@@ -304,8 +309,8 @@ class Front:
         seeded = {id(parameters): parameters.with_seed() for parameters in distinct(sampling)}
         return [EngineRequest(ids, seeded[id(given)]) for ids, given in zip(tokens, sampling, strict=True)]
 
-    def _check(self, requests: Sequence[EngineRequest]) -> None:
-        """Raise a Refusal unless the engine will take the requests."""
+    def _check(self, requests: Sequence[EngineRequest]) -> LogitsPlace:
+        """Raise a Refusal unless the engine will take the requests, and there is room for their logits."""
         limits = self._limits()
         with refusing():
             for request in requests:
@@ -313,9 +318,8 @@ class Front:
                 limits.check_draft_len(request.sampling.draft_len)
                 limits.check_lookahead(request.sampling.lookahead_config)
                 check_adapter(request.sampling.lora_name, self.adapters)
-        if self._logits_limit is not None:
-            lengths = [len(request.prompt_token_ids) for request in requests]
-            self._logits_limit.check(lengths, [request.sampling for request in requests], limits.max_length)
+        lengths = [len(request.prompt_token_ids) for request in requests]
+        return self._logits_limit.enter(lengths, [request.sampling for request in requests], limits.max_length)
 
     def most_prompt_tokens(self) -> int:
         """Tokens of the longest prompt that can run; raises a Refusal where there is no engine."""

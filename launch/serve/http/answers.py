@@ -27,20 +27,31 @@ PING = b": ping\n\n"
 class _PartsResponse(Response):
     """An answer of several parts, whose length is told before."""
 
-    def __init__(self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str] | None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[bytes | memoryview],
+        media_type: str,
+        headers: Mapping[str, str] | None,
+        let_go: Callable[[], None] | None,
+    ) -> None:
         super().__init__(
             media_type=media_type, headers={**(headers or {}), "content-length": str(sum(map(len, parts)))}
         )
         self._parts = parts
+        self._let_go = let_go
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        rests = Rests()
-        for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            await rests.rest()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            rests = Rests()
+            for part in self._parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await rests.rest()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if self._let_go is not None:
+                self._let_go()
 
 
 async def make_parts(parts: Iterable[bytes]) -> list[bytes]:
@@ -54,12 +65,23 @@ async def make_parts(parts: Iterable[bytes]) -> list[bytes]:
 
 
 def answer_in_parts(
-    parts: Sequence[bytes | memoryview], media_type: str = "application/json", headers: Mapping[str, str] | None = None
+    parts: Sequence[bytes | memoryview],
+    media_type: str = "application/json",
+    headers: Mapping[str, str] | None = None,
+    let_go: Callable[[], None] | None = None,
 ) -> Response:
-    """The answer of parts, as one where they are short."""
+    """The answer of parts, as one where they are short.
+
+    Args:
+        parts: of its body.
+        media_type, headers: of it.
+        let_go: called once it is sent, or will not be; at once where it is short.
+    """
     if sum(map(len, parts)) <= JOINED_BYTES:
+        if let_go is not None:
+            let_go()
         return Response(b"".join(parts), media_type=media_type, headers=dict(headers or {}))
-    return _PartsResponse(parts, media_type, headers)
+    return _PartsResponse(parts, media_type, headers, let_go)
 
 
 class LastEvents(bytes):

@@ -269,8 +269,12 @@ class KServeServicer:
             if isinstance(work, ReadAnswer):
                 return work.content
             place.fill(work.stop)
+            context.add_done_callback(lambda _: work.let_go())  # its answer is sent then
             try:
                 told = await write_in_turns(await work.whole())
+            except BaseException:
+                work.let_go()
+                raise
             finally:
                 work.close()
         if told.ByteSize() > MOST_WHOLE_BYTES:

@@ -111,6 +111,7 @@ class InferStream:
                     await self._respond(message, _write_responses(work))
                 finally:
                     work.close()
+                    work.let_go()
         except Refusal as refusal:
             await self._refuse(message, refusal)
         except (TimeoutError, _ClientGoneError):

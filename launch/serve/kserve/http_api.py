@@ -7,7 +7,8 @@ Starlette, and nothing of engines.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -111,27 +112,35 @@ class KServeHttpApi:
             arrived = time.perf_counter()
             length = _json_length(request.headers.get(JSON_LENGTH), len(sent.content))
             begun = await self._begin(request, Sent(INFER, model, sent.content, length), arrived)
-            response = await self._whole(request, begun)
-        if isinstance(response, ReadAnswer):
-            return _respond([response.content], response.json_length)
-        parts, behind = write_infer(response, begun.body)
-        text = await make_parts(parts)
-        return _respond([*text, *behind], sum(map(len, text)) if behind else None)
+            if isinstance(begun.work, ReadAnswer):
+                return _respond([begun.work.content], begun.work.json_length)
+            response = await self._whole(request, begun.work)
+        with _kept_until_sent(begun.work):
+            parts, behind = write_infer(response, begun.body)
+            text = await make_parts(parts)
+            num_json_bytes = sum(map(len, text)) if behind else None
+            return _respond([*text, *behind], num_json_bytes, begun.work.let_go)
 
     async def generate(self, request: Request) -> Response:
         """Inputs as a flat object in, one response out."""
-        begun = await self._begin_generate(request)
-        response = await self._whole(request, begun)
-        if isinstance(response, ReadAnswer):
-            return _respond([response.content], None)
-        return _respond(await make_parts(write_generate(response)), None)
+        work = (await self._begin_generate(request)).work
+        if isinstance(work, ReadAnswer):
+            return _respond([work.content], None)
+        response = await self._whole(request, work)
+        with _kept_until_sent(work):
+            return _respond(await make_parts(write_generate(response)), None, work.let_go)
 
     async def generate_stream(self, request: Request) -> Response:
         """The same, with one event for each response."""
-        begun = await self._begin_generate(request)
-        if isinstance(begun.work, ReadAnswer):
-            return Response(event(begun.work.content), media_type="text/event-stream")
-        return EventStream(begun.work.close, self._events(begun.work), self._service.front.ping_seconds)
+        work = (await self._begin_generate(request)).work
+        if isinstance(work, ReadAnswer):
+            return Response(event(work.content), media_type="text/event-stream")
+
+        def close() -> None:
+            work.close()
+            work.let_go()
+
+        return EventStream(close, self._events(work), self._service.front.ping_seconds)
 
     async def _begin(self, request: Request, sent: Sent, arrived: float) -> Begun:
         """Let a request in; one that takes long to read is given up when its client goes away."""
@@ -144,14 +153,13 @@ class KServeHttpApi:
             arrived = time.perf_counter()
             return await self._begin(request, Sent(GENERATE, model, body.content), arrived)
 
-    async def _whole(self, request: Request, begun: Begun) -> InferResponse | ReadAnswer:
+    async def _whole(self, request: Request, work: Run) -> InferResponse:
         """The whole response, unless the client goes away."""
-        if isinstance(begun.work, ReadAnswer):
-            return begun.work
-        try:
-            return await unless_gone(request, begun.work.whole())
-        finally:
-            begun.work.close()
+        with _kept_until_sent(work):
+            try:
+                return await unless_gone(request, work.whole())
+            finally:
+                work.close()
 
     async def _events(self, work: Run) -> AsyncGenerator[bytes, None]:
         """An error is an event, too: the status is out."""
@@ -198,11 +206,23 @@ async def _refuse_region(request: Request) -> Response:
     raise no_shared_memory()
 
 
-def _respond(parts: Sequence[bytes | memoryview], json_length: int | None) -> Response:
-    """An answer; bytes of tensors follow its JSON, where that has a length."""
+@contextmanager
+def _kept_until_sent(work: Run) -> Iterator[None]:
+    """A step on the way to an answer, which lets its logits go once it is sent: nothing is, where the step fails."""
+    try:
+        yield
+    except BaseException:
+        work.let_go()
+        raise
+
+
+def _respond(
+    parts: Sequence[bytes | memoryview], json_length: int | None, let_go: Callable[[], None] | None = None
+) -> Response:
+    """An answer; bytes of tensors follow its JSON, where that has a length. `let_go` is called once it is sent."""
     if json_length is None:
-        return answer_in_parts(parts)
-    return answer_in_parts(parts, "application/octet-stream", {JSON_LENGTH: str(json_length)})
+        return answer_in_parts(parts, let_go=let_go)
+    return answer_in_parts(parts, "application/octet-stream", {JSON_LENGTH: str(json_length)}, let_go)
 
 
 def _model(request: Request) -> Model:

@@ -139,7 +139,8 @@ class _Completion:
 
 
 class Run:
-    """One request for a generating model. `responses` is read once; `close` has to be called, however that ends."""
+    """One request for a generating model. `responses` is read once; `close` has to be called, however that ends, and
+    `let_go` once the client has read what came of it."""
 
     def __init__(
         self,
@@ -207,6 +208,10 @@ class Run:
         """Give up what has not ended."""
         self._generation.close()
         self._counted.fail(Failure.CANCELED)  # unless it has ended
+
+    def let_go(self) -> None:
+        """Its logits make room for those of others."""
+        self._generation.logits.leave()
 
     async def _gains(self) -> AsyncIterator[Gain]:
         completions = []

@@ -136,7 +136,9 @@ FIELDS: tuple[Field, ...] = (
         guided_regex="",
         guided_choice="a list of texts",
         guided_grammar="GBNF or Lark",
-        structured_outputs="one of json, json_object, regex, choice, grammar",
+        guided_whitespace_pattern="a regular expression of blanks: those between the parts of JSON",
+        structured_outputs="one of json, json_object, regex, choice, grammar; with disable_any_whitespace, "
+        "whitespace_pattern, which are of JSON, also that of response_format",
     ),
     *_read(SGLANG, regex="as guided_regex", ebnf="as guided_grammar"),
     *_read(LLAMA_CPP, grammar="as guided_grammar", json_schema="as guided_json; {} is none"),
@@ -177,7 +179,6 @@ FIELDS: tuple[Field, ...] = (
         VLLM,
         "spaces_between_special_tokens",
         "guided_decoding_backend",
-        "guided_whitespace_pattern",
         "session_id",
         "stream_interval",
         "mm_payload",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from launch.serve.door.refusals import Kind, Refusal
+from trtrun.core.guide import JSON_OPTIONS
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 
@@ -21,12 +22,25 @@ class Asked(NamedTuple):
         name: of what is in it, for messages.
         kind: json, json_object, regex, choice or grammar.
         value: as it came.
+        options: of JSON (`trtrun.core.guide.JSON_OPTIONS`), as they came, with the names that the request has for them.
     """
 
     field: str
     name: str
     kind: str
     value: object
+    options: Mapping[str, tuple[str, object]] = {}
+
+    def guided(self) -> dict[str, object]:
+        """As SamplingParams has it."""
+        return {self.kind: self.value} | {option: value for option, (_, value) in self.options.items()}
+
+    def in_its_words(self, line: str) -> str:
+        """What SamplingParams says of it, with the names that the request has."""
+        line = line.replace(f"guided.{self.kind}", self.name, 1)
+        for option, (name, _) in self.options.items():
+            line = line.replace(f"guided.{option}", name, 1)
+        return line
 
 
 _PLAIN: Mapping[str, tuple[str, object]] = {
@@ -48,9 +62,9 @@ GUIDED_FIELDS = frozenset({"guided", "response_format", "structured_outputs", *_
 _FORMATS = ("text", "json_object", "json_schema")
 _OF_SCHEMA = ("name", "description", "schema", "strict")
 _STRUCTURED = ("json", "json_object", "regex", "choice", "grammar")
+_OF_JSON = ("json", "json_object")
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "disable_fallback": (True, False),
-    "disable_any_whitespace": (False,),
     "disable_additional_properties": (False,),
 }
 
@@ -67,7 +81,21 @@ def read_guided(given: Mapping[str, Any]) -> Asked | None:
     if len(asked) > 1:
         line = f"{asked[0].name} and {asked[1].name} both say what the text must be: leave one of them out"
         raise _wrong(asked[1].field, line)
-    return asked[0] if asked else None
+    if not asked:
+        return None
+    return asked[0]._replace(options=_read_options(given)) if asked[0].kind in _OF_JSON else asked[0]
+
+
+def _read_options(given: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
+    """Those of JSON, whichever field says that it is JSON."""
+    found: dict[str, tuple[str, object]] = {}
+    if given.get("guided_whitespace_pattern") is not None:
+        found["whitespace_pattern"] = "guided_whitespace_pattern", given["guided_whitespace_pattern"]
+    for field in ("structured_outputs", "guided"):
+        for option in JSON_OPTIONS:
+            if (value := (given.get(field) or {}).get(option)) is not None:
+                found[option] = f"{field}.{option}", value
+    return found
 
 
 def _read_plain(field: str, value: object) -> Iterator[Asked]:
@@ -78,7 +106,7 @@ def _read_plain(field: str, value: object) -> Iterator[Asked]:
 
 def _read_own(field: str, value: object) -> Iterator[Asked]:
     of_kind = value if isinstance(value, Mapping) else {}
-    kinds = [kind for kind, inner in of_kind.items() if inner is not None]
+    kinds = [kind for kind, inner in of_kind.items() if inner is not None and kind not in JSON_OPTIONS]
     if len(kinds) != 1 or kinds[0] not in _STRUCTURED:
         raise _wrong(field, f"{field} must be an object with one of {', '.join(_STRUCTURED)}, not {show_value(value)}")
     yield Asked(field, f"{field}.{kinds[0]}", kinds[0], of_kind[kinds[0]])
@@ -104,12 +132,12 @@ def _read_format(field: str, value: object) -> Iterator[Asked]:
 def _read_structured(field: str, value: object) -> Iterator[Asked]:
     if not isinstance(value, Mapping):
         raise _wrong(field, f'{field} must be an object such as {{"json": {{…}}}}, not {show_value(value)}')
-    _check_names(field, value, (*_STRUCTURED, *_HARMLESS))
+    _check_names(field, value, (*_STRUCTURED, *JSON_OPTIONS, *_HARMLESS))
     for name, inner in value.items():
         if name in _HARMLESS:
             if inner is not None and not any(inner is harmless for harmless in _HARMLESS[name]):
                 raise _wrong(field, f"{field}.{name} is not supported here: leave it out")
-        elif inner is not None and not (name == "json_object" and inner is False):
+        elif name not in JSON_OPTIONS and inner is not None and not (name == "json_object" and inner is False):
             yield Asked(field, f"{field}.{name}", name, inner)
 
 

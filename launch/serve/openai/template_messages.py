@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
@@ -22,6 +23,14 @@ _ASKS_FOR_NULL = re.compile(r"(?<![A-Za-z_])content['\"]?\]?\s+is\s+(?:not\s+)?n
 _WANTS_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
 """What a template holds that refuses other ids of calls, as Mistral's do."""
 
+_FIRST_CALL = re.compile(r"tool_calls['\"]?\]?\s*(?:\[\s*0\s*\]|\|\s*first\b)")
+_EACH_CALL = re.compile(r"\bfor\s+[\w, ]+\s+in\s+[^%]*tool_calls")
+"""What a template holds that looks at the first call of an answer, or at each. The first alone: it leaves others out
+without a word, as gpt-oss's, or refuses them, as Llama 3's."""
+
+_THOUGHTS_OR_TEXT = "both content and thinking"
+"""What gpt-oss's template says of an answer with thoughts, text and calls: it writes text as thoughts there."""
+
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -30,7 +39,8 @@ _MOST_LOOKED_AT = 8
 
 def as_template_knows(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
     """Messages as a template of this source knows them."""
-    return [*_with_short_ids(_with_known_roles([_with_thoughts(message) for message in messages], source), source)]
+    told = _with_known_roles([_with_thoughts(message, source) for message in messages], source)
+    return [*_with_calls_apart(_with_short_ids(told, source), source)]
 
 
 def ways_of_calls(told: Sequence[Mapping[str, Any]], source: str) -> list[Sequence[Mapping[str, Any]]]:
@@ -57,9 +67,12 @@ def _as_text(arguments: object) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_thoughts(message: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A message with what the assistant thought under the names that templates look at, as transformers has it."""
     thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    if thoughts and message.get("tool_calls") and message["content"] and _THOUGHTS_OR_TEXT in source:
+        thoughts = f"{thoughts}\n\n{message['content']}"
+        message = {**message, "thinking": thoughts, "content": ""}
     return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
@@ -77,6 +90,45 @@ def _with_short_ids(messages: Sequence[dict[str, Any]], source: str) -> Sequence
             message = {**message, "tool_call_id": _short(message["tool_call_id"])}
         told.append(message)
     return told
+
+
+def _with_calls_apart(messages: Sequence[dict[str, Any]], source: str) -> Sequence[dict[str, Any]]:
+    """Messages with one call each, where a template takes no more: calls of one answer become answers one behind the
+    other, each with its result, which a template gives the name of the call before it."""
+    if not _FIRST_CALL.search(source) or _EACH_CALL.search(source):
+        return messages
+    told: list[dict[str, Any]] = []
+    left = deque(messages)
+    while left:
+        message = left.popleft()
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            told.append(message)
+            continue
+        results = []
+        while left and left[0]["role"] == "tool":
+            results.append(left.popleft())
+        told += _one_by_one(message, calls, results)
+    return told
+
+
+def _one_by_one(
+    message: dict[str, Any], calls: Sequence[Mapping[str, Any]], results: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """An answer with several calls, and the results behind it, in their order. Results whose ids are no call's are of
+    the calls that have none."""
+    by_id: dict[object, deque[dict[str, Any]]] = {call.get("id"): deque() for call in calls}
+    others: deque[dict[str, Any]] = deque()
+    for result in results:
+        by_id.get(result.get("tool_call_id"), others).append(result)
+    told = []
+    for call in calls:
+        told.append({**message, "tool_calls": [call]})
+        message = {"role": message["role"], "content": ""}
+        own = by_id[call.get("id")] or others
+        if own:
+            told.append(own.popleft())
+    return told + [result for rest in (*by_id.values(), others) for result in rest]
 
 
 def _short(call_id: str) -> str:

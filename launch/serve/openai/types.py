@@ -166,7 +166,7 @@ def _read_answering(
     sampling |= {name: given[name] for name in SAMPLING_FIELDS & given.keys()}
     asked = read_guided(given)
     if asked is not None:
-        sampling["guided"] = {asked.kind: asked.value}
+        sampling["guided"] = asked.guided()
     echo = _flag(given, "echo")
     if echo and sampling["max_tokens"] == 0:
         sampling.setdefault("prompt_logprobs", 0)  # the prompt is read, and that is all
@@ -175,7 +175,7 @@ def _read_answering(
     except InvalidRequestError as error:
         line = str(error)
         if asked is not None and line.startswith("guided"):
-            raise _wrong(asked.field, line.replace(f"guided.{asked.kind}", asked.name, 1)) from None
+            raise _wrong(asked.field, asked.in_its_words(line)) from None
         raise _wrong_sampling(line, sent_as or {}) from None
     if stream and given.get("prompt_logprobs") is not None:
         raise _wrong(

@@ -121,4 +121,6 @@ class BreakingFinder(importlib.abc.MetaPathFinder):
 
 
 if rank and os.environ.get("OMPI_COMM_WORLD_RANK") == rank:
+    for name in BREAKERS.keys() & sys.modules.keys():  # of a rank that was forked from a process that has them
+        BREAKERS[name](sys.modules[name])
     sys.meta_path.insert(0, BreakingFinder())

@@ -1,5 +1,5 @@
-"""`trtrun` with a defect: its engines die of the prompt whose tokens the variable DEADLY_PROMPT has. For `serve` where
-the engine is one process."""
+"""`trtrun` with a defect: its engines die of the prompt whose tokens the variable DEADLY_PROMPT has, and of one whose
+logits are asked for, once some of them are told. For `serve` where the engine is one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from launch.cli import main
 from launch.serve.engine import keeper as engine_keeper
 from trtrun.api.llm_engine import LLMEngine
+from trtrun.core.outputs import CompletionDelta
 
 PROMPT = os.environ["DEADLY_PROMPT"].split()
 
@@ -28,8 +29,19 @@ def add_checked(engine: LLMEngine, prompt: Any, *arguments: Any, **options: Any)
     return _add_checked(engine, prompt, *arguments, **options)
 
 
+def step(engine: LLMEngine) -> list[CompletionDelta]:
+    """In place of `LLMEngine.step`. What the step before has returned is with the kernel."""
+    global has_told_logits
+    if has_told_logits:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deltas = _step(engine)
+    has_told_logits = any(delta.context_logits is not None and not delta.token_ids for delta in deltas)
+    return deltas
+
+
 if __name__ == "__main__":
-    _add_checked = LLMEngine.add_checked
+    _add_checked, _step, has_told_logits = LLMEngine.add_checked, LLMEngine.step, False
     LLMEngine.add_checked = add_checked  # type: ignore[method-assign]
+    LLMEngine.step = step  # type: ignore[method-assign]
     engine_keeper.engine_command = engine_command
     main()

@@ -277,13 +277,13 @@ def test_beside_a_base_of_8_bits_rows_keep_their_bits(folder: Path, quantization
 def test_requests_for_adapters_that_there_are_not(folder: Path) -> None:
     with make_llm(folder / "target", **adapters_of(folder)) as llm:
         refused = llm.generate([[1, 2]], SamplingParams(lora_name="sme"))[0]
-        assert refused.error == "unknown lora_name \"sme\" (did you mean 'some'?)"
+        assert refused.error == "lora_name: there is no adapter \"sme\" (did you mean 'some'?)"
         llm.check_idle()
     with LLM(folder / "target", adapters={"all": folder / "all"}, device="cpu:0") as llm:
         assert llm.generate([[1, 2]], SamplingParams(lora_name="all"))[0].error is None
     with make_llm(folder / "target") as llm:
         refused = llm.generate([[1, 2]], SamplingParams(lora_name="all"))[0]
-        assert refused.error == 'lora_name is "all", but no adapters are loaded here: leave it out'
+        assert refused.error == 'lora_name: no adapters are loaded here, and so not "all": leave it out'
     with pytest.raises(InvalidRequestError, match="lora_name must be a name, not 3"):
         SamplingParams(lora_name=3)  # type: ignore[arg-type]
 
@@ -327,7 +327,7 @@ def test_adapters_come_and_go_while_requests_run(folder: Path) -> None:
         llm.load_adapter("y", folder / "all")
         assert text_with(llm, prompt, "y") == expected["all"] and text_with(llm, prompt, None) == expected[None]
         llm.drop_adapter("y")
-        with pytest.raises(InvalidRequestError, match='unknown lora_name "y"'):
+        with pytest.raises(InvalidRequestError, match='lora_name: there is no adapter "y"'):
             llm.drop_adapter("y")
         assert llm.generate([prompt], SamplingParams(lora_name="y"))[0].error is not None
         llm.check_idle()

@@ -35,6 +35,16 @@ def test_completions_differ_and_come_again_with_the_seed(llm: LLM) -> None:
     assert len({completion.token_ids for completion in greedy.completions}) == 1
 
 
+def test_a_configuration_may_be_a_files_path(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"target: {{model: {folder / 'target'}, devices: ['cpu:0']}}\nspeculation: {{method: none}}\n")
+    with LLM(config=path) as llm, trtrun.open_llm(str(path)) as other:
+        assert other is not None and llm.config == other.config
+        assert tokens_of(llm.generate(["abc"])) == tokens_of(other.generate(["abc"]))
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        LLM(config=str(tmp_path / "none.yaml"))
+
+
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2}])
 def test_logprobs_equal_transformers_at_every_position(llm: LLM, folder: Path, values: dict[str, Any]) -> None:
     """They are of the target's raw distribution, before penalties and temperature."""

@@ -214,8 +214,9 @@ def test_on_a_gpu_they_are_transformers_and_drafts_change_no_bit(folder: Path, r
     """With the graphs that rounds have there: two rounds are in work, and the second must not write over the logits of
     the first."""
     settings: dict[str, Any] = {
-        "devices": (("cuda:0",), ("cuda:0",)), "scheduler": {"max_num_tokens": 64, "plans_ahead": 1},
-    }  # fmt: skip
+        "devices": (("cuda:0",), ("cuda:0",)),
+        "scheduler": {"max_batch_size": 8, "max_num_tokens": 64, "plans_ahead": 1},
+    }
     asked = replace(ASKED, max_tokens=40)
     with make_llm(folder / "target", folder / "draft", dtype="float32", **settings) as llm:
         for output in llm.generate(PROMPTS, asked):

@@ -93,7 +93,12 @@ def test_bad_devices_are_refused(folder: Path, devices: str) -> None:
         ("speculation.draft_len=4.5", "speculation.draft_len"),
         (
             "speculation.method=jacobi",
-            "speculation.method: unknown method 'jacobi' (known: draft_target, eagle, eagle3, lookahead, medusa, ngram",
+            "speculation.method: unknown method 'jacobi' (known: dflash, draft_target, dspark, eagle, eagle3,",
+        ),
+        ("speculation.method=pard", "unknown method 'pard': a draft with a mask token drafts by method draft_target"),
+        (
+            "speculation.method=hybrid",
+            "unknown method 'hybrid': name the model's method, and set enable_suffix_decoding",
         ),
         ("target.dtype=fp8", "target.dtype"),
         ("target.quantisation=fp8", "target.quantisation: unknown key (did you mean 'quantization'?)"),

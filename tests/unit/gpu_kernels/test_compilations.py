@@ -20,7 +20,7 @@ Hook = Callable[..., Any]
 
 @pytest.mark.parametrize("other", [None, lambda **told: ["another's", told]], ids=["nobody's", "another's"])
 def test_each_kernel_is_counted_once_and_another_hook_is_still_called(
-    monkeypatch: pytest.MonkeyPatch, other: Hook | None
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: Hook | None
 ) -> None:
     """Triton is played where it calls its hook: a kernel is compiled on GPUs alone."""
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", other)
@@ -30,6 +30,8 @@ def test_each_kernel_is_counted_once_and_another_hook_is_still_called(
         chooser.operations_of.__wrapped__("cuda")  # what others of this process have asked for stays as it is
     hook, watch = knobs.runtime.jit_post_compile_hook, FirstUseWatch()
     assert hook is not None
-    told = {"key": "k", "is_manual_warmup": False, "already_compiled": False}
+    told = {"key": "k", "repr": "norm[4]", "is_manual_warmup": False, "already_compiled": False}
+    caplog.set_level("DEBUG", logger=compilations.__name__)
     assert hook(**told) == (None if other is None else ["another's", told])
     assert watch.take() == FirstUses(compilations=1)
+    assert caplog.messages == ["ready: norm[4]"], "so that one which a round waited for can be found"

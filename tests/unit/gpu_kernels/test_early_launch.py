@@ -81,3 +81,14 @@ def test_what_is_asked_for_beforehand_is_little(features: int, inputs: int, dtyp
     assert lines >= 1 and lines & (lines - 1) == 0
     assert lines == 1 or lines * 128 <= min(inputs * weight.itemsize, (1 << 14) // features)
     assert early(weight) == {"EARLY": False}, "the CPU has no such launch"
+
+
+def test_a_kernel_behind_two_streams_does_not_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one may."""
+    from trtrun.kernels.triton import early_launch
+
+    weight = torch.empty(1)
+    assert early_launch.lets_next_begin(weight) == {"EARLY": False}
+    monkeypatch.setattr(early_launch, "_options", lambda device: {"EARLY": True, "launch_pdl": True})
+    assert early_launch.lets_next_begin(weight) == {"EARLY": True, "launch_pdl": False}
+    assert early_launch.early(weight) == {"EARLY": True, "launch_pdl": True}, "which stays as it is"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from trtrun.kernels.line_slots import LineSlots
 from trtrun.kernels.torch.low_rank import Factors, LowRankShape
 
 pytestmark = needs_gpu
+COUNT = 700
+"""Lines with which programs of the second kernel have several tiles of a wide layer, one after the other."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -42,9 +46,9 @@ def test_a_line_has_the_same_bits_in_any_company(
             for of in outputs
         ]
         low_rank.put(slot, factors[slot])
-    x = torch.randn(300, inputs, device=device).to(dtype)
-    y = torch.randn(300, sum(outputs), device=device).to(dtype)
-    slots = torch.randint(0, 5, (300,), device=device)
+    x = torch.randn(COUNT, inputs, device=device).to(dtype)
+    y = torch.randn(COUNT, sum(outputs), device=device).to(dtype)
+    slots = torch.randint(0, 5, (COUNT,), device=device)
 
     def added(lines: slice) -> torch.Tensor:
         result = y[lines].clone()
@@ -58,9 +62,85 @@ def test_a_line_has_the_same_bits_in_any_company(
         exact = torch.where((slots == slot).unsqueeze(1), y.double() + torch.cat(parts, dim=1), exact)
     bound = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}[dtype]
     assert ((whole - exact).norm() / exact.norm()).item() < bound
-    for lines in (1, 2, 5, 16, 17, 33, 64, 200):
+    for lines in (1, 2, 5, 16, 17, 33, 64, 300):
         assert torch.equal(added(slice(lines)), whole[:lines])
-        assert torch.equal(added(slice(300 - lines, 300)), whole[-lines:])
+        assert torch.equal(added(slice(COUNT - lines, COUNT)), whole[-lines:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 32, 160, 300])
+def test_beside_the_products_the_bits_are_those_of_one_behind_the_other(
+    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype
+) -> None:
+    """Three layers, as a model has them: short and long products, memory that is used again, a stream of states that is
+    added to. With and without a graph, whose replays meet other numbers and other slots each time."""
+    from trtrun.kernels.torch.graph_capture import capturing
+    from trtrun.kernels.torch.low_rank import LowRank
+    from trtrun.kernels.triton import low_rank as module
+    from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
+    from trtrun.kernels.triton.matmul import TritonMatmul
+
+    branches, beside_others = [], module.beside
+
+    def counted(work: Callable[[], None], device: torch.device) -> AbstractContextManager[None]:
+        branches.append(device)
+        return beside_others(work, device)
+
+    monkeypatch.setattr(module, "beside", counted)
+    torch.manual_seed(rows)
+    device, hidden, inner, num_slots, rank = torch.device("cuda"), 1024, 4096, 16, 16
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device=device) / shape[-1] ** 0.5).to(dtype)
+
+    layers = []
+    for outputs, width in (((hidden,), hidden), ((inner, inner), hidden), ((hidden,), inner)):
+        low_rank = module.TritonLowRank(LowRankShape(outputs, width, num_slots, rank), dtype, device)
+        for slot in range(1, num_slots):  # the last is empty
+            low_rank.put(slot, [Factors(random(rank, width), random(of, rank)) for of in outputs])
+        layers.append((low_rank, TritonMatmul(random(sum(outputs), width), None)))
+    norm = torch.ones(hidden, dtype=dtype, device=device)
+    inputs = torch.randn(50, rows, hidden, device=device).to(dtype)
+    slots = torch.randint(0, num_slots + 1, (50, rows), device=device)
+
+    def forward(states: torch.Tensor, of_lines: torch.Tensor, *, beside: bool) -> torch.Tensor:
+        lines = LineSlots(of_lines)
+
+        def layer(number: int, x: torch.Tensor) -> torch.Tensor:
+            low_rank, product = layers[number]
+            return low_rank.add_to(product, x, lines) if beside else LowRank.add_to(low_rank, product, x, lines)
+
+        for _ in range(4):
+            normed = add_and_normalise(states, None, norm, 1e-5)
+            delta = layer(0, normed)
+            normed = add_and_normalise(states, delta, norm, 1e-5)
+            states.add_(layer(2, silu_and_multiply(layer(1, normed))))
+        return states
+
+    expected = [forward(inputs[turn].clone(), slots[turn], beside=False) for turn in range(len(inputs))]
+    assert not any(torch.equal(expected[turn], expected[0]) for turn in range(1, len(inputs)))
+    for turn in range(len(inputs)):
+        assert torch.equal(forward(inputs[turn].clone(), slots[turn], beside=True), expected[turn]), turn
+
+    states, of_lines = inputs[0].clone(), slots[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    branches.clear()
+    with capturing(graph):
+        result = forward(states, of_lines, beside=True)
+    assert len(branches) == 4 * len(layers)
+    for turn in range(len(inputs)):
+        states.copy_(inputs[turn])
+        of_lines.copy_(slots[turn])
+        graph.replay()
+        assert torch.equal(result, expected[turn]), turn
+    results = []  # and without anybody who waits between two of them
+    for turn in range(len(inputs)):
+        states.copy_(inputs[turn])
+        of_lines.copy_(slots[turn])
+        graph.replay()
+        results.append(result.clone())
+    assert all(torch.equal(found, one) for found, one in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,34 @@ def test_nodes_of_trees_are_found_where_they_are() -> None:
     assert torch.equal(stores[1][:, 1:], stores[0][:, 1:])  # what is nowhere is in the null block
 
 
+@pytest.mark.parametrize("queries", [4, 17])
+def test_queries_that_stand_at_one_place_see_the_same_keys(queries: int) -> None:
+    """As of drafts whose tokens see each other (layers/dflash_head.py): each writes the same key and value there."""
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    torch.manual_seed(queries)
+    heads, kv_heads, head_dim = 4, 2, 24
+    tables = torch.tensor([[3, 1, 4], [2, 5, 0]])
+    positions = torch.tensor([[40], [21]]).repeat(1, queries)
+    positions[1, 2:] = -1
+    fused = torch.randn(2, queries, heads + 2 * kv_heads, head_dim)
+    fused[:, :, heads:] = fused[:, :1, heads:]
+    query_key, value = fused.flatten(0, 1).split([heads + kv_heads, kv_heads], dim=1)
+    store = torch.randn(2, 6, kv_heads, 16, head_dim)
+    found = []
+    for backend in (GatherAttention(), PagedAttention()):
+        kept, batch = store.clone(), AttentionBatch([AttentionSegment(0, 2, queries, tables, positions)], 16)
+        output = backend.forward(query_key, value, straight(value), kept, batch, head_dim**-0.5, None)
+        found.append((output[positions.flatten() >= 0], kept[:, 1:]))
+    assert difference(found[1][0], found[0][0]) < BOUNDS[torch.float32]
+    assert torch.equal(found[1][1], found[0][1])
+    row = found[0][1][:, tables[0] - 1].transpose(1, 2).flatten(2, 3)[:, :, :41]  # [2, KV heads, keys, head]
+    expected = functional.scaled_dot_product_attention(
+        query_key[:queries, :heads].transpose(0, 1), *row.repeat_interleave(heads // kv_heads, dim=1)
+    )
+    assert difference(found[1][0][:queries], expected.transpose(0, 1)) < BOUNDS[torch.float32]
+
+
 def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
     """Tiles of fewer queries than a row has, with programs for each share and without."""
     check_tilings(torch.device("cpu"), 6, 24, torch.float16, 200, [(16, True), (32, False)])

@@ -56,9 +56,38 @@ def test_guides_travel_as_they_came() -> None:
     assert list(json.loads(guide_of({"json": COMPACT}).text)["properties"]) == ["name", "age"]
 
 
+def test_blanks_of_json_are_as_is_asked() -> None:
+    spaced = {"type": "object", "x-guidance": {"whitespace_pattern": "[ ]{1,2}", "coerce_one_of": True}}
+    kept = {"coerce_one_of": True}
+    for value, options in (
+        ({"json": spaced, "disable_any_whitespace": True}, kept | {"whitespace_flexible": False}),
+        ({"json": spaced, "whitespace_pattern": "[ \\n]?"}, kept | {"whitespace_pattern": "[ \\n]?"}),
+        ({"json": spaced, "disable_any_whitespace": False}, spaced["x-guidance"]),
+        ({"json_object": True, "disable_any_whitespace": True}, {"whitespace_flexible": False}),
+        ({"json": True, "whitespace_pattern": r"(?:\x20|\t){0,3}"}, {"whitespace_pattern": r"(?:\x20|\t){0,3}"}),
+    ):
+        assert json.loads(guide_of(value).text)["x-guidance"] == options
+    assert guide_of({"json": False, "disable_any_whitespace": True}).text == "false"
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace is of JSON: leave it out with regex"),
+        ({"json": {}, "disable_any_whitespace": "yes"}, "guided.disable_any_whitespace must be true or false"),
+        (
+            {"json": {}, "whitespace_pattern": "[ x]"},
+            "guided.whitespace_pattern must be a regular expression of blanks",
+        ),
+        ({"json": {}, "whitespace_pattern": "[ {1}]"}, "guided.whitespace_pattern must be a regular expression of"),
+        ({"json": {}, "whitespace_pattern": "5"}, "guided.whitespace_pattern must be a regular expression of blanks"),
+        (
+            {"json": {}, "whitespace_pattern": "[^ ]"},
+            "guided.whitespace_pattern must be a regular expression of blanks",
+        ),
+        ({"json": {"x-guidance": 1}, "whitespace_pattern": " "}, "guided.json: x-guidance must be an object, not 1"),
+        ({"disable_any_whitespace": True}, "guided must have one of json"),
+        ({"json": {}, "whitespace": " "}, "(did you mean 'whitespace_pattern'?)"),
         ({"jsn": {}}, "guided: unknown kind \"jsn\" (did you mean 'json'?)"),
         ({"json": {}, "regex": "a"}, "guided must have one of json, json_object, regex, choice, grammar, and has json"),
         ({}, "and has nothing"),

@@ -174,7 +174,7 @@ def test_other_tensors_are_refused_and_what_trainers_leave_is_not(tmp_path: Path
     )
     make_llm(target, heads=path, speculation=eagle3()).close()
     for name, says in (
-        ("mask_hidden", "tensor 'mask_hidden' is none that an EAGLE-3 head has"),
+        ("mask_hidden", "tensor 'mask_hidden' is none that heads of EAGLE-3 have"),
         ("midlayer.mlp.up_proj.weight", "it has a tensor twice"),
         ("layers.0.self_attn.k_norm.weight", "k_norm.weight' goes with others that are not there"),
     ):

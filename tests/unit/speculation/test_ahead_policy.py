@@ -244,3 +244,42 @@ def test_reports_without_times_are_left_out() -> None:
         policy.record_draft(2, 8, 0.0, 1, 0.0)
         policy.record_round(2, 0.0, 0.0, [], [])
     assert policy.num_guesses(2) == 8 and policy.redraft_from(2) == 1
+
+
+def play(policy: AheadPolicy, rows: int, seconds: float, drafting: float, chance: float, rounds: int) -> list[int]:
+    """Rounds of verifications of 0.1 s in which guesses take `seconds`, each verdict is guessed with `chance`, and a
+    fresh draft takes `drafting`; rows with a draft gain 4 tokens."""
+    chosen = []
+    for number in range(rounds):
+        count = policy.num_guesses(rows)
+        hits = rows if count and number % 10 < 10 * chance else 0
+        drafts_again = rows - hits >= policy.redraft_from(rows) and hits < rows
+        policy.record_draft(rows, count, seconds if count else 0.0, drafts_again, drafting, [chance] * 40)
+        gained = [4 if hits or drafts_again else 1] * rows
+        spent = max(0.1, seconds if count else 0.0) + drafting * drafts_again
+        policy.record_round(rows, 0.1, spent, gained, [4 if count > 1 else 0 for count in gained])
+        chosen.append(count)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "drafting", "chance", "guesses"),
+    [
+        (8, 0.3, 0.12, 0.7, False),  # 4 tokens in 0.23 s, where guesses give 3.1 in 0.33
+        (1, 0.3, 0.12, 0.9, False),  # 4 in 0.23, where even all of them would be 4 in 0.33
+        (8, 0.09, 0.12, 0.7, True),
+        (1, 0.15, 0.12, 0.9, True),  # 4 in 0.15 and, one time in ten, 0.12 more
+        (8, 0.3, 0.4, 0.7, True),
+    ],
+)
+def test_nothing_is_guessed_where_a_fresh_draft_in_each_round_gains_more(
+    rows: int, seconds: float, drafting: float, chance: float, guesses: bool
+) -> None:
+    """Then each round has one, and guesses are tried once in some hundred rounds."""
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
+    chosen = play(policy, rows, seconds, drafting, chance, 800)[-600:]
+    assert sum(count > 0 for count in chosen) == 600 if guesses else sum(count > 0 for count in chosen) <= 12, chosen
+    insisting = AheadPolicy(STEPS, 5, always_redrafts=False, always_guesses=True)
+    assert all(play(insisting, rows, seconds, drafting, chance, 300))
+    if not guesses:
+        assert policy.num_guesses(rows) == 0 and policy.redraft_from(rows) == 1

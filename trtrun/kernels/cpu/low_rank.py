@@ -12,14 +12,14 @@ import torch
 from torch.nn import functional
 
 from trtrun.kernels.line_slots import LineSlots
-from trtrun.kernels.torch.low_rank import Factors, LowRankShape
+from trtrun.kernels.torch.low_rank import Factors, LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product
 
 _RANKS = 8
 """Ranks are filled up with zeros to a multiple of it: kernels take pairs of input features."""
 
 
-class CpuLowRank:
+class CpuLowRank(LowRank):
     """See LowRank. Slots are empty until they are filled.
 
     Args:

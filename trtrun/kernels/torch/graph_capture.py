@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from trtrun.kernels.torch.side_branch import side_stream
+
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
@@ -42,4 +44,6 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """The stream for captures on a device. torch's own is that of the device which the process captured on first."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side_stream(stream)  # made now, so that none is made while something is captured
+    return stream

@@ -9,8 +9,9 @@ It knows slots and tensors. It does not know adapters' files, scales (they are i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -46,20 +47,29 @@ class LowRankShape(NamedTuple):
         return self.num_slots * self.max_rank * (len(self.outputs) * self.inputs + sum(self.outputs))
 
 
-class LowRank(Protocol):
+class LowRank(ABC):
     """What adapters add to one linear layer."""
 
+    @abstractmethod
     def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
         """Fill a slot, in the order of the layer's matrices; None where an adapter leaves one as it is."""
-        ...
 
+    @abstractmethod
     def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
         """Add to y [lines, out] in place what x [lines, in] gives. A line's bits do not depend on the other lines, and
         lines without an adapter keep theirs."""
-        ...
+
+    def add_to(
+        self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, lines: LineSlots
+    ) -> torch.Tensor:
+        """The layer's own product of x [lines, in], and what `add` adds to it → [lines, out]; the same bits as one
+        behind the other. `product` only reads x."""
+        y = product(x)
+        self.add(y, x, lines)
+        return y
 
 
-class StackedFactors:
+class StackedFactors(LowRank):
     """The factors of all slots of one layer.
 
     Attributes:

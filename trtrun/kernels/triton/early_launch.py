@@ -37,6 +37,13 @@ def early(tensor: torch.Tensor) -> dict[str, Any]:
     return _options(tensor.device)
 
 
+def lets_next_begin(tensor: torch.Tensor) -> dict[str, Any]:
+    """The same for a kernel that itself begins when all before it has ended, as one must that waits for another stream
+    than its own (side_branch.py); the next one of its stream may begin early."""
+    options = early(tensor)
+    return options | {"launch_pdl": False} if options["EARLY"] else options
+
+
 def lines_of(weight: torch.Tensor, features: int) -> int:
     """Lines of each of `features` rows of a weight that a program asks for beforehand: a power of two."""
     row_bytes = weight.shape[1] * weight.itemsize

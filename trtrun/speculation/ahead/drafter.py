@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Generic
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -227,6 +228,10 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             own, lengths, tokens_of = zip(*known, strict=True)
             self._engine.rows.write_tokens(own, lengths, tokens_of)
 
+    def guesses(self) -> npt.NDArray[np.int64] | None:
+        """See Drafter: texts that are looked up may go before what was foreseen."""
+        return self._guesses.table() if self._guesses.listed and self._host_texts is None else None
+
     def hit_chances(self) -> list[float]:
         """See Drafter."""
         return self._fan_out.hit_chances(self._draft_len)
@@ -252,14 +257,18 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
     def _rows_to_feed(self, plan: RoundPlan, guesses: bool) -> list[int]:
         """Decode rows whose texts are written to their ends in this round: those that are guessed for, those whose
-        drafts came with their requests, so that little is ever to be fed at once, and those that were sat out for
-        long."""
+        drafts came with their requests, so that little is ever to be fed at once, those that were sat out for long, and
+        those of which the store would lack more than the plan says, as others may be given their blocks."""
         planned = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), plan.catch_up.tolist(), strict=True)
         return [
             row
             for row, draft_len, count in planned
             if row in self._texts
-            and ((guesses and draft_len > 0) or row in self._has_given or (not plan.draft_len and count > 0))
+            and (
+                (guesses and draft_len > 0)
+                or row in self._has_given
+                or (count > 0 and (not plan.draft_len or len(self._texts[row].unfed) > 1))
+            )
         ]
 
     def _take_given(self, plan: RoundPlan, asked: dict[int, int]) -> None:

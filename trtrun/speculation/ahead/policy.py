@@ -1,7 +1,8 @@
 """How much is drafted ahead in a round, and when a fresh draft is worth waiting for: from what rounds took so far.
 
 Two questions, both answered in tokens a second by measured times. How many verdicts to guess: more are right more
-often, but the target waits where the draft ranks are done after it. And how many rows must have missed until a fresh
+often, but the target waits where the draft ranks are done after it; none at all where a fresh draft in each round gains
+more, as where a verification is short beside what guesses take. And how many rows must have missed until a fresh
 draft for them, which all rows wait for, gains more tokens than the wait costs. It knows numbers of rows, seconds and
 counts. It does not know rows, ranks or clocks.
 """
@@ -20,7 +21,8 @@ NEVER = 1 << 30
 
 _NUM_SAMPLES = 9
 _SHARE_OF_VERIFYING = 0.9
-"""Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel."""
+"""Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel. As
+much of what a fresh draft in each round takes is drafting."""
 
 _FEWEST_SAMPLES = 4
 """Before that a number of guesses, or a fresh draft, is still being tried: the first time, kernels are made."""
@@ -48,6 +50,7 @@ class _Load:
         anticipating: of drafting ahead, by the number of guesses that was chosen.
         redrafting: of fresh drafts, for each row and as a whole.
         rounds_without_redraft: for how many rounds fresh drafts were found not to be worth their wait.
+        always_redrafts: whether nothing is guessed, as each round is better off with a fresh draft.
     """
 
     rounds: int = 0
@@ -56,31 +59,34 @@ class _Load:
     anticipating: dict[int, deque[float]] = field(default_factory=dict)
     redrafting: deque[float] = field(default_factory=_samples)
     rounds_without_redraft: int = 0
+    always_redrafts: bool = False
 
     def known_anticipating(self) -> dict[int, float]:
         """Seconds by guesses, where there are samples enough; the longest one is left out."""
         return {
-            count: statistics.median(sorted(samples)[:-1])
-            for count, samples in self.anticipating.items()
-            if len(samples) >= _FEWEST_SAMPLES
+            count: _typical(samples) for count, samples in self.anticipating.items() if len(samples) >= _FEWEST_SAMPLES
         }
 
 
 class AheadPolicy:
     """The orchestrator's, for one job."""
 
-    def __init__(self, steps: Sequence[int], draft_len: int, *, always_redrafts: bool) -> None:
+    def __init__(
+        self, steps: Sequence[int], draft_len: int, *, always_redrafts: bool, always_guesses: bool = False
+    ) -> None:
         """Start without knowledge.
 
         Args:
             steps: numbers of guesses to choose from, ascending; none where nothing is drafted ahead.
             draft_len: tokens of a draft, at most.
             always_redrafts: whether rows that miss are always drafted again.
+            always_guesses: whether verdicts are guessed where a fresh draft in each round gains more, too.
         """
         most_guesses = max(steps, default=0)
         self._steps = tuple(steps)
         self._most = most_guesses
         self._always = always_redrafts or not most_guesses
+        self._always_guesses = always_guesses
         self._loads: dict[int, _Load] = {}
         self._tokens_per_second = 0.0
         self._tokens_with_draft = 0.0
@@ -92,6 +98,7 @@ class AheadPolicy:
             return 0
         load = self._load(max(1, num_rows))
         chosen = self._choose(load, max(1, num_rows))
+        load.always_redrafts = not chosen
         load.rounds += 1
         load.last_tried[chosen] = load.rounds
         return chosen
@@ -106,34 +113,48 @@ class AheadPolicy:
         # What nothing is known of is tried where it might be best, one step at a time.
         near = {at + beside for at, step in enumerate(enough) if step in known for beside in (-1, 0, 1)}
         verifying = statistics.median(load.verifying)
+        redrafting = _typical(load.redrafting) / _SHARE_OF_VERIFYING if len(load.redrafting) >= _FEWEST_SAMPLES else 0.0
         seconds_of, rates = {}, {}
         for at in sorted(near & set(range(len(enough)))):
             step = enough[at]
             seconds = known.get(step, max((known[less] for less in enough[:at] if less in known), default=0.0))
             seconds_of[step] = max(verifying, seconds / _SHARE_OF_VERIFYING)
             rates[step] = self._gain(step, num_rows) / seconds_of[step]
+            if redrafting:  # for whoever missed, whom all wait for
+                missing = 1 - self._chance(step, num_rows) ** num_rows
+                rates[step] = max(rates[step], self._tokens_with_draft / (seconds_of[step] + missing * redrafting))
+        if redrafting and rates and not self._always_guesses:
+            seconds_of[0] = verifying + redrafting
+            rates[0] = self._tokens_with_draft / seconds_of[0]
         best = max(rates, key=rates.__getitem__, default=first)
         for step, seconds in seconds_of.items():
-            could_be_better = self._gain(step, num_rows) / verifying > rates[best]
+            could_be_better = step > 0 and self._gain(step, num_rows) / verifying > rates[best]
             due = load.last_tried.get(step, load.rounds) + _ROUNDS_TO_RETRY * seconds / seconds_of[best]
             if could_be_better and load.rounds >= due:
                 return step
         return best
 
     def _gain(self, num_guesses: int, num_rows: int) -> float:
-        """Tokens that a row gains in a round, where so many guesses are made for all rows."""
+        """Tokens that a row gains in a round, where so many guesses are made for all rows and none is drafted again."""
+        return 1 + self._chance(num_guesses, num_rows) * max(0.01, self._tokens_with_draft - 1)
+
+    def _chance(self, num_guesses: int, num_rows: int) -> float:
+        """How likely a row's verdict is among so many guesses for all rows."""
         if num_guesses < num_rows:
-            chance = self._hit_chances[0] * num_guesses / num_rows
-        else:
-            chance = self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
-        return 1 + chance * max(0.01, self._tokens_with_draft - 1)
+            return self._hit_chances[0] * num_guesses / num_rows
+        return self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
 
     def redraft_from(self, num_rows: int) -> int:
         """Rows without a draft from which on a fresh one is worth its wait; asked once a round."""
         load = self._load(num_rows)
-        if self._always or len(load.redrafting) < _FEWEST_SAMPLES or not self._tokens_per_second:
+        if (
+            self._always
+            or load.always_redrafts
+            or len(load.redrafting) < _FEWEST_SAMPLES
+            or not self._tokens_per_second
+        ):
             return 1
-        lost = statistics.median(sorted(load.redrafting)[:-1]) * self._tokens_per_second
+        lost = _typical(load.redrafting) * self._tokens_per_second
         gained = max(0.01, self._tokens_with_draft - 1)
         needed = lost / gained
         if needed <= num_rows:
@@ -185,6 +206,11 @@ class AheadPolicy:
     def _load(self, num_rows: int) -> _Load:
         """The load of so many rows, to a power of two."""
         return self._loads.setdefault(1 << max(0, num_rows - 1).bit_length(), _Load())
+
+
+def _typical(samples: deque[float]) -> float:
+    """The median of two samples or more without the longest, in which kernels may have been made."""
+    return statistics.median(sorted(samples)[:-1])
 
 
 def _blend(old: float, new: float) -> float:

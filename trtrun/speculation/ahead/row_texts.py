@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(slots=True)
 class RowText:
@@ -120,19 +123,26 @@ class Guesses:
         drafts: of each guess, the draft behind its token.
         ranked: of each guess, the likeliest tokens at each place of that draft, its own among them.
         probs: of each guess, [steps, vocab] float32 on the device where it has draft_probs, else None.
+        tokens: of the verdicts that were guessed.
     """
 
     listed: list[Guess] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
     ranked: list[list[list[int]]] = field(default_factory=list)
     probs: list[Any] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     _places: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def settle(self, tokens: list[int], drafts: list[list[int]], ranked: list[list[list[int]]]) -> None:
         """Make the guesses findable by the `tokens` of their verdicts; of two alike the first counts."""
-        self.drafts, self.ranked, self.probs = drafts, ranked, [None] * len(tokens)
+        self.tokens, self.drafts, self.ranked, self.probs = tokens, drafts, ranked, [None] * len(tokens)
         for index, (guess, token) in enumerate(zip(self.listed, tokens, strict=True)):
             self._places.setdefault((guess.row, guess.num_accepted, token), index)
+
+    def table(self) -> npt.NDArray[np.int64]:
+        """[guesses, 3 + steps]: of each its row, its num_accepted, the token of its verdict, and its draft."""
+        keys = [(guess.row, guess.num_accepted, token) for guess, token in zip(self.listed, self.tokens, strict=True)]
+        return np.concatenate((np.array(keys, dtype=np.int64), np.array(self.drafts, dtype=np.int64)), axis=1)
 
     def find(self, row: int, num_accepted: int, token: int) -> int | None:
         """Index of the guess that this verdict was; None where it was not among them."""

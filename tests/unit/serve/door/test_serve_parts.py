@@ -16,7 +16,8 @@ from engine_messages import run
 from launch.commands import serve as serve_command
 from launch.commands.serve import server_overrides
 from launch.serve.application.http_server import Listener, is_loopback, listen
-from launch.serve.door.limits import Door, LogitsLimit
+from launch.serve.door.limits import Door
+from launch.serve.door.logits import LogitsLimit, LogitsPlace
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Keys
@@ -58,10 +59,10 @@ def test_the_door_counts_completions_and_requests() -> None:
 
 
 def test_logits_of_a_request_are_bounded_as_they_are_filled_up() -> None:
-    limit, rows = LogitsLimit(vocab_size=100, most_bytes=400 * 60), [10, 20]
+    limit, rows = LogitsLimit(vocab_size=100, most_bytes=400 * 60, most_together=400 * 60), [10, 20]
 
     def check(*asked: dict[str, Any], max_length: int = 1000) -> None:
-        limit.check(rows, [SamplingParams(**values) for values in asked], max_length)
+        limit.enter(rows, [SamplingParams(**values) for values in asked], max_length).leave()
 
     context, generation = {"return_context_logits": True}, {"return_generation_logits": True}
     check({"max_tokens": 10_000}, {"max_tokens": 10_000})  # nobody asks
@@ -84,6 +85,29 @@ def test_logits_of_a_request_are_bounded_as_they_are_filled_up() -> None:
         refusal = refusal_of(lambda asked=asked: check(*asked))  # type: ignore[misc]
         assert line in str(refusal) and refusal.kind is Kind.INVALID
         assert refusal.field == line.split(" ")[0].rstrip(":") or refusal.field == "return_context_logits"
+
+
+def test_logits_of_all_requests_are_bounded_together() -> None:
+    limit = LogitsLimit(vocab_size=100, most_bytes=400 * 50, most_together=400 * 90)
+    asked = [SamplingParams(return_generation_logits=True, max_tokens=50)]
+
+    def enter(length: int) -> LogitsPlace:
+        return limit.enter([1], asked, 1 + length)
+
+    places = [enter(50), enter(40)]
+    assert limit.num_bytes == 400 * 90
+    for length in (1, 50):
+        refusal = refusal_of(lambda length=length: enter(length))  # type: ignore[misc]
+        assert refusal.kind is Kind.BUSY and refusal.code == "too_many_bytes" and refusal.retry_after
+        assert f"with {400 * length} bytes of this request more logits" in str(refusal)
+    limit.enter([1], [SamplingParams()], 100)  # nobody else waits for it
+    for _ in range(2):
+        places[0].leave()
+    assert limit.num_bytes == 400 * 40
+    places[0] = enter(50)
+    for place in places:
+        place.leave()
+    assert limit.num_bytes == 0
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, run
 
@@ -27,7 +28,7 @@ from launch.serve.engine.messages import (
     encode,
 )
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from trtrun.core.outputs import CompletionDelta
+from trtrun.core.outputs import CompletionDelta, Logits
 
 
 class Engine:
@@ -129,6 +130,39 @@ def test_a_request_that_ends_engines_is_ended() -> None:
             await inboxes[1].take()
         assert caught.value.kind is Kind.FAILED
         assert client.num_requests == 1
+
+    with_client(check)
+
+
+def test_the_next_suspect_waits_for_a_token_of_the_one_before_and_not_for_logits_of_its_prompt() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
+        blamed: list[int] = []
+        client.on_blame = blamed.extend
+        inboxes = [Inbox(), Inbox()]
+        for inbox in inboxes:
+            client.start([EngineRequest((1,), SAMPLING)], inbox)
+        logits = msgspec.structs.replace(delta_of(()), context_logits=Logits(1, (b"\0" * 4,)))
+        for _ in range(2):
+            engine = await Engine.connect(socket)
+            assert await engine.hear_ids() == ["request 0", "request 1"]
+            await engine.die(client)
+        third = await Engine.connect(socket)
+        assert await third.hear_ids() == ["request 0"]
+        third.tell(logits)
+        (told,) = await inboxes[0].take()
+        assert told[1].context_logits is not None
+        await third.die(client)
+        with pytest.raises(Refusal, match="ended 3 times in a row"):
+            await inboxes[0].take()
+        fourth = await Engine.connect(socket)
+        assert await fourth.hear_ids() == ["request 1"] and client.num_requests == 1 and not blamed
+        fourth.tell(msgspec.structs.replace(logits, request_id="request 1"))
+        await inboxes[1].take()
+        assert not blamed, "whether the engine is one that works is not known yet"
+        fourth.tell(delta_of((4,), request_id="request 1"))
+        await inboxes[1].take()
+        assert sorted(blamed) == [1, 2, 3]
+        fourth.writer.close()
 
     with_client(check)
 

@@ -78,5 +78,5 @@ def test_nothing_else_is_looked_at(directory: Path, path: str) -> None:
 @pytest.mark.parametrize("name", ["", " x", "a\nb", "a\x1b[31m", "\ud800", "x" * 201, "base"])
 def test_names_that_no_adapter_may_have(directory: Path, name: str) -> None:
     desk = AdapterDesk(cast(Front, PlayedFront()), directory.resolve(), 60.0)
-    with pytest.raises(Refusal, match=r"lora_name must be a line|is taken"):
+    with pytest.raises(Refusal, match=r"lora_name must be a line|\"base\" is the model's own"):
         asyncio.run(desk.load(name, "good"))

@@ -37,6 +37,9 @@ class Work:
     def close(self) -> None:
         pass
 
+    def let_go(self) -> None:
+        pass
+
 
 def test_requests_are_stopped_by_their_id_before_and_behind_the_door() -> None:
     places, early, late, other = Places(), Work(), Work(), Work()
@@ -85,6 +88,9 @@ class Context:
 
     def with_message(self, message: Any) -> Context:
         return Context(self._peer, self._key, message.SerializeToString())
+
+    def add_done_callback(self, callback: Any) -> None:
+        pass
 
     async def read(self) -> bytes:
         return self._message

@@ -46,6 +46,9 @@ class Work:
     def close(self) -> None:
         self.is_closed = True
 
+    def let_go(self) -> None:
+        assert self.is_closed
+
 
 class Context:
     """Keeps what is written."""

@@ -279,6 +279,56 @@ def test_calls_without_text_are_null_where_the_template_writes_them_only_so(tmp_
     assert template_of(tmp_path, about_thoughts).render(CALLS) == "FalseTrue"
 
 
+def calls_of(*ids: str, **others: Any) -> dict[str, Any]:
+    """An answer that calls a tool for each id, which is its argument, too."""
+    calls = [{"id": one, "type": "function", "function": {"name": f"f{one}", "arguments": {"a": one}}} for one in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **others}
+
+
+def result_of(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": f"result {call_id}"}
+
+
+FIRST_CALL = (
+    "{% for message in messages %}[{{ message.thinking or '' }}|{{ message.content }}{% if message.tool_calls %}"
+    "%s{% set call = message.tool_calls[0].function %}{{ call.name }}({{ call.arguments.a }}){% endif %}]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "refusal", ["", "{% if message.tool_calls | length != 1 %}{{ raise_exception('single tool-calls') }}{% endif %}"]
+)
+def test_calls_of_one_answer_follow_each_other_where_the_template_looks_at_the_first_alone(
+    tmp_path: Path, refusal: str
+) -> None:
+    """As gpt-oss's does, which gives a result the name of the call before it, and Llama 3's, which refuses several."""
+    template = template_of(tmp_path, FIRST_CALL.replace("%s", refusal))
+    answer = calls_of("1", "2", "3", content="I look.", reasoning_content="Hm.")
+    asked: list[dict[str, Any]] = [CALLS[0], answer, *map(result_of, "312"), {"role": "user", "content": "z"}]
+    told = "[|x][Hm.|I look.f1(1)][|result 1][|f2(2)][|result 2][|f3(3)][|result 3]"
+    assert template.render(asked) == told + "[|z]"
+    # Twice the same id, one that is no call's, and one too many; calls whose results are not there yet.
+    odd = [calls_of("1", "1", "2"), *map(result_of, "1917")]
+    assert template.render(odd) == "[|f1(1)][|result 1][|f1(1)][|result 1][|f2(2)][|result 9][|result 7]"
+    assert template.render([answer]) == "[Hm.|I look.f1(1)][|f2(2)][|f3(3)]"
+    assert len(asked[1]["tool_calls"]) == 3
+    each = FIRST_CALL.replace("%s", "{% for one in message.tool_calls %}<{{ one.id }}>{% endfor %}")
+    assert "<1><2><3>" in template_of(tmp_path, each).render(asked), "others have them together"
+
+
+def test_text_beside_thoughts_and_calls_is_a_thought_where_the_template_takes_one_of_both(tmp_path: Path) -> None:
+    """As gpt-oss's, which writes such a text as a thought and refuses both."""
+    refusal = (
+        "{% if message.content and message.thinking %}{{ raise_exception('Cannot pass both content and thinking in an "
+        "assistant message with tool calls!') }}{% endif %}"
+    )
+    answer = calls_of("1", content="I look.", reasoning_content="Hm.")
+    told = template_of(tmp_path, FIRST_CALL.replace("%s", refusal)).render([answer, result_of("1")])
+    assert told == "[Hm.\n\nI look.|f1(1)][|result 1]"
+    alone = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    assert template_of(tmp_path, FIRST_CALL.replace("%s", refusal)).render([alone]) == "[Hm.|I look.]"
+
+
 def test_ids_of_other_programs_are_short_where_the_template_refuses_others(tmp_path: Path) -> None:
     """As Mistral's do."""
     ids = (

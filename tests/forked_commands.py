@@ -1,18 +1,17 @@
 """`trtrun`, and other programs of Python, in a process of its own, forked from one that has imported torch for all.
 
 Importing torch takes longer than most commands do. Each command has its own arguments, environment, folder and pipes,
-and its own end, as if a shell had started it; ranks that it starts are new programs, as ever. What depends on how
-Python itself starts (PYTHONPATH, what is imported when) is not seen here: tests of that start the real program.
-
-As a program, `forked_commands.py DESCRIPTOR` is the process that forks; the descriptor is its end of a socket.
+and its own end, as if a shell had started it; ranks that it starts are new programs, as ever, or forked too where that
+is asked for (forked_ranks.py). What depends on how Python itself starts (PYTHONPATH, what is imported when) is not seen
+here: tests of that start the real program.
 """
 
 from __future__ import annotations
 
-import gc
+import atexit
 import json
 import os
-import runpy
+import secrets
 import select
 import signal
 import socket
@@ -22,11 +21,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 1 << 17
-"""Of a request: arguments and environment."""
+from forked_ranks import NAME
+from forking_process import MOST_BYTES
+
+ROOT = Path(__file__).resolve().parents[1]
+FORKING_PROCESS = Path(__file__).parent / "forking_process.py"
 
 
 class ForkedProcess:
@@ -116,7 +119,7 @@ def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -
     Args:
         connection: to that process.
         outputs: descriptors that become its standard output and error; they stay open here.
-        request: `words`, `environment`, `folder` and `new_session` as `main` has them.
+        request: `words`, `environment`, `folder`, `new_session` and `ranks` as `forking_process.main` has them.
     """
     status, writer = os.pipe()
     socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
@@ -154,7 +157,7 @@ class ForkedPrograms:
         assert words[0] == sys.executable and stdin == self.DEVNULL
         process, status = fork_by(
             self._socket, [stdout.fileno(), stderr.fileno()],
-            words=words, environment=dict(env), folder=str(cwd), new_session=start_new_session,
+            words=words, environment=dict(env), folder=str(cwd), new_session=start_new_session, ranks=True,
         )  # fmt: skip
         return ForkedProcess(process, status, (), words)
 
@@ -164,14 +167,19 @@ class ForkedCommands:
 
     Attributes:
         descriptor: of the socket by which they are asked for.
+        address: where ranks and engines ask.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self.address = f"trtrun-tests-{secrets.token_hex(8)}"
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + self.address)
+            listener.listen()
+            descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )
@@ -183,14 +191,16 @@ class ForkedCommands:
         environment: dict[str, str],
         folder: Path,
         program: Sequence[str] | None = None,
+        ranks: bool = False,
     ) -> ForkedProcess:
-        """Start `trtrun`, or a program of Python, with these arguments."""
+        """Start `trtrun`, or a program of Python, with these arguments; `ranks`: whether its ranks are forked, too."""
         words = [*(program or ["trtrun"]), *arguments]
         outputs, errors = os.pipe(), os.pipe()
         writers = [pipe[1] for pipe in (outputs, errors)]
         process, status = fork_by(
-            self._socket, writers, words=words, environment=environment, folder=str(folder), new_session=False
-        )
+            self._socket, writers,
+            words=words, environment=environment, folder=str(folder), new_session=False, ranks=ranks,
+        )  # fmt: skip
         for writer in writers:
             os.close(writer)
         return ForkedProcess(process, status, (outputs[0], errors[0]), words)
@@ -203,12 +213,12 @@ class ForkedCommands:
         timeout: float,
         program: Sequence[str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """As `start`, to its end; what it says is captured, as by `subprocess.run`.
+        """As `start`, to its end, and its ranks are forked; what it says is captured, as by `subprocess.run`.
 
         Raises:
             subprocess.TimeoutExpired: it did not end within `timeout` seconds, and was killed.
         """
-        process = self.start(arguments, environment, folder, program)
+        process = self.start(arguments, environment, folder, program, ranks=True)
         try:
             output, errors = process.communicate(timeout)
         except subprocess.TimeoutExpired:
@@ -224,83 +234,53 @@ class ForkedCommands:
         self._process.wait(timeout=60)
 
 
-def wait_to_be_forked(connection: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request, and tell its process, and its exit status at its end; returns the request in the new one.
-
-    Returns None once nobody is left to ask.
-    """
-    running: dict[int, tuple[int, int]] = {}  # by their descriptors: processes, and where to tell their ends
-    while True:
-        ready, _, _ = select.select([connection, *running], [], [])
-        for ended in ready:
-            if ended is not connection:
-                process, status = running.pop(ended)
-                os.close(ended)
-                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                with suppress(BrokenPipeError):
-                    os.write(status, str(code).encode())
-                os.close(status)
-        if connection not in ready:
+def running_processes() -> tuple[dict[int, list[int]], dict[int, int]]:
+    """The child processes of each process that has any, and what other processes stand for (forked_ranks.py), which
+    are their children, too. Zombies are left out."""
+    children: dict[int, list[int]] = {}
+    standing: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
             continue
-        data, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 3)
-        if not data:
-            return None
-        process = os.fork()
-        if process == 0:
-            connection.close()
-            for number, descriptor in enumerate(descriptors[:2], start=1):
-                os.dup2(descriptor, number)
-            for descriptor in (*descriptors, *running, *(status for _, status in running.values())):
-                os.close(descriptor)
-            request: dict[str, Any] = json.loads(data)
-            return request
-        *outputs, status = descriptors
-        for output in outputs:
-            os.close(output)
-        running[os.pidfd_open(process)] = process, status
-        connection.send(str(process).encode())
+        try:
+            name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        process, (state, parent, *_) = int(entry.name), rest.split()
+        if state != "Z":
+            children.setdefault(int(parent), []).append(process)
+            if name.startswith(NAME):
+                standing[process] = int(name.removeprefix(NAME))
+                children.setdefault(process, []).append(standing[process])
+    return children, standing
 
 
-def be_python(words: Sequence[str]) -> None:
-    """Do what `python WORDS…` does, with a module or a file."""
-    name, *rest = words
-    if name == "-m":
-        sys.argv, sys.path[0] = rest, os.getcwd()
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = [*words], str(Path(name).resolve().parent)
-        runpy.run_path(name, run_name="__main__")
+def ranks_below(process: int) -> dict[int, int]:
+    """Process ids of the MPI ranks that descend from `process`, by rank."""
+    children, standing = running_processes()
+    found: dict[int, int] = {}
+    waiting = list(children.get(process, []))
+    while waiting:
+        child = waiting.pop()
+        waiting += children.get(child, [])
+        for item in _environment_of(child):
+            name, _, value = item.partition("=")
+            if name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+                found[int(value)] = standing.get(child, child)
+    return found
 
 
-def main() -> None:
-    """Import what takes long of what commands import, fork, and be the command."""
-    before = dict(os.environ)
-    from trtrun.api import llm
-
-    assert llm.__name__ in sys.modules and "mpi4py.MPI" not in sys.modules
-    # The rooms of `launch` are each command's own: one of them reads the clock when it is imported.
-    assert not any(name.partition(".")[0] == "launch" for name in sys.modules)
-    # What the import has set (docs/python.md, "Variables of the environment") is set in every command, too.
-    settings = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    gc.freeze()  # else the first collection of each command copies all of torch's objects
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        request = wait_to_be_forked(connection)
-        if request is None:
-            return
-    os.environ.clear()
-    os.environ.update({**settings, **request["environment"]})
-    os.chdir(request["folder"])
-    if request["new_session"]:
-        os.setsid()
-    program, *words = request["words"]
-    if program != "trtrun":
-        be_python(words)
-        return
-    sys.argv = request["words"]
-    from launch import cli
-
-    cli.main()
+def _environment_of(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
-if __name__ == "__main__":
-    main()
+@cache
+def shared_commands() -> ForkedCommands:
+    """All that this process's tests share; it ends with this process."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    commands = ForkedCommands({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
+    atexit.register(commands.close)
+    return commands

@@ -1,0 +1,104 @@
+"""Ranks and engines that are forked from a process that has imported torch, where a command would start new programs.
+
+As a program, `forked_ranks.py ADDRESS PYTHON WORD…` is what mpirun, or the front of a server, starts in the place of
+`PYTHON WORD…`. It has the process at that address (forking_process.py) fork it, with its own environment, folder and
+standard streams, and stands for it: signals go on, killed it takes the other along, and it ends as the other does.
+Where that process says no, it becomes the program itself.
+
+Tests of what the kernel does to ranks and engines whose parents die start new programs. Each process reads this file:
+it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PROGRAM = ("-m", "mpi4py")
+"""Words behind Python's own with which a rank starts."""
+
+LOADED_WITH = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONWARNINGS")
+"""Variables that are read when a program starts, or loads libraries: a rank with others is not forked."""
+
+OWN_LIBRARIES = f"{sys.prefix}/lib"
+"""Which Open MPI's mpirun adds to where libraries are looked for; those of this Python are found without."""
+
+NAME = "for "
+"""Begins the name, as the kernel has it, of what stands for another process; that one's number follows."""
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of prctl(2)
+INHERITED = "PMI_FD"
+"""Names an open file by which MPICH's ranks talk to their mpirun; a forked one has no such file."""
+
+
+def standing_for(address: str, command: list[str]) -> list[str]:
+    """The words of mpirun whose ranks this program stands for."""
+    size = 1 + len(PROGRAM)
+    for place in range(len(command) - size):
+        if tuple(command[place : place + size]) == (sys.executable, *PROGRAM):
+            return [*command[:place], *_itself(address), *command[place:]]
+    return command
+
+
+def _itself(address: str) -> list[str]:
+    """Words before those of what it stands for."""
+    return [sys.executable, "-I", "-S", __file__, address]
+
+
+def fork_ranks(address: str) -> None:
+    """Ranks that this process's mpirun starts, and engines of this front, are forked by the process at an address."""
+    from launch.mpi import supervise
+    from launch.serve.engine import keeper
+
+    ending_with_parent = supervise.ending_with_parent
+    supervise.ending_with_parent = lambda command: ending_with_parent(standing_for(address, list(command)))
+    keeper.ending_with_parent = lambda command: ending_with_parent([*_itself(address), *command])
+
+
+def can_be_forked(environment: dict[str, str], own: dict[str, str]) -> bool:
+    """Whether a rank of one environment is the same when a process that started with another one forks it."""
+    return INHERITED not in environment and all(
+        _words(environment.get(name)) == _words(own.get(name)) for name in LOADED_WITH
+    )
+
+
+def _words(value: str | None) -> list[str]:
+    """Of a variable, such as the folders of a path."""
+    return [word for word in dict.fromkeys((value or "").split(os.pathsep)) if word not in ("", OWN_LIBRARIES)]
+
+
+def main() -> None:
+    """Stand for a rank."""
+    import ctypes
+    import json
+    import socket
+
+    address, *words = sys.argv[1:]
+    status, writer = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect("\0" + address)
+        request = {"words": words, "environment": dict(os.environ), "folder": os.getcwd(), "new_session": True}
+        socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2, writer])
+        os.close(writer)
+        rank = int(connection.recv(100))
+        if not rank:
+            os.execv(words[0], words)
+        library = ctypes.CDLL(None)
+        library.prctl(PR_SET_NAME, f"{NAME}{rank}".encode())
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with mpirun, as a rank
+        for number in FORWARDED:
+            signal.signal(number, lambda number, _: os.kill(rank, number))
+        for stream in (0, 1, 2):
+            os.close(stream)  # they are the rank's
+        code = int(os.read(status, 100))
+        if code < 0:
+            if -code in FORWARDED:
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The process that commands of tests, and their ranks, are forked from: it has imported what takes long, and waits.
+
+    python forking_process.py COMMANDS RANKS ADDRESS
+
+COMMANDS and RANKS are descriptors: of its end of the socket by which commands are asked for (forked_commands.py), and
+of the one that listens where ranks ask (forked_ranks.py), at ADDRESS. It knows no test.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forked_ranks import can_be_forked, fork_ranks
+
+FAULT = "TRTRUN_TEST_FAULT"
+FAULTS = Path(__file__).parent / "cli" / "faults"
+MOST_BYTES = 1 << 17
+"""Of a request: arguments and environment."""
+
+TAKE_LONG = (
+    "trtrun.api.llm", "launch.cli", "launch.serve.application.serve", "launch.serve.engine.keeper", "llvmlite.binding",
+    "mpi4py", "numpy.random",
+)  # fmt: skip
+"""Modules that commands and their ranks import, with all that these import."""
+
+
+class Forking:
+    """Forks for each request, until nobody is left to ask.
+
+    Args:
+        connection: by which commands are asked for.
+        listener: where ranks ask, each by a connection of its own; it is killed when that is closed.
+        own: variables that this process was started with.
+    """
+
+    def __init__(self, connection: socket.socket, listener: socket.socket, own: dict[str, str]) -> None:
+        self._connection = connection
+        self._listener = listener
+        self._own = own
+        self._ranks: dict[socket.socket, int | None] = {}  # their processes' descriptors, once they are there
+        self._running: dict[int, tuple[int, int]] = {}  # by their descriptors: processes, and where to tell their ends
+
+    def wait_to_be_forked(self) -> dict[str, Any] | None:
+        """The request in a process that is forked for it; None in this one, at the end."""
+        while True:
+            waited = [self._connection, self._listener, *self._ranks, *self._running]
+            for ready in select.select(waited, [], [])[0]:
+                if ready in self._running:
+                    self._tell_end(ready)
+                elif ready is self._listener:
+                    self._ranks[self._listener.accept()[0]] = None
+                elif ready is self._connection or (ready in self._ranks and self._ranks[ready] is None):
+                    data, descriptors, _, _ = socket.recv_fds(ready, MOST_BYTES, 4)
+                    if not data and ready is self._connection:
+                        return None
+                    request: dict[str, Any] = json.loads(data or "null")
+                    if ready in self._ranks and not (request and can_be_forked(request["environment"], self._own)):
+                        self._refuse(ready, descriptors)
+                    elif self._fork(ready, descriptors):
+                        return request
+                elif ready in self._ranks:
+                    self._kill(ready)
+
+    def _fork(self, asking: socket.socket, descriptors: Sequence[int]) -> bool:
+        """Whether this is the new process."""
+        *streams, status = descriptors
+        process = os.fork()
+        if process == 0:
+            for number, descriptor in enumerate(streams, start=3 - len(streams)):
+                os.dup2(descriptor, number)
+            for connection in (self._connection, self._listener, *self._ranks):
+                connection.close()
+            for descriptor in (*descriptors, *self._running, *(status for _, status in self._running.values())):
+                os.close(descriptor)
+            return True
+        for stream in streams:
+            os.close(stream)
+        descriptor = os.pidfd_open(process)
+        self._running[descriptor] = process, status
+        if asking in self._ranks:
+            self._ranks[asking] = descriptor
+        with suppress(BrokenPipeError, ConnectionResetError):  # a rank that has ended: that is seen next
+            asking.send(str(process).encode())
+        return False
+
+    def _refuse(self, asking: socket.socket, descriptors: Sequence[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            asking.send(b"0")
+        del self._ranks[asking]
+        asking.close()
+
+    def _kill(self, asking: socket.socket) -> None:
+        """Who stood for a rank is gone."""
+        descriptor = self._ranks.pop(asking)
+        asking.close()
+        if descriptor in self._running:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+    def _tell_end(self, descriptor: int) -> None:
+        process, status = self._running.pop(descriptor)
+        os.close(descriptor)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        with suppress(BrokenPipeError):
+            os.write(status, str(code).encode())
+        os.close(status)
+        for asking in [asking for asking, of_rank in self._ranks.items() if of_rank == descriptor]:
+            del self._ranks[asking]
+            asking.close()
+
+
+def be_python(words: Sequence[str]) -> None:
+    """Do what `python WORDS…` does, with a module or a file."""
+    name, *rest = words
+    if name == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [*words], str(Path(name).resolve().parent)
+        runpy.run_path(name, run_name="__main__")
+
+
+def begin_now() -> None:
+    """A module of the command has read the clock when it was imported: it is to be this process's start."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("launch.")]:
+        if hasattr(module, "STARTED"):
+            module.STARTED = time.monotonic()
+
+
+def misbehave() -> None:
+    """Where this is the rank that is to: faults/sitecustomize.py is what a new Python would import by itself."""
+    if FAULT in os.environ:
+        runpy.run_path(str(FAULTS / "sitecustomize.py"))
+
+
+def main() -> None:
+    """Import what takes long of what commands import, fork, and be the command."""
+    before = dict(os.environ)
+    for name in TAKE_LONG:
+        importlib.import_module(name)
+    assert "mpi4py.MPI" not in sys.modules, "it begins MPI"
+    del sys.modules["launch.cli"], sys.modules["launch"].cli  # ranks have it run as their program
+    # What the import has set (docs/python.md, "Variables of the environment") is set in every command, too.
+    settings = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    gc.freeze()  # else the first collection of each command copies all of torch's objects
+    commands, ranks, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    with socket.socket(fileno=commands) as connection, socket.socket(fileno=ranks) as listener:
+        request = Forking(connection, listener, before).wait_to_be_forked()
+        if request is None:
+            return
+    os.environ.clear()
+    os.environ.update({**settings, **request["environment"]})
+    os.chdir(request["folder"])
+    if request["new_session"]:
+        os.setsid()
+    program, *words = request["words"]
+    begin_now()
+    misbehave()
+    if request.get("ranks"):
+        fork_ranks(address)
+    if program != "trtrun":
+        be_python(words)
+        return
+    sys.argv = request["words"]
+    from launch import cli
+
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
