@@ -70,7 +70,7 @@ _DEFAULTS = QuantizingSettings("fp8")
     type=int,
     default=_DEFAULTS.tp_size,
     show_default=True,
-    help="Ranks that share the model without cutting a group (int4_awq), or have a file each (trtllm).",
+    help="Ranks that are to share the model: without cutting a group (int4_awq), with a file each (trtllm).",
 )
 @click.option("--dtype", metavar="|".join(DTYPES), help="Of what stays plain.  [default: the checkpoint's]")
 @click.option("--devices", help="GPUs that share the texts, such as 0,1.  [default: the first GPU, else the CPU]")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from torch import Tensor
 from trtrun.conversion.rank_writer import write_ranks
 from trtrun.conversion.source import open_source
 from trtrun.errors import CheckpointError
+from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
+from trtrun.models.weight_check import check_split
 from trtrun.models.weights import Share, StoredTensor
 from trtrun.quantizing.activations import Devices, Flow, lies_on_host, make_batches
 from trtrun.quantizing.directory import IDENTITY, QuantizedDirectory
@@ -101,10 +103,10 @@ class CheckpointQuantizer:
         for part in (part for parts in (*self._ends(), *of_layers) for part in parts):
             self._files.check(part.name, part.shape)  # by the headers alone, before anything is computed
         self._output, self._is_converted = output, settings.layout == "trtllm"
-        if self._is_converted:
-            for rank in range(settings.tp_size):  # refused before anything is computed
-                for weight in self._config.weights:
-                    weight.cut(Share(rank, settings.tp_size))
+        quantized = replace(self._config, quant_method=self._layers.config["quant_method"], stored=self._layers.stored)
+        for rank in range(settings.tp_size):  # refused before anything is computed
+            share = Share(rank, settings.tp_size)
+            check_split(quantized, share, self._config.checkpoint_dtype, "cpu", QUANTIZATIONS.get("none"))
         self._identity = identify(source, settings, texts)
         self._directory = QuantizedDirectory(output, self.num_layers + 1, self._is_converted)
 

@@ -58,6 +58,7 @@ class LayerQuantizer:
 
     Attributes:
         config: `quantization_config` of the checkpoint.
+        stored: what that says of each matrix.
 
     Raises:
         ConfigError: layers of this kind, or of these sizes, cannot be quantized so.
@@ -75,7 +76,7 @@ class LayerQuantizer:
         self._format = find_format(settings)
         self._sizes = _choose_sizes(config, settings, self._format)
         self.config = quantization_config(self._format, self._sizes, settings.kv_cache, ["lm_head"])
-        self._stored: StoredQuantizations = STORED_QUANTIZATIONS.get(self.config["quant_method"])(self.config)
+        self.stored: StoredQuantizations = STORED_QUANTIZATIONS.get(self.config["quant_method"])(self.config)
         self._rotaries = []
         for slot in devices.slots:
             rotary = RotaryEmbedding(config.rope, config.head_dim, devices.dtype, slot)
@@ -97,7 +98,7 @@ class LayerQuantizer:
         weights = {}
         for weight in plan.weights():
             for part in weight.parts:
-                stored = self._stored(part.name) if weight.use == "linear" else None
+                stored = self.stored(part.name) if weight.use == "linear" else None
                 if stored is None:
                     weights[part.name] = tensors[part.name]
                     continue

@@ -100,6 +100,15 @@ def test_a_group_ends_where_a_dimension_or_a_rank_does(tmp_path: Path) -> None:
                  tmp_path / "never", format="int4_awq", tp_size=16)  # fmt: skip
 
 
+@pytest.mark.parametrize("format_", ["fp8", "fp8_block", "int8_sq"])
+def test_ranks_that_cannot_share_it_are_refused_before_anything_is_written(tmp_path: Path, format_: str) -> None:
+    source, output = make_checkpoint(tmp_path / "source"), tmp_path / "never"
+    size, message = (2, r"56 of 112 output .* groups of 128") if format_ == "fp8_block" else (3, "over 3 ranks")
+    with pytest.raises(CheckpointError, match=message):
+        quantize(source, output, format=format_, tp_size=size)
+    assert not output.exists()
+
+
 def test_devices_share_the_texts_and_come_to_the_same_numbers(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     for name, slots in (("one", [CPU]), ("three", [CPU, CPU, CPU])):
