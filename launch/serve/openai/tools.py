@@ -174,9 +174,12 @@ def _read_allowed(value: Any, tools: Sequence[Tool]) -> tuple[Choice, Sequence[T
 def _find(value: Any, where: str, tools: Sequence[Tool]) -> Tool:
     function = value.get("function") if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        form = '{"type": "function", "function": {"name": "…"}}'
+        raise _wrong("tool_choice", f"{where} must name a function, as {form}, not {show_value(value)}")
     found = next((tool for tool in tools if tool.name == name), None)
     if found is None:
-        known = nearest(name, [tool.name for tool in tools]) if isinstance(name, str) else ""
+        known = nearest(name, [tool.name for tool in tools])
         raise _wrong("tool_choice", f"{where} names {show_value(name)}, which is not among the tools{known}")
     return found
 

@@ -32,6 +32,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
     ),
     (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "weather"}},  # as /v1/responses has it
+        'tool_choice must name a function, as {"type": "function", "function": {"name": "…"}}, not {"type"',
+        "tool_choice",
+    ),
+    (
         {
             "tools": [
                 TOOLS[1],
