@@ -108,6 +108,8 @@ class DFlash:
             found = self.head @ state
             if "markov_head.markov_w1.weight" in self.tensors:
                 before = self.tensors["markov_head.markov_w1.weight"][(text + drafted)[-1]]
+                if "markov_head.gate_proj.weight" in self.tensors:
+                    before = before * torch.sigmoid(self.linear(torch.cat((state, before)), "markov_head.gate_proj"))
                 found = found + self.tensors["markov_head.markov_w2.weight"] @ before
             if self.token_ids is not None:
                 found = torch.full((len(self.embedding),), -torch.inf).index_copy_(0, self.token_ids, found)
@@ -125,6 +127,7 @@ def make_dflash(
     is_causal: bool = False,
     num_kv_heads: int = 2,
     head_dim: int = 16,
+    is_gated: bool = False,
     seed: int = 3,
 ) -> DFlash:
     """A random head for a target; for `num_tokens` of its tokens where it has a head of its own."""
@@ -166,6 +169,9 @@ def make_dflash(
     if layout.endswith("dspark"):
         matrix("markov_head.markov_w1", len(embedding), 8)
         matrix("markov_head.markov_w2", len(head), 8)
+        if is_gated:
+            matrix("markov_head.gate_proj", 8, size + 8)
+            tensors["markov_head.gate_proj.bias"] = torch.randn(8, generator=generator)
         matrix("confidence_head.proj", 1, size + 8)
         tensors["confidence_head.proj.bias"] = torch.zeros(1)
     shape = (num_heads, num_kv_heads, head_dim)
@@ -215,7 +221,8 @@ def write_dflash(path: Path, head: DFlash, layout: str, target: Path, **changes:
     }
     outputs = [one - 1 for one in head.boundaries]
     of_block = {"block_size": BLOCK, "mask_token_id": MASK_TOKEN}
-    markov = {"markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    kind = "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
+    markov = {"markov_rank": 8, "markov_head_type": kind, "enable_confidence_head": True}
     if layout == "dflash":
         nested = {"mask_token_id": MASK_TOKEN, "target_layer_ids": outputs, "causal": head.is_causal}
         of_block = {"block_size": BLOCK, "dflash_config": nested, "num_target_layers": of_target["num_hidden_layers"]}

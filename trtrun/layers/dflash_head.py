@@ -46,19 +46,24 @@ class DraftedBlocks:
 
 @dataclass(frozen=True)
 class MarkovBias:
-    """What the token before adds to logits (DSpark's vanilla Markov head).
+    """What the token before adds to logits (DSpark's Markov head, vanilla or gated).
 
     Attributes:
         before: [target's tokens, rank].
         behind: rank to the tokens that the head knows.
+        gate: hidden + rank to rank, whose sigmoid weighs what goes from one to the other; None where all of it counts.
     """
 
     before: torch.Tensor
     behind: Linear
+    gate: Linear | None
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [n] int64 → [n, known tokens] float32."""
-        return self.behind(self.before.index_select(0, tokens)).float()
+    def __call__(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """State [n, hidden] of the place and tokens [n] int64 before it → [n, known tokens] float32."""
+        taken = self.before.index_select(0, tokens)
+        if self.gate is not None:
+            taken = taken * torch.sigmoid(self.gate(torch.cat((state, taken), dim=1)))
+        return self.behind(taken).float()
 
 
 class DFlashHead:
@@ -231,7 +236,7 @@ class DFlashHead:
         bias = None
         if self._markov is not None:
             assert before is not None
-            bias = self._markov(before)
+            bias = self._markov(state, before)
         return self._logits(state, bias)
 
     def _angles(self, positions: torch.Tensor, attention: AttentionBatch) -> Angles:

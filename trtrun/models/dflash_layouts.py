@@ -5,6 +5,7 @@
     the same, with embed_tokens.weight, lm_head.weight, d2t, t2d    speculators; sizes in transformer_layer_config
     the same, with embed_tokens.weight, lm_head.weight,
     markov_head.markov_w1.weight, markov_head.markov_w2.weight,
+    markov_head.gate_proj.weight and .bias,
     confidence_head.proj.weight and .bias                           DSpark, as DeepSpec writes it
 
 Of which layers it reads the outputs `target_layer_ids` says, from 0, and -1 is the embedding; speculators'
@@ -27,11 +28,12 @@ from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import ModelConfig, read_flag
 from trtrun.models.dflash_plan import DFlashPlan, MarkovPlan
 from trtrun.models.eagle3_boundaries import list_outputs
-from trtrun.models.eagle_tensors import NAMES, HeadTensors
+from trtrun.models.eagle_tensors import NAMES, HeadTensors, stem
 from trtrun.models.head_reading import read_head
 from trtrun.models.heads import HEADS
 
 _MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+_GATE = "markov_head.gate_proj.weight"
 _ENDS = re.compile(
     r"(fc\.(weight|bias)|(hidden_norm|norm|lm_head|embed_tokens)\.weight|d2t|t2d"
     r"|markov_head\.[a-z0-9_.]+|confidence_head\.proj\.(weight|bias))",
@@ -194,12 +196,18 @@ def _plan_markov(head: HeadTensors, values: Mapping[str, Any], num_lines: int) -
             raise CheckpointError(f"config.json says markov_rank {shorten(rank)}, but there is no {_MARKOV[0]}")
         return None
     kind = values.get("markov_head_type", "vanilla")
-    if kind != "vanilla":
-        raise CheckpointError(f"config.json says markov_head_type {shorten(kind)}: only vanilla is supported")
+    if kind not in ("vanilla", "gated"):
+        raise CheckpointError(
+            f"config.json says markov_head_type {shorten(kind)}: only vanilla and gated are supported"
+        )
     size = head.shape(_MARKOV[0], 2)[1]
     head.shape(_MARKOV[1], 2)
     before, behind = (head.names[name] for name in _MARKOV)
-    return MarkovPlan(before, behind, head.target.vocab_size, num_lines, size)
+    gate = None
+    if kind == "gated":
+        head.shape(_GATE, 2)
+        gate = stem(head.names[_GATE])
+    return MarkovPlan(before, behind, head.target.vocab_size, num_lines, size, head.hidden, gate)
 
 
 def _whole(values: Mapping[str, Any], name: str, least: int) -> int:

@@ -37,6 +37,8 @@ class MarkovPlan:
         target_vocab_size: tokens that may stand before.
         num_lines: tokens that the head knows.
         rank: numbers between.
+        hidden_size: of the heads' states.
+        gate: name in front of the gate's weight and bias; None without.
     """
 
     before: str
@@ -44,6 +46,8 @@ class MarkovPlan:
     target_vocab_size: int
     num_lines: int
     rank: int
+    hidden_size: int
+    gate: str | None
 
     @property
     def both(self) -> tuple[Weight, Weight]:
@@ -52,12 +56,26 @@ class MarkovPlan:
         before = Weight((StoredTensor(self.before, (Axis(self.target_vocab_size), between)),))
         return before, Weight((StoredTensor(self.behind, (Axis(self.num_lines), between)),), "linear")
 
+    @property
+    def of_gate(self) -> Sequence[Weight]:
+        """[rank, hidden + rank] and [rank], where there is a gate."""
+        if self.gate is None:
+            return ()
+        shape = (Axis(self.rank), Axis(self.hidden_size + self.rank))
+        weight = Weight((StoredTensor(f"{self.gate}.weight", shape),), "linear")
+        return weight, Weight((StoredTensor(f"{self.gate}.bias", shape[:1]),))
+
+    def weights(self) -> Sequence[Weight]:
+        """All that there is."""
+        return (*self.both, *self.of_gate)
+
     def build(self, reader: WeightReader) -> MarkovBias:
         """What computes it."""
         from trtrun.layers.dflash_head import MarkovBias
 
         before, behind = self.both
-        return MarkovBias(reader.tensor(before), reader.linear(behind))
+        gate = reader.linear(*self.of_gate) if self.of_gate else None
+        return MarkovBias(reader.tensor(before), reader.linear(behind), gate)
 
 
 @dataclass(frozen=True)
@@ -111,7 +129,7 @@ class DFlashPlan:
     @cached_property
     def weights(self) -> Sequence[Weight]:
         """See HeadsPlan."""
-        ends = [*self.ends.weights(), *(() if self.markov is None else self.markov.both)]
+        ends = [*self.ends.weights(), *(() if self.markov is None else self.markov.weights())]
         norms = (self.context_norm.weight, self.final_norm.weight)
         return [*ends, *self.fc.weights(), *norms, *(weight for layer in self.layers for weight in layer.weights())]
 

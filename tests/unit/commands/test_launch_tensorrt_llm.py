@@ -90,7 +90,7 @@ def test_without_a_draft_the_target_decodes_alone(tmp_path: Path, monkeypatch: p
         (["--num_beams", "2"], "beam search"),
         (["--use_py_session"], "no Python session"),
         (["--max_output_length", "3"], "did you mean '--max_output_len'?"),
-        (DRAFT[:2], "go together"),
+        (DRAFT[:2], "of heads goes with --medusa_choices, --eagle_choices or --eagle_use_dynamic_tree"),
         (["--num_beams", "two"], "invalid int value"),
     ],
 )

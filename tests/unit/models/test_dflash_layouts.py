@@ -45,6 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dflash", {"is_causal": True}, 3),
         ("dflash", {"num_layers": 1, "boundaries": (2,), "num_kv_heads": 4}, 5),
         ("speculators", {"num_tokens": 90}, 1),
+        ("dspark", {"is_gated": True}, 4),
         ("speculators dspark", {"num_tokens": 90, "num_layers": 3}, 6),
     ],
 )
@@ -161,7 +162,8 @@ def test_what_fits_no_target_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"markov_head_type": "gated"}, "markov_head_type 'gated': only vanilla is supported"),
+        ({"markov_head_type": "rnn"}, "markov_head_type 'rnn': only vanilla and gated are supported"),
+        ({"markov_head_type": "gated"}, "it has no markov_head.gate_proj.weight: the files are incomplete"),
         ({"block_size": 2}, "to draft 2 tokens at once: set speculation.draft_len to 2 or less, not 3"),
     ],
 )
