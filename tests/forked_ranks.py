@@ -79,7 +79,8 @@ def main() -> None:
     status, writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect("\0" + address)
-        request = {"words": words, "environment": dict(os.environ), "folder": os.getcwd(), "new_session": True}
+        request = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
+        request |= {"new_session": True, "ranks": True}  # an engine has ranks
         socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2, writer])
         os.close(writer)
         rank = int(connection.recv(100))

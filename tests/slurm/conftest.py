@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from batch import Rows, Run, Start, command_environment, command_words, make_prompts, read_rows
 from cluster import Cluster, missing
+from forked_commands import shared_commands
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +38,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trtrun(cluster: Cluster, folder: Path) -> Run:
-    """Return run(*arguments): the command on the cluster's login node, which is this host, captured."""
+    """Return run(*arguments): the command on the cluster's login node, which is this host, captured; it is forked."""
 
     def run(*arguments: object, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command_words(), *(str(argument) for argument in arguments)],
-            env=command_environment(cluster), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+        return shared_commands().run(list(map(str, arguments)), command_environment(cluster), folder, timeout)
 
     return run
 
@@ -124,11 +122,8 @@ def local_rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rows]:
             (folder / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
             lines = [json.dumps(row) for row in make_prompts(count, max_tokens)]
             (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            words = [*command_words(), "run", "--config", "run.yaml", "--prompts", "prompts.jsonl"]
-            done = subprocess.run(
-                [*words, "--output", "out.jsonl"], env=command_environment(None), cwd=folder,
-                capture_output=True, text=True, timeout=170, check=False,
-            )  # fmt: skip
+            words = ["run", "--config", "run.yaml", "--prompts", "prompts.jsonl", "--output", "out.jsonl"]
+            done = shared_commands().run(words, command_environment(None), folder, 170)
             assert done.returncode == 0, done.stderr
             known[count, max_tokens, targets] = read_rows(folder / "out.jsonl")
         return known[count, max_tokens, targets]

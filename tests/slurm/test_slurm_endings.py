@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from batch import ROOT, Rows, Run, count_lines, read_rows
+from batch import ONE_PROCESS, ROOT, Rows, Run, count_lines, read_rows
 from cluster import Cluster, wait_for
 
 from launch.slurm.client import ENDED
@@ -37,6 +39,7 @@ class Jobs:
         self._cluster = cluster
         self._trtrun = trtrun
         self._folder = folder
+        self._file = file
         self._arguments = ("--config", file, "--", "run", "--prompts", prompts, "--output", "out.jsonl")
 
     def submit(self, *options: object) -> int:
@@ -67,8 +70,14 @@ class Jobs:
         """All that the job said."""
         return (self._folder / f"trtrun-{job}.log").read_text(encoding="utf-8")
 
+    def change(self, **sections: Any) -> None:
+        """Another configuration for starts from now on: rows depend neither on who shares their batch nor on ranks."""
+        values = json.loads(self._file.read_text(encoding="utf-8"))
+        self._file.write_text(json.dumps(values | sections), encoding="utf-8")
+
     def finish(self, rows: Rows) -> None:
-        """Submit once more, and see that the output is whole."""
+        """Submit once more, for one process, and see that the output is whole."""
+        self.change(**ONE_PROCESS)
         job = self.submit()
         assert self.wait_for_state(job)["JobState"] == "COMPLETED", self.log(job)
         assert "rows were done before" in self.log(job)
@@ -122,8 +131,7 @@ def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
 ) -> None:
     slurm = {"requeue": True, "signal_seconds": 120, "setup": [SLOW]}
     count = 64
-    file = config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5})
-    run = jobs(file, count, 80)
+    run = jobs(config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5}), count, 80)
     job = run.submit()
     run.wait_for_rows(job, 2)
     # Slurm counts limits in minutes and looks at them every half minute, in which less than the 64 rows get done. From
@@ -135,8 +143,7 @@ def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
     kept = count_lines(folder / "out.jsonl.partial")
     assert 2 <= kept < count
     hurry(folder)
-    # The next start may run the rest as it likes: rows do not depend on who shares their batch.
-    file.write_text(file.read_text(encoding="utf-8").replace('"max_batch_size": 1', '"max_batch_size": 32'))
+    run.change(**ONE_PROCESS, scheduler={"max_batch_size": 32})
     cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     ended = run.wait_for_state(job)
     log = run.log(job)
