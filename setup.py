@@ -17,8 +17,8 @@ SERVE = [
     "tritonclient[grpc]>=2.60,<3",  # Triton's protocol files, with the grpcio and protobuf that fit them
 ]
 
-# What `trtrun train-drafter` learns with; launch/train/checks.py says which of it is missing.
-TRAIN = ["transformers>=5,<6"]
+# What `trtrun train-drafter` learns and draws with; launch/train/checks.py says which of it is missing.
+TRAIN = ["transformers>=5,<6", "matplotlib>=3.9,<4"]
 
 # What a tokenizer.model without a tokenizer.json is read with. Newer ones want a protobuf that Triton's client refuses.
 SENTENCEPIECE = ["transformers>=5,<6", "sentencepiece>=0.2,<0.2.2", "protobuf>=5"]

@@ -20,7 +20,7 @@ from trtrun.training.data import TrainingData, read_data
 from trtrun.training.methods.table import find_method
 from trtrun.training.state import StateFile
 
-LIBRARIES = ("transformers",)
+LIBRARIES = ("transformers", "matplotlib")
 
 
 def check_training(config: RuntimeConfig, options: TrainOptions) -> None:

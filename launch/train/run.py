@@ -34,7 +34,7 @@ from trtrun.training.methods.table import DraftTraining, find_method
 from trtrun.training.models import Target
 from trtrun.training.state import StateFile, replace
 
-CURVES = "curves.svg"
+CURVES = "curves.png"
 
 
 def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) -> int:

@@ -26,7 +26,7 @@ NAMED = re.compile(r"(?<![\w/.$}*-])(?:[\w-]+/)*[\w-]+\.(?:py|sh|cu|yaml|svg)\b(
 OF_OTHERS = {
     "config.yaml", "run.yaml", "pair.yaml", "job.yaml", "cluster.yaml", "one.yaml", "llama.yaml", "program.py",
     "benchmarks/serve.py", "inflight_batcher_llm_client.py", "end_to_end_test.py", "end_to_end_grpc_client.py",
-    "base_metrics_verification_tests.py", "rounds.svg", "P.svg", "curves.svg",
+    "base_metrics_verification_tests.py", "rounds.svg", "P.svg", "curves.png",
 }  # fmt: skip
 """Files of the reader's own, and of other projects."""
 ABOUT_OTHERS = ROOT / "docs" / "migrate-from-triton.md"

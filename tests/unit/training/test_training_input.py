@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import click
 import pytest
@@ -20,7 +19,7 @@ from launch.train.checks import check_output, find_start
 from launch.train.options import TrainOptions
 from trtrun.configuration.config import make_config
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.training.curves import draw_curves
+from trtrun.training.curves import draw_curves, figure_of
 from trtrun.training.data import batch_indexes, read_data
 from trtrun.training.loop import steps_within
 from trtrun.training.methods.pard import find_pard_token
@@ -212,13 +211,15 @@ def test_curves_are_one_for_each_depth(tmp_path: Path) -> None:
         {"step": step, "loss": [3 / step, 5 / step], **({"acceptance_by_depth": [0.5, 0.2]} if step % 500 == 0 else {})}
         for step in range(1, 1001)
     ]
-    draw_curves(metrics, tmp_path / "curves.svg")
-    root = ElementTree.parse(tmp_path / "curves.svg").getroot()
-    lines = [item.attrib["points"].split() for item in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert [len(points) for points in lines] == [334, 334, 2, 2]
-    heights = [float(point.split(",")[1]) for point in lines[0]]
-    assert heights == sorted(heights), "a loss that falls goes down on the page"
-    draw_curves([], tmp_path / "empty.svg")
+    losses, shares = figure_of(metrics).axes
+    assert [line.get_label() for line in (*losses.lines, *shares.lines)] == ["depth 1", "depth 2"] * 2
+    steps, means = losses.lines[0].get_data()
+    assert len(steps) == 334 and (steps[0], steps[-1]) == (3, 1000)
+    assert means[0] == pytest.approx((3 + 3 / 2 + 3 / 3) / 3) and means[-1] == pytest.approx(3 / 1000)
+    assert [tuple(line.get_ydata()) for line in shares.lines] == [(0.5, 0.5), (0.2, 0.2)]
+    for name, lines in (("curves.png", metrics), ("empty.png", [])):
+        draw_curves(lines, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_drafter_starts_from_a_model_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
