@@ -12,10 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "scripts")]
+
 from forked_commands import ForkedPrograms
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from gpu_bench import children
 
 
