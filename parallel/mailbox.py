@@ -78,13 +78,14 @@ class MpiMailbox:
         Args:
             comm: the world's ranks.
             may_spin: whether waiting may keep a core busy for as long as a message usually takes.
-            ranks: those that post and take, and close; None for all.
+            ranks: those that post and take; None for all.
         """
         from mpi4py import MPI
 
         self._mpi = MPI
         self._comm = comm
-        self._others = set(range(comm.size) if ranks is None else ranks) - {comm.rank}
+        users = set(range(comm.size) if ranks is None else ranks)
+        self._others = users - {comm.rank} if comm.rank in users else set[int]()
         # A rank that is gone is to be an error of the call that needs it, not the end of this process.
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._status = MPI.Status()
