@@ -134,6 +134,6 @@ def test_closing_does_not_wait_for_somebody_to_take_what_came_too_late(world: MP
 
 def test_a_rank_that_posts_nothing_waits_for_nobody_and_is_waited_for_by_nobody(world: MPI.Intracomm) -> None:
     box = MpiMailbox(world.Dup(), ranks=range(1, world.size))
-    if world.rank:
+    if world.rank and world.size > 2:
         box.post(world.rank % (world.size - 1) + 1, 1, bytes(100_000))
     box.close()
