@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from parallel import probe
 from parallel.communicator import Communicator
 from parallel.control import ControlPlane
 from parallel.errors import CommunicatorError, ControlPlaneError
-from parallel.groups import Groups, open_groups
+from parallel.groups import open_groups
 from parallel.topology import Topology
 from parallel.transports import open_communicator
 
@@ -121,7 +122,7 @@ def test_a_broken_transport_is_told_at_the_start_of_a_job(world: MPI.Intracomm, 
     workers = groups.workers
     if world.rank == bad and workers is not None:
         change = flip_long if fault == "send" else lose_last
-        groups = Groups(groups.draft, groups.target, Broken(workers, fault, change))  # type: ignore[arg-type]
+        groups = replace(groups, workers=Broken(workers, fault, change))  # type: ignore[arg-type]
     wrong = world.rank == bad if fault == "all_reduce" else world.rank in topology.worker_ranks and world.rank != bad
     if wrong:
         with pytest.raises(CommunicatorError, match=f"what came to rank {world.rank} is wrong"):

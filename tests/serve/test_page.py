@@ -42,7 +42,8 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         kv_cache={"max_tokens": 8192},
         server={"api_key_file": str(folder / "keys"), "max_restarts": 10},
     )
-    with serving(config) as server:
+    # An engine that is forked is back sooner than the page asks whether it is gone.
+    with serving(config, is_forked=False) as server:
         yield server
 
 

@@ -147,6 +147,9 @@ def _read_choice(value: Any) -> dict[str, Any]:
         is_single = read_flag("tool_choice.disable_parallel_tool_use", value.get("disable_parallel_tool_use") or False)
     except InvalidRequestError as error:
         raise _wrong("tool_choice", str(error)) from None
+    if kind == "tool" and not isinstance(value.get("name"), str):
+        line = f'tool_choice must name a tool, as {{"type": "tool", "name": "…"}}, not {show_value(value)}'
+        raise _wrong("tool_choice", line)
     named = {"type": "function", "function": {"name": value.get("name")}}
     return {"tool_choice": _CHOICES.get(kind, named), "parallel_tool_calls": not is_single}
 

@@ -257,6 +257,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "there are no tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "wether"}}, "did you mean 'weather'"),
     ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice must be {"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": 0}},
+        'must name a tool, as {"type": "tool", "name": "…"}',
+    ),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice must name a tool"),
     ({"stop_sequences": "x"}, "stop_sequences must be a list of texts"),
     ({"stop_sequences": ["x"] * 2000}, "stop_sequences "),
     ({"thinking": {"type": "on"}}, "thinking must be {"),
