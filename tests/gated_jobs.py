@@ -1,32 +1,29 @@
 """A job whose target waits at a gate, without a GPU and without models: the ranks' own loops, exchanges and drafter, a
-scheduler, and a device that does what was enqueued piece by piece, in turns that are drawn at random (own_turns.py).
+scheduler, a device that is slow (slow_gates.py) and texts that are hashes (hashed_texts.py), in turns that are drawn at
+random (own_turns.py).
 
-What follows a text is a hash of it, for the draft and for the target, which often agree. The draft's store holds
-tokens, and what it drafts follows from what it finds there: a wrong, old or missing one gives other drafts. Every
-verdict is held against what the draft rank believes to have proposed, every draft against the row's own tokens, and all
-texts against plain decoding's.
+Every verdict is held against what the draft rank believes to have proposed, every draft against the row's own tokens,
+and all texts against plain decoding's.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
+from hashed_texts import BLOCK, CPU, DRAFT_LEN, GUESSES, MAX_ROWS, MAX_SEQ_LEN, NUM_BLOCKS, VOCAB, HeldDrafter, next_of
 from own_turns import Letterbox, Post, Turns
+from slow_gates import DecidedOnDevice, Device, SlowGate, Work
 
 from parallel.control import ControlPlane
-from parallel.transports.device_gate import DeviceGate, Question, _mark
 from parallel.transports.solo import SoloCommunicator
 from parallel.watchdog.activity import Activity
-from trtrun.core.nouns import Draft, PrefillChunk, Request, RoundPlan, Step, Verdict
+from trtrun.core.nouns import Draft, Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams, TokenLists
-from trtrun.engine.rows import RowState
 from trtrun.roles.gated_drafts import GatedDrafts
 from trtrun.roles.launched_round import LaunchedRound
 from trtrun.roles.message_exchange import MessageExchange
@@ -35,266 +32,14 @@ from trtrun.roles.served_rank import serve
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.ahead.drafter import AheadDrafter
-from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.policy import NEVER
 from trtrun.timing.phase_clock import HostPhases
 from trtrun.wire.packets import DRAFT_TAG, GUESS_TAG
 from trtrun.wire.plans import encode_plan
-from trtrun.wire.reports import ReportArrays, ReportKind, RoundTimes, decode_report
+from trtrun.wire.reports import ReportKind, decode_report
 
-CPU = torch.device("cpu")
-VOCAB, MAX_ROWS, BLOCK, DRAFT_LEN, MAX_SEQ_LEN, NUM_BLOCKS, GUESSES = 24, 4, 4, 3, 60, 48, 24
 ORCHESTRATOR, TARGET, DRAFTS = 0, 1, (2, 3)
 PLAN_TAG, REPORT_TAG = 100, 101
-Work = Generator[None, None, Any]
-
-
-@lru_cache(maxsize=1 << 16)
-def ranked_behind(text: tuple[int, ...]) -> tuple[int, ...]:
-    """What the draft takes for likely behind a text, best first: all ids."""
-    seed = zlib.crc32(np.array(text, dtype=np.int32).tobytes())
-    return tuple(np.random.default_rng(seed).permutation(VOCAB).tolist())
-
-
-@lru_cache(maxsize=1 << 16)
-def next_of(text: tuple[int, ...]) -> int:
-    """What the target says behind a text: as a rule what the draft takes for likely."""
-    drawn = zlib.crc32(np.array([*text, -7], dtype=np.int32).tobytes()) % 100
-    return ranked_behind(text)[0 if drawn < 60 else 1 if drawn < 80 else 2 if drawn < 90 else drawn % VOCAB]
-
-
-class TextEngine:
-    """See DraftEngine: its store holds tokens, -1 where nothing was written."""
-
-    device, vocab_size, has_graphs, most_positions, block_size = CPU, VOCAB, False, MAX_SEQ_LEN, BLOCK
-
-    def __init__(self, num_blocks: int) -> None:
-        self.rows = RowState(MAX_ROWS, MAX_SEQ_LEN, BLOCK, DRAFT_LEN, VOCAB, CPU, GUESSES)
-        self._store = np.full((num_blocks, BLOCK), -1)
-
-    def begin_round(self, plan: RoundPlan) -> None:
-        self.rows.apply(plan)
-
-    def close(self) -> None:
-        """There is nothing to give back."""
-
-    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        return self.rows.tables(rows, -(-context // BLOCK))
-
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        for chunk in chunks:
-            places = range(chunk.start, chunk.start + chunk.length)
-            tokens, table = self.rows.token_ids[chunk.row].tolist(), self.rows.block_tables[chunk.row].tolist()
-            self._write(table, [tokens[place] for place in places], places)
-
-    def feed(
-        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int = 1
-    ) -> torch.Tensor:
-        assert num_last == 1
-        found = torch.zeros((len(tokens), VOCAB))
-        for row, (of_row, where, table) in enumerate(
-            zip(tokens.tolist(), positions.tolist(), tables.tolist(), strict=True)
-        ):
-            self._write(table, of_row, where)
-            text = tuple(int(self._store[table[at // BLOCK], at % BLOCK]) for at in range(max(where) + 1))
-            found[row, list(ranked_behind(text))] = torch.arange(VOCAB, 0, -1, dtype=torch.float32)
-        return found
-
-    def _write(self, table: list[int], tokens: Sequence[int], places: Sequence[int]) -> None:
-        for token, place in zip(tokens, places, strict=True):
-            if place >= 0:
-                self._store[table[place // BLOCK], place % BLOCK] = token
-
-    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(tables, positions[:, step : step + 1]) for step in range(positions.shape[1])]
-
-    def decode(self, step: tuple[torch.Tensor, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-        return self.feed(tokens.unsqueeze(1), step[1], step[0])
-
-    def rank_steps(self, *values: Any) -> None:
-        return None
-
-    def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
-        self._store[target.numpy(), offset.numpy()] = self._store[source.numpy(), offset.numpy()]
-
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._store[target.numpy()] = self._store[source.numpy()]
-
-
-class HeldDrafter(AheadDrafter[Any]):
-    """A drafter whose drafts, and whose idea of what was verified, are held against the rows' tokens."""
-
-    def __init__(self, seen: Counter[str]) -> None:
-        space = GuessSpace(GUESSES, MAX_ROWS, NUM_BLOCKS, (BLOCK + DRAFT_LEN - 2) // BLOCK + 1)
-        super().__init__(TextEngine(NUM_BLOCKS + space.num_blocks), VOCAB, DRAFT_LEN, False, space)
-        self.seen = seen
-        self.tokens: dict[int, list[int]] = {}
-        self.broken: set[int] = set()
-
-    def begin_round(self, plan: RoundPlan) -> None:
-        super().begin_round(plan)
-        self.broken.difference_update(plan.dropped_rows)
-        self.tokens.update({one.row: one.tokens.tolist() for one in plan.admissions})
-
-    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        found = super().propose(plan, probability_rows)
-        for row, draft, count in zip(
-            plan.decode_rows.tolist(), found.tokens.tolist(), found.draft_lens.tolist(), strict=True
-        ):
-            text = list(self.tokens[row])
-            if row in self.broken:
-                continue
-            assert row not in self._texts or self._texts[row].length == len(text)
-            for token in () if row in self._has_given else draft[:count]:
-                assert token == ranked_behind(tuple(text))[0], f"row {row} has something wrong in its store"
-                text.append(token)
-        return found
-
-    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        if verdict is not None:
-            gained = zip(plan.sampled_rows, verdict.num_tokens.tolist(), verdict.tokens.tolist(), strict=True)
-            for row, count, tokens in gained:
-                if not count:  # the row is at its end, whatever the target does with it meanwhile
-                    self.broken.add(row)
-                elif row in self._texts and row not in self.broken:
-                    believed = self._texts[row].draft[: count - 1]
-                    assert tokens[: count - 1] == believed, f"row {row}: {tokens[: count - 1]}, not {believed}"
-                self.tokens[row] += tokens[:count]
-        super().observe(plan, verdict, step)
-
-
-class Device:
-    """A stream: what was enqueued is done in order, a piece each turn."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._enqueued: deque[Work] = deque()
-        self.is_over = False
-
-    def enqueue(self, work: Work) -> None:
-        self._enqueued.append(work)
-
-    def run(self) -> None:
-        """Until there is nothing left, once it is over."""
-        while self._enqueued or not self.is_over:
-            if self._enqueued:
-                try:
-                    next(self._enqueued[0])
-                except StopIteration:
-                    self._enqueued.popleft()
-            self._turns.give_way()
-
-
-class SlowGate(DeviceGate):
-    """The host's side of a gate, and what the kernels do on a device, which reads a few letters each turn."""
-
-    def __init__(self, turns: Turns, device: Device, seen: Counter[str]) -> None:
-        self._words = np.zeros(MAX_ROWS * (1 + DRAFT_LEN), dtype=np.int64)
-        self._table_words = np.zeros((2, 2 + GUESSES * (3 + DRAFT_LEN)), dtype=np.int64)
-        self._turns = turns
-        self._stream = device
-        self._seen = seen
-
-    def enqueue(self, opening: int, count: int, most_seconds: float) -> torch.Tensor:
-        values = torch.full((count,), -99)
-
-        def work() -> Work:
-            yield from self._pass(values, opening, self._turns.now + most_seconds)
-
-        self._stream.enqueue(work())
-        return values
-
-    def enqueue_lookup(self, opening: int, question: Question, most_seconds: float) -> torch.Tensor:
-        values = torch.full((len(question.rows) * (1 + question.width),), -99)
-        self._stream.enqueue(self._look_up(values, opening, question, most_seconds))
-        return values
-
-    def _await(self, words: np.ndarray, at: int, opening: int, end: float) -> Generator[None, None, int | None]:
-        while int(words[at]) >> 32 != _mark(opening):
-            if self._turns.now >= end:
-                return None
-            yield
-        return int(np.int64(words[at]).astype(np.int32))
-
-    def _pass(self, values: torch.Tensor, opening: int, end: float) -> Generator[None, None, bool]:
-        for at in (len(values) - 1, *range(len(values))):
-            number = yield from self._await(self._words, at, opening, end)
-            if number is None:
-                values.zero_()
-                self._seen["given up"] += 1
-                return False
-            values[at] = number
-            if self._turns.random.random() < 0.2:
-                yield
-        return True
-
-    def _load(self, words: np.ndarray, opening: int, end: float) -> Generator[None, None, list[list[int]]]:
-        head, numbers = [], []
-        for at in range(2):
-            head.append((yield from self._await(words, at, opening, end)))
-        if None in head:
-            return []
-        count, width = head[0] or 0, 3 + (head[1] or 0)
-        for at in range(2, 2 + count * width):
-            numbers.append((yield from self._await(words, at, opening, end)))
-            if self._turns.random.random() < 0.1:
-                yield
-        if None in numbers:
-            return []
-        return [cast(list[int], numbers[at : at + width]) for at in range(0, count * width, width)]
-
-    def _look_up(self, values: torch.Tensor, opening: int, question: Question, most: float) -> Work:
-        end, words = self._turns.now + most, self._table_words[opening % 2]
-        is_open, is_told = False, False
-        while not (is_open or is_told) and self._turns.now < end:
-            is_open = int(self._words[len(values) - 1]) >> 32 == _mark(opening)
-            is_told = not is_open and int(words[0]) >> 32 == _mark(opening)
-            yield
-        entries = (yield from self._load(words, opening, end)) if is_told else []
-        answers, missing = [], 0
-        for row, wanted, line in question.rows.tolist():
-            count = int(question.counts[line]) if line >= 0 else 0
-            key = [row, count - 1, int(question.lines[line, count - 1])] if count > 0 else []
-            found = next((entry[3 : 3 + max(wanted, 0)] for entry in entries if entry[:3] == key), [])
-            answers.append(found)
-            missing += wanted > 0 and not found
-        if not entries or (missing and missing >= question.fewest_missing):
-            yield from self._pass(values, opening, end)
-            return
-        self._seen["found"] += 1
-        self._seen["sat out"] += missing
-        values.zero_()
-        for of_row, found in zip(values.view(-1, 1 + question.width), answers, strict=True):
-            of_row[0] = len(found)
-            of_row[1 : 1 + len(found)] = torch.tensor(found)
-
-
-@dataclass
-class DecidedOnDevice:
-    """See VerdictRound."""
-
-    turns: Turns
-    plan: RoundPlan
-    broken: list[bool]
-    arrays: list[np.ndarray]
-    may_be_followed = True
-
-    def is_done(self) -> bool:
-        return bool(self.arrays)
-
-    def release(self) -> None:
-        """Nothing waits."""
-
-    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        self.turns.wait(self.is_done)
-        return np.where(self.broken, 0, self.arrays[0]), self.arrays[1]
-
-    def finish(self) -> ReportArrays:
-        counts, tokens = self.numbers()
-        return ReportArrays(
-            self.plan.round_index, RoundTimes(verifying=0.01), counts, np.maximum(self.arrays[2], 0), tokens
-        )
 
 
 class TargetRank:

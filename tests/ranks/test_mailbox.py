@@ -137,3 +137,4 @@ def test_a_rank_that_posts_nothing_waits_for_nobody_and_is_waited_for_by_nobody(
     if world.rank and world.size > 2:
         box.post(world.rank % (world.size - 1) + 1, 1, bytes(100_000))
     box.close()
+    assert not box._sending

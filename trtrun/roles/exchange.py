@@ -7,7 +7,7 @@ way is message_exchange.py. It does not know what is drafted or verified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -38,9 +38,9 @@ class Exchange(Protocol):
         """
         ...
 
-    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
-        """On ranks that draft ahead: drafts for likely verdicts of the round (guess_tables.py), None where there are
-        none. Nothing waits."""
+    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
+        """On ranks that draft ahead: send drafts for likely verdicts of the round, as `guesses` has them for who asks
+        (guess_tables.py), where target ranks look for them. Nothing waits."""
         ...
 
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
@@ -133,7 +133,7 @@ class DeviceExchange:
             return Draft(tokens, draft_lens, probs)
         return Draft(tokens[:, :-1], draft_lens, probs, num_suffix_tokens=tokens[:, -1])
 
-    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
+    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """See Exchange: nobody drafts ahead on devices that verify."""
 
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:

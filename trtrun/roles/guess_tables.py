@@ -15,11 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from parallel.transports.device_gate import KEY_NUMBERS
 from trtrun.core.nouns import RoundPlan
-
-ROW, NUM_ACCEPTED, TOKEN, FIRST_DRAFTED = range(4)
-"""Columns of a table: a row of the batch, how many tokens of its draft are accepted, the token that follows them, and
-the draft behind that one. Of lines for the same verdict the first counts."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +38,16 @@ def foreseen_rows(table: npt.NDArray[np.int64], plan: RoundPlan, before: KnownVe
     """Which of a plan's decode rows have a draft in a table.
 
     Args:
-        table: [guesses, FIRST_DRAFTED + steps] of the verdict before the plan's round.
+        table: [guesses, KEY_NUMBERS + steps] of the verdict before the plan's round: a row of the batch, how many of
+            its draft's tokens are accepted, the token that follows, and the draft behind that one. Of lines for the
+            same verdict the first counts.
         plan: the round's.
         before: that verdict.
 
     Returns:
         0 or 1 for each row; None where so many have none that a draft is waited for which is made for them.
     """
-    guessed = set(map(tuple, table[:, :FIRST_DRAFTED].tolist()))
+    guessed = set(map(tuple, table[:, :KEY_NUMBERS].tolist()))
     gained = zip(before.plan.sampled_rows, before.num_tokens.tolist(), before.tokens.tolist(), strict=True)
     came_true = {row for row, count, tokens in gained if count and (row, count - 1, tokens[count - 1]) in guessed}
     lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)

@@ -102,10 +102,10 @@ class MessageExchange:
             self.peers.send(draft.draft_probs, self.target_peer)
         return None
 
-    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
+    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """See Exchange: to the target leader, from the draft leader."""
-        if self.tells_guesses and guesses is not None and self.rank == self.draft_ranks[0]:
-            self.mail.post(self.target_ranks[0], GUESS_TAG, encode_packet(plan.round_index, guesses))
+        if self.tells_guesses and self.rank == self.draft_ranks[0] and (table := guesses()) is not None:
+            self.mail.post(self.target_ranks[0], GUESS_TAG, encode_packet(plan.round_index, table))
 
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
         """See Exchange: to the other target ranks, on the device."""

@@ -155,7 +155,7 @@ class Worker:
             return 0
         self.activity.enter(plan.round_index, Phase.ANTICIPATING)
         num_guesses = self.drafter.anticipate(plan, guesses=not self.exchange.is_late(plan))
-        self.exchange.tell_guesses(plan, self.drafter.guesses())
+        self.exchange.tell_guesses(plan, self.drafter.guesses)
         self.phases.end("anticipating")
         return num_guesses
 

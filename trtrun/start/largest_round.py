@@ -82,7 +82,7 @@ class SilentExchange:
         probs = torch.zeros(shape, device=self._device) if probability_rows else None
         return Draft(tokens, torch.full((rows,), plan.draft_len, dtype=torch.int64, device=self._device), probs)
 
-    def tell_guesses(self, plan: RoundPlan, guesses: np.ndarray | None) -> None:
+    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """See Exchange."""
 
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
