@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.rounded_rows import Activations, RoundedRows
+from trtrun.kernels.rounded_rows import Activations, RoundedRows, Rounding
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.fp8_rounding import round_activations
 from trtrun.kernels.triton.fp8_stream.suitability import Streamed
@@ -118,7 +118,7 @@ def chain_product(
     features, inputs = codes.shape
     y = torch.empty((rows, features), dtype=x.dtype, device=codes.device)
     if rows:
-        tile = tile or _tile(rows, features, x_scale is not None, codes.device)
+        tile = tile or choose_tile(rows, features, x_scale is not None, codes.device)
         _product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features))](
             values, scale if x_scale is None else x_scale, codes, scale, scale if bias is None else bias, y,
             rows, features, inputs, values.stride(0),
@@ -129,7 +129,7 @@ def chain_product(
     return y
 
 
-def _tile(rows: int, features: int, rounds: bool, device: torch.device) -> Tile:
+def choose_tile(rows: int, features: int, rounds: bool, device: torch.device) -> Tile:
     """What is fast for so many rows, with as many stages as the multiprocessors have shared memory for.
 
     Long runs of memory for few rows, and programs enough to keep every multiprocessor reading; squares for many,
@@ -165,14 +165,14 @@ class TritonFp8Matmul:
         rounds_activations: whether each row of x is rounded to E4M3, too.
 
     Attributes:
-        takes_rounded_rows: whether x may be RoundedRows.
+        takes_rounded_rows: how RoundedRows are rounded that x may be; None where it must be as it is.
     """
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
     ) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
-        self.takes_rounded_rows = rounds_activations
+        self.takes_rounded_rows: Rounding | None = "row" if rounds_activations else None
         self._streamed = Streamed(codes, scale, bias, chain_product)
         self._uses_library = rounds_activations and bias is None and _library_agrees(codes, scale)
 
