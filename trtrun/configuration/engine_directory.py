@@ -151,7 +151,9 @@ def read_engine(path: Path) -> EngineDescription | None:
         if not is_engine(path):
             refuse_foreign(path)
             return None
+    with reading(shorten_path(path / ENGINE_FILE), CheckpointError):
         text = (path / ENGINE_FILE).read_bytes()
+    with reading(shorten_path(path / "config.json"), CheckpointError):
         config = (path / "config.json").read_bytes() if (path / "config.json").is_file() else None
     try:
         begin = msgspec.json.decode(text, type=_Begin)
