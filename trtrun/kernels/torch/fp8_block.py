@@ -70,11 +70,11 @@ class TorchFp8BlockMatmul:
         self._codes, self._scale, self._bias = codes, block_scale, bias
 
     @staticmethod
-    def working_bytes(rows: int, inputs: int) -> int:
+    def working_bytes(rows: int, features: int, inputs: int) -> int:
         """Upper bound of what a product of `rows` rows needs beside its operands and its result."""
         # x in float32 with whole groups, its codes' numbers, steps and float64; weights as they are widened, and sums.
-        features = _features_at_once(inputs)
-        return rows * (inputs + GROUP) * 28 + (_NUMBERS_AT_A_TIME + inputs * GROUP) * 16 + rows * features * 28
+        at_once = min(features, _features_at_once(inputs))
+        return rows * (inputs + GROUP) * 20 + at_once * (inputs * 16 + num_groups(inputs) * 8) + rows * at_once * 24
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out] in x's dtype."""

@@ -85,11 +85,11 @@ class Fp8Block:
         """See `Quantization`: rounded activations on GPUs; elsewhere what torch's operations take."""
         from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul
 
-        inputs = weight.shape[1]
+        features, inputs = weight.shape
         if device_type == "cuda":
             scales = -(-inputs // BLOCK) * 4
             return rows * (inputs + scales + _ROUNDED_TOGETHER) + _ROUNDED_TOGETHER * scales
-        return TorchFp8BlockMatmul.working_bytes(rows, inputs)
+        return TorchFp8BlockMatmul.working_bytes(rows, features, inputs)
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
