@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from launch.commands.written_models import note_tokenizer
+from launch.commands.written_models import note_tokenizer, note_unfinished
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
 from trtrun import __version__
 from trtrun.building.settings import DEVICES, DTYPES, BuildSettings
@@ -86,6 +86,7 @@ def run_build(options: BuildOptions) -> int:
     checkpoint, output = find_model(options.checkpoint, None, "--checkpoint"), options.output
     check = partial(check_output, output, checkpoint, options.force)
     check()
+    note_unfinished(output)
     from launch.terminal import Bar
     from trtrun.building.engine_builder import EngineBuilder
 

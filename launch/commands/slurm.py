@@ -136,7 +136,7 @@ def status(job: str) -> int:
 
 @click.command()
 @click.argument("job")
-@click.option("--now", is_flag=True, help="End the job at once; without it rows in flight may finish.")
+@click.option("--now", is_flag=True, help="End the job at once; without it what is in flight may finish.")
 def cancel(job: str, now: bool) -> int:
     """End a job so that it loses no finished row: running jobs drain, waiting ones leave the queue.
 
@@ -155,7 +155,7 @@ def cancel(job: str, now: bool) -> int:
     if draining:
         signal_scripts(draining, "TERM")
     for item in jobs:
-        asked = f"is asked to end, and rows in flight may finish; see: trtrun status {item.label}"
+        asked = f"is asked to end, and what is in flight may finish; see: trtrun status {item.label}"
         what = asked if item in draining else "is ended"
         print(f"trtrun: job {item.label} {what}", file=sys.stderr, flush=True)
     return 0

@@ -107,9 +107,8 @@ def make_job(
         other = "; submit its --part" if inner.name == "generate-data" else f"; {inner.name} has none"
         raise click.UsageError(f"--array splits the rows of `run`{other}")
     if inner.name == "train-drafter":
-        _check_training(inner, resources)
         resume = () if inner.parameters["resume"] else ("--resume",)
-        return BatchJob(resources, [*start, *inner.rest, *resume], Path.cwd())
+        return BatchJob(resources, [*start, *inner.rest, *resume], Path.cwd(), steps=_check_training(inner, resources))
     if inner.name not in OF_ROWS:
         if inner.name == "serve":
             _check_serve(resources)
@@ -185,13 +184,15 @@ def _check_serve(resources: SlurmResources) -> None:
         _check_weights(resources)
 
 
-def _check_training(inner: Inner, resources: SlurmResources) -> None:
-    """Raise for what `trtrun train-drafter --resume` would refuse."""
+def _check_training(inner: Inner, resources: SlurmResources) -> Path:
+    """Raise for what `trtrun train-drafter --resume` would refuse; returns the file with a line for each step."""
     from launch.train.checks import check_training
+    from trtrun.training.state import StateFile
 
     options = train_options({**inner.parameters, "resume": True})
     if resources.has_local_models:
         check_training(resources.config, options)
+    return StateFile(options.output.resolve()).metrics_path
 
 
 def _check_weights(resources: SlurmResources) -> None:

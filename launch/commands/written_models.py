@@ -9,12 +9,21 @@ import sys
 from pathlib import Path
 
 from trtrun.errors import ConfigError, shorten_path
+from trtrun.models.written_files import find_unfinished
 
 
 def note_tokenizer(output: Path, source: str) -> None:
     """Say where `output` has no tokenizer, as its source, a "checkpoint" or a "model", had none beside it."""
     if not any((output / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         line = f"the {source} has no tokenizer beside it: name one by tokenizer: in the YAML file"
+        print(f"trtrun: {line}", file=sys.stderr, flush=True)
+
+
+def note_unfinished(output: Path) -> None:
+    """Say where a command was killed as it wrote `output`, which is written from the beginning now."""
+    command = find_unfinished(output)
+    if command is not None:
+        line = f"--output {shorten_path(output)}: what a killed `trtrun {command}` left goes, and all is written anew"
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 

@@ -122,7 +122,7 @@ def describe_state(job: SlurmJob) -> str:
 def describe_end(job: SlurmJob, is_server: bool = False) -> str:
     """How a job ended, as one line."""
     why = f" ({job.reason})" if job.reason and job.reason != "NonZeroExitCode" else ""
-    left = "some requests were cut off" if is_server else "rows are left; the same command goes on with them"
+    left = "some requests were cut off" if is_server else "not all is done; the same command goes on with it"
     drained = f": drained, {left}" if _is_drained(job) else ""
     return f"job {job.label} {job.state}{why} after {job.elapsed}, exit status {job.exit_status}{drained}"
 

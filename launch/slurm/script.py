@@ -80,6 +80,7 @@ class BatchJob:
         rows: input rows, None where the command has none.
         array: None for a single job.
         is_server: whether the command serves until it is told to end, and then drains.
+        steps: file of a training run that gets a line for each step, absolute; None for other commands.
     """
 
     resources: SlurmResources
@@ -89,11 +90,17 @@ class BatchJob:
     rows: int | None = None
     array: Array | None = None
     is_server: bool = False
+    steps: Path | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another start of the command does what is left."""
+        return self.output is not None or self.steps is not None
 
     @property
     def drains(self) -> bool:
         """Whether a signal has the command end what it has begun."""
-        return self.is_server or self.output is not None
+        return self.is_server or self.goes_on
 
     @property
     def slurm(self) -> SlurmSection:
@@ -175,7 +182,7 @@ def _directives(job: BatchJob) -> Iterator[str]:
     yield from (f"--{name}={quote_directive(str(value))}" for name, value in options if value is not None)
     if slurm.exclusive:
         yield "--exclusive"
-    yield "--requeue" if slurm.requeue and job.output is not None else "--no-requeue"
+    yield "--requeue" if slurm.requeue and job.goes_on else "--no-requeue"
     if job.drains:
         yield f"--signal=B:USR1@{slurm.signal_seconds}"
     yield from slurm.extra
@@ -185,6 +192,8 @@ def _record(job: BatchJob) -> str:
     """What `trtrun status` wants to know of the job, as one line of ASCII."""
     output = None if job.output is None else str(job.output)
     record = {"output": output, "rows": job.rows, "parts": job.array.count if job.array else None}
+    if job.steps is not None:
+        record["steps"] = str(job.steps)
     return json.dumps(record | ({"server": True} if job.is_server else {}))
 
 
@@ -227,15 +236,19 @@ def _wrap(words: Iterable[str | Word]) -> Iterator[str]:
 
 
 def _body(job: BatchJob) -> str:
-    """Run the command; where rows are kept or requests answered, so that a signal drains it."""
+    """Run the command, so that a signal drains it where it can."""
     drain_seconds = job.resources.config.launch.drain_seconds
+    if not job.drains:
+        return PLAIN_BODY
+    if not (job.goes_on and job.slurm.requeue):
+        return draining_body(drain_seconds)
     if job.output is None:
-        return draining_body("", drain_seconds, requeues=False) if job.is_server else PLAIN_BODY
+        return draining_body(drain_seconds, shlex.quote(str(job.steps)), "steps")
     partial = shlex.quote(f"{job.output}.partial")
     if job.array is not None:
         word = part_output(job.output, job.array.count)
         partial = str(Word(word.before, f"{word.after}.partial"))
-    return draining_body(partial, drain_seconds, job.slurm.requeue)
+    return draining_body(drain_seconds, partial)
 
 
 def _check(job: BatchJob) -> None:

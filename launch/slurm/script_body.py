@@ -10,8 +10,8 @@ import signal
 from launch.exit_codes import ExitCode, status_of_signal
 
 MOST_IDLE_STARTS = 3
-"""A job that finishes no row in one of its first starts is requeued all the same: the warning may have come early.
-Later on it is not, because its rows most likely do not fit into the time limit, and it would start for ever."""
+"""A job that finishes nothing in one of its first starts is requeued all the same: the warning may have come early.
+Later on it is not, because what it does most likely does not fit into the time limit, and it would start for ever."""
 
 PLAIN_BODY = """\
 # A signal ends the command. It also ends the first `wait`, and the second one takes the command's status.
@@ -47,36 +47,40 @@ exit "$status"\
 """
 
 _COUNT_BEFORE = """
-# Rows that are finished but not yet in the output file.
-count_rows() {{ cat {partial} 2>/dev/null | wc -l; }}
-before=$(count_rows)
+# {what} that are done: each is a line.
+count_done() {{ cat {counted} 2>/dev/null | wc -l; }}
+before=$(count_done)
 """
 
 _REQUEUE = """
 if [[ $status == {drained} && $heard == USR1 ]]; then
-    if (( $(count_rows) > before || ${{SLURM_RESTART_COUNT:-0}} < {most_idle_starts} )); then
-        echo "trtrun: the job goes back into the queue, for the rows that are left"
+    if (( $(count_done) > before || ${{SLURM_RESTART_COUNT:-0}} < {most_idle_starts} )); then
+        echo "trtrun: the job goes back into the queue, for the {what} that are left"
         scontrol requeue "$SLURM_JOB_ID" # Slurm ends this script
     else
-        echo "trtrun: no row was finished, and the next start would hardly get further: not requeued; ask for more time"
+        echo "trtrun: no {what} were finished, nor would many be in the next start: not requeued; ask for more time"
     fi
 fi
 """
 
 
-def draining_body(partial: str, drain_seconds: float, requeues: bool) -> str:
+def draining_body(drain_seconds: float, counted: str | None = None, what: str = "rows") -> str:
     """Run the command `job` so that a signal drains it.
 
     Args:
-        partial: the working file of the command's output, quoted for bash.
         drain_seconds: that rows in flight have.
-        requeues: put the job back into the queue when Slurm's warning has drained it.
+        counted: put the job back into the queue when Slurm's warning has drained it, as long as it gets on: by the
+            lines of this file, quoted for bash. None: never.
+        what: its lines stand for.
     """
-    drained = int(ExitCode.DRAINED)
+    drained, count_before, requeue = int(ExitCode.DRAINED), "", ""
+    if counted is not None:
+        count_before = _COUNT_BEFORE.format(counted=counted, what=what.capitalize())
+        requeue = _REQUEUE.format(drained=drained, what=what, most_idle_starts=MOST_IDLE_STARTS)
     return _DRAINING_BODY.format(
         drain_seconds=drain_seconds,
         drained=drained,
         unheard=status_of_signal(signal.SIGUSR1),
-        count_before=_COUNT_BEFORE.format(partial=partial) if requeues else "",
-        requeue=_REQUEUE.format(drained=drained, most_idle_starts=MOST_IDLE_STARTS) if requeues else "",
+        count_before=count_before,
+        requeue=requeue,
     )

@@ -47,6 +47,9 @@ def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
         total = f" of {record.get('rows')}" if record.get("parts") is None else ""
         yield f"  output   {output}"
         yield f"  rows     {count_rows(output)}{total} done"
+    steps = record.get("steps")
+    if isinstance(steps, str):
+        yield f"  steps    {_count_lines(Path(steps)) or 0} done"
 
 
 def describe_served(job: SlurmJob) -> Iterator[str]:
@@ -64,11 +67,18 @@ def describe_served(job: SlurmJob) -> Iterator[str]:
 def count_rows(output: Path) -> int:
     """Finished rows of a run: in its working file, or in the output file where that is in place."""
     for file in (output.with_name(f"{output.name}.partial"), output):
-        try:
-            return file.read_bytes().count(b"\n")
-        except OSError:
-            continue
+        found = _count_lines(file)
+        if found is not None:
+            return found
     return 0
+
+
+def _count_lines(file: Path) -> int | None:
+    """Of a file; None where it cannot be read."""
+    try:
+        return file.read_bytes().count(b"\n")
+    except OSError:
+        return None
 
 
 def _output(job: SlurmJob, record: Mapping[str, object]) -> Path | None:

@@ -319,6 +319,27 @@ def test_a_server_that_is_gone_is_shown_as_gone(page: Any) -> None:
     playwright.expect(page.locator("#ranks li.up")).to_have_count(3)
 
 
+def test_a_draft_tree_is_shown_as_one(page: Any) -> None:
+    def answer(route: Any) -> None:
+        status = route.fetch().json()
+        status["speculation"] |= {"method": "medusa", "draft_nodes": 6, "draft_parents": [-1, -1, 0, 1, 1, 3]}
+        route.fulfill(json=status)
+
+    playwright.expect(page.locator("#method")).to_have_text("a draft model, up to 4 draft tokens a round")
+    page.route("**/status", answer)
+    said = "Medusa heads, trees of up to 6 draft tokens a round, 4 deep"
+    playwright.expect(page.locator("#method")).to_have_text(said)
+    tree = page.get_by_role("img", name="A draft: a tree of 6 tokens, 2, 3, 1 by depth")
+    playwright.expect(tree.locator("circle:not(.root)")).to_have_count(6)
+    ends = tree.locator("line").evaluate_all(
+        "lines => lines.map((line) => ['x1', 'y1', 'x2', 'y2'].map((name) => +line.getAttribute(name)))"
+    )
+    places = [(x, y) for _, _, x, y in ends]
+    assert [ends[node][:2] for node in (2, 3, 4, 5)] == [list(places[parent]) for parent in (0, 1, 1, 3)]
+    assert len(set(places)) == 6 and [y for _, y in places] == [27, 27, 49, 49, 49, 71]
+    page.unroute_all(behavior="wait")
+
+
 def test_the_form_follows_a_server_that_comes_back_with_other_limits(page: Any) -> None:
     page.get_by_label("Chat").check(force=True)
 

@@ -105,7 +105,7 @@ def test_a_cancelled_job_drains_and_the_next_one_goes_on(
     run.wait_for_rows(job, 1)
     done = trtrun("cancel", job)
     ended = run.wait_for_state(job, "PENDING")
-    said = f"trtrun: job {job} is asked to end, and rows in flight may finish; see: trtrun status {job}\n"
+    said = f"trtrun: job {job} is asked to end, and what is in flight may finish; see: trtrun status {job}\n"
     assert (done.returncode, done.stderr) == (0, said)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
     shown = trtrun("status", job).stdout
@@ -165,7 +165,7 @@ def test_a_job_that_gets_no_further_is_not_requeued(
     cluster.call("scancel", "--batch", "--signal=USR1", str(job))
     ended = run.wait_for_state(job, "PENDING")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
-    assert "trtrun: no row was finished, and the next start would hardly get further: not requeued" in run.log(job)
+    assert "trtrun: no rows were finished, nor would many be in the next start: not requeued" in run.log(job)
 
 
 def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
@@ -206,6 +206,36 @@ def test_a_job_whose_node_is_set_down_starts_again_when_it_is_back(
     assert "DUE TO NODE FAILURE" in log
     assert "rows were done before" in log
     assert len(read_rows(folder / "out.jsonl")) == 6
+
+
+def test_a_training_run_that_is_warned_is_requeued_and_goes_on_behind_its_last_step(
+    cluster: Cluster, trtrun: Run, config: Config, folder: Path
+) -> None:
+    rows = [{"prompt_token_ids": [5, 6 + row], "token_ids": [*range(7, 40)], "temperature": 0.0} for row in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    file = config(1, {"requeue": True, "signal_seconds": 60}, **ONE_PROCESS)
+    settings = ("--method", "medusa", "--num-tokens", 2, "--batch-size", 2, "--heldout-rows", 0, "--steps", 100000)
+    words = ("train-drafter", "--data", "data.jsonl", "--output", "the heads", *settings)
+    submitted = trtrun("submit", "--config", file, "--", *words)
+    assert submitted.returncode == 0, submitted.stderr
+    job, log = int(submitted.stdout), folder / f"trtrun-{int(submitted.stdout)}.log"
+
+    def has_said(text: str) -> bool:
+        assert cluster.show(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), log.read_text(encoding="utf-8")
+        return log.exists() and text in log.read_text(encoding="utf-8")
+
+    metrics = folder / "the heads" / "training" / "metrics.jsonl"
+    wait_for(lambda: has_said("") and count_lines(metrics) >= 2, 120, "two steps are done")
+    cluster.call("scancel", "--batch", "--signal=USR1", str(job))
+    wait_for(lambda: has_said("goes on behind step"), 150, "the job has started again")
+    said = log.read_text(encoding="utf-8")
+    done = int(said.split("trtrun: SIGUSR1: ")[1].split()[0])
+    assert "trtrun: the job goes back into the queue, for the steps that are left\n" in said
+    assert f"medusa: goes on behind step {done} of 100000 steps, with 8 rows on 1 rank\n" in said
+    assert trtrun("cancel", job).returncode == 0
+    ended = wait_for(lambda: (one := cluster.show(job))["JobState"] in ENDED and one, 60, "the job has ended")
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "1")
+    assert f"  steps    {count_lines(metrics)} done\n" in trtrun("status", job).stdout
 
 
 @pytest.mark.parametrize("kind", ["none", "pmi2"])

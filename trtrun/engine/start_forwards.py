@@ -1,5 +1,5 @@
-"""Which forwards a start runs so that every graph that rounds may need is there, as numbers: `warm_up` runs them, and
-`trtrun plan` counts the graphs that they make.
+"""Which forwards a start runs so that every graph that rounds may need is there, or where there are none every kernel,
+as numbers: `warm_up` runs them, and `trtrun plan` counts the graphs that they make.
 
 It knows shapes of graphs. It does not know engines, tensors or devices.
 """
@@ -16,6 +16,9 @@ _SHORT_TREES = 6
 """Trees of up to so many tokens, one behind the other, have graphs of all lengths: pacing asks for any, and the last
 rounds of a text for few."""
 
+
+_FEW_TOKENS = 2048
+"""Of several prompts together, where each size is run: what more would need has been needed by one long prompt."""
 
 MOST_TREE_ROWS = 16
 """Heads draw up trees of so many rows as one graph: those of more keep a device busy while the host launches."""
@@ -69,6 +72,20 @@ class StartLimits:
     max_rows: int
     longest: int
 
+    def doubled_rows(self, of_row: int) -> list[int]:
+        """Numbers of rows of which each has `of_row` tokens, each twice the one before, and the most: kernels that are
+        chosen by how much there is are all among theirs."""
+        most = min(self.max_rows, self.max_tokens // of_row)
+        return _doubled(most) if most else []
+
+    def doubled_prompts(self) -> Iterator[Prompts]:
+        """Prompts of each number of tokens that is twice another's, in each such number of rows that has few of them,
+        alone and at the end of a long context."""
+        for length in _doubled(min(self.longest, self.max_tokens)):
+            for rows in self.doubled_rows(length):
+                if rows == 1 or rows * length <= _FEW_TOKENS:
+                    yield from (Prompts(start, [length] * rows) for start in sorted({0, self.longest - length}))
+
     def first_prompt(self) -> Prompts:
         """A short one, which runs whether there are graphs or not."""
         return Prompts(0, [min(2, self.longest, self.max_tokens)])
@@ -119,6 +136,11 @@ class StartLimits:
                 if rows == 1 or rows * (length + 1) <= self.max_tokens:
                     for blocks in shapes.widths(rows):
                         yield Verification(rows, length, blocks)
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4 and so on below `most`, and this."""
+    return [*(1 << place for place in range((most - 1).bit_length())), most]
 
 
 def draft_steps(shapes: GraphShapes, most_catch_up: int) -> Iterator[Steps]:

@@ -2,8 +2,8 @@
 
 oneDNN and cuBLAS choose or compile kernels at the first call of each shape, which costs milliseconds, and a CUDA graph
 takes up to a tenth of a second to capture. Where there are graphs this makes all of them, so that no round has to wait
-for one; elsewhere it runs the shapes of rounds of one row. It writes to the null block only, so it leaves no trace in
-the KV store's owners.
+for one. Elsewhere it runs the shapes of rounds of one row, and on GPUs those by whose sizes kernels are told apart. It
+writes to the null block only, so it leaves no trace in the KV store's owners.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from trtrun.engine.runner import Engine
 from trtrun.engine.start_forwards import Mixed, Prompts, StartLimits, draft_steps
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
+
+_MOST_LOGPROBS = 20
 
 _LAST_ROUNDS = 8
 """Up to which draft_len rounds of one row are run, one for each: every request's end may need any of them."""
@@ -58,12 +60,16 @@ def warm_up(
     limits = _limits(engine, max_tokens, max_rows)
     _prefill(engine, limits.first_prompt())
     shapes = engine.graph_shapes
+    if verifies and engine.device.type == "cuda":
+        _rank(engine)
     if shapes is None:
         for length in _lens_of_one_row(draft_lens):
             if verifies:
                 _verify(engine, 1, length)
             elif length:
-                _draft(engine, length, in_parallel=in_parallel)
+                _draft(engine, 1, length, in_parallel=in_parallel)
+        if engine.device.type == "cuda":
+            _run_sizes(engine, max(draft_lens), limits, verifies=verifies, in_parallel=in_parallel)
     else:
         # The largest graphs first: smaller ones find the memory of the pool there.
         for of_both in limits.mixed(shapes) if verifies else ():
@@ -125,6 +131,31 @@ def _draft_all(
             engine.rank_steps(first, nowhere, tables, vocab_size, min(num_ranked, vocab_size), keyed)
 
 
+def _rank(engine: Engine) -> None:
+    """Rank alternatives for log probabilities, in each number that kernels are compiled for."""
+    logits = torch.zeros((1, 1, engine.vocab_size), device=engine.device)
+    tokens = torch.zeros((1, 1), dtype=torch.int64, device=engine.device)
+    for place in range((_MOST_LOGPROBS - 1).bit_length() + 1):
+        engine.rows.sampling.top_logprobs(logits, tokens, min(1 << place, _MOST_LOGPROBS, engine.vocab_size))
+
+
+def _run_sizes(engine: Engine, length: int, limits: StartLimits, *, verifies: bool, in_parallel: bool) -> None:
+    """Rounds of each size by which kernels are told apart: of few rows and many, and prompts alike, in short contexts
+    and long ones; of trees prompts beside them, too, which then are read by other kernels."""
+    of_row = 1 + (engine.draft_size(length).nodes if verifies else length)
+    has_trees = verifies and length > 0 and engine.has_trees
+    for rows in limits.doubled_rows(of_row):
+        if verifies:
+            _verify(engine, rows, length)
+        elif length:
+            _draft(engine, rows, length, in_parallel=in_parallel)
+    for prompts in limits.doubled_prompts():
+        _prefill(engine, prompts)
+        has_room = of_row + sum(prompts.lengths) <= limits.max_tokens
+        if has_trees and len(prompts.lengths) == 1 and has_room and not prompts.start:
+            _verify(engine, 1, length, prompts=prompts.lengths)
+
+
 def _lens_of_one_row(draft_lens: Collection[int]) -> list[int]:
     """The largest first, and short ones, too: the last rounds of a request draft no more than it may have."""
     return sorted({*draft_lens, *range(min(max(draft_lens), _LAST_ROUNDS) + 1)}, reverse=True)
@@ -164,14 +195,14 @@ def _verify(engine: Engine, rows: int, length: int, context: int = 0, prompts: C
     engine.verify_forward(plan, Draft(tokens, lens, paths=paths))
 
 
-def _draft(engine: Engine, draft_len: int, *, in_parallel: bool) -> None:
-    """As the drafter does for one row."""
-    places = torch.arange(1, device=engine.device)
+def _draft(engine: Engine, rows: int, draft_len: int, *, in_parallel: bool) -> None:
+    """As the drafter does."""
+    places = torch.arange(rows, device=engine.device)
     context = 2 + draft_len
     if in_parallel:
-        engine.look_ahead(places, [1], [draft_len], 0, context)
+        engine.look_ahead(places, [1] * rows, [draft_len] * rows, 0, context)
         return
-    engine.catch_up(places, [2], context=context)
+    engine.catch_up(places, [2] * rows, context=context)
     if draft_len > 1:
-        positions = torch.ones((1, draft_len - 1), dtype=torch.int64, device=engine.device)
+        positions = torch.ones((rows, draft_len - 1), dtype=torch.int64, device=engine.device)
         engine.decode(engine.prepare_steps(engine.tables(places, context), positions)[0], torch.zeros_like(places))

@@ -40,6 +40,7 @@ _PRACTISED = (
     _SAMPLING,
     SamplingParams(temperature=1.0, seed=0),
     SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=0),
+    SamplingParams(temperature=1.0, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1, seed=0),
     SamplingParams(seed=0, guided=_GUIDE),
     SamplingParams(temperature=1.0, seed=0, guided=_GUIDE),
 )

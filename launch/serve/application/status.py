@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from launch.serve.application.draft_shapes import describe_drafts
 from launch.serve.engine.messages import Ready, Status
 from launch.serve.front.front import Front
 from launch.serve.http.requests import Keys
@@ -66,6 +67,7 @@ class StatusBoard:
         self._front = front
         self._config = config
         self._models = _models(config)
+        self._drafts = describe_drafts(config)
         self._topology = topology
         self._keys = keys
         self._has_template = has_template
@@ -112,6 +114,7 @@ class StatusBoard:
             "speculation": {
                 "method": config.speculation.method,
                 "draft_len": front.draft_len,
+                **self._drafts,
                 "use_logits": config.speculation.use_logits,
                 "is_paced": config.is_paced,
                 "drafts_ahead": config.drafts_ahead,

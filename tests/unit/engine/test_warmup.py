@@ -1,9 +1,12 @@
-"""What a start captures, on CPU tensors: the shapes that short prompts have, in whatever number they come."""
+"""What a start runs: graphs of the shapes that short prompts have, in whatever number they come; and without
+graphs rounds of all sizes. On CPU tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ahead_rounds
@@ -13,9 +16,12 @@ from checkpoints import make_checkpoint
 from pipelines import prompt_of
 
 from trtrun.attention.backend import HostAttention
+from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import RoundPlan
+from trtrun.engine import warmup
 from trtrun.engine.forwards import Forwards
 from trtrun.engine.graphs import ForwardGraphs
+from trtrun.engine.start_forwards import Prompts
 from trtrun.engine.warmup import _chunk, warm_up
 from trtrun.speculation.ahead.chains import NUM_RANKED
 
@@ -99,3 +105,55 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
         rounds.add(prompt_of(9 + number, seed=number), max_tokens=60, ignore_eos=True)
     rounds.run(200)
     assert not made
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
+def test_without_graphs_a_start_on_a_gpu_runs_rounds_of_every_size_that_has_kernels_of_its_own(
+    is_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By how many places are written, and by how queries are dealt out: kernels are compiled for both."""
+    pytest.importorskip("triton")
+    from trtrun.kernels.triton.attention_tiles import choose_tiling
+    from trtrun.kernels.triton.paged_store import _tokens_at_once
+
+    heads, kv_heads, max_tokens, max_rows, longest, depth = 24, 8, 3000, 40, 1500, 4
+    paths, nodes = (22, 40) if is_tree else (1, depth)
+
+    def kinds(rows: int, queries: int, context: int, beside: bool) -> set[Any]:
+        at_once = _tokens_at_once(rows * queries * (heads + 2 * kv_heads))
+        shares = min(2, -(-context // 256))
+        tiling = choose_tiling(queries * heads // kv_heads, rows * kv_heads, shares, 132, has_prompt_kernel=True)
+        return {(at_once, is_tree and beside), tiling}
+
+    of_start: set[Any] = set()
+
+    def verified(engine: Any, rows: int, length: int, context: int = 0, prompts: Collection[int] = ()) -> None:
+        assert rows * (nodes + 1) + sum(prompts) <= max_tokens
+        of_start.update(kinds(rows * (paths if length else 1), length + 1, max(context, 2 + length), length > 0))
+        for width in prompts:
+            of_start.update(kinds(1, width, width, True))
+
+    def prefilled(engine: Any, prompts: Prompts) -> None:
+        rows, width = len(prompts.lengths), prompts.lengths[0]
+        assert rows <= max_rows and rows * width <= max_tokens and prompts.start + width <= longest
+        of_start.update(kinds(rows, width, prompts.start + width, False))
+
+    monkeypatch.setattr(warmup, "_verify", verified)
+    monkeypatch.setattr(warmup, "_prefill", prefilled)
+    monkeypatch.setattr(warmup, "_rank", lambda engine: None)
+    rows = SimpleNamespace(lengths=torch.zeros(max_rows), token_ids=torch.zeros(1, longest + depth + 2))
+    engine: Any = SimpleNamespace(
+        device=torch.device("cuda"), graph_shapes=None, has_trees=is_tree, rows=rows,
+        draft_size=lambda length: DraftSize(paths, nodes),
+    )  # fmt: skip
+    rows.max_draft_len = depth
+    warm_up(engine, {depth}, max_tokens, max_rows, verifies=True)
+    for count in range(1, max_rows + 1):
+        for context in (9, 900):
+            if count * (nodes + 1) <= max_tokens:
+                assert kinds(count * paths, depth + 1, context, True) <= of_start
+            for width in (1, 3, 16, 40):
+                assert kinds(count, width, context, False) <= of_start
+    for width in range(1, max_tokens - nodes - 1, 7):
+        assert kinds(1, min(width, longest), 900, False) <= of_start
+        assert (_tokens_at_once(min(width, longest) * (heads + 2 * kv_heads)), is_tree) in of_start

@@ -39,7 +39,7 @@ def quantized(features: int, inputs: int) -> Tensors:
 def test_the_largest_weight_of_a_block_is_the_largest_code(
     features: int, inputs: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_block, "_WEIGHTS_AT_A_TIME", at_once)
+    monkeypatch.setattr(fp8_block, "numbers_at_a_time", lambda device: at_once)
     weight = numbers(features, inputs, seed=1) * 3
     weight[:1, :128] = 0
     held = quantize(weight)

@@ -18,10 +18,11 @@ from quantized_checkpoints import FORMATS, edit_quantization, make_pair
 from safetensors.torch import load_file
 
 from launch.plan.weight_files import inspect_files
+from trtrun import tensors
 from trtrun.kernels.torch import fp8_block
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import TensorSlice
-from trtrun.linear.stored import awq, byte_layouts, layout
+from trtrun.linear.stored import byte_layouts, layout
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
@@ -128,8 +129,7 @@ def test_biases_and_norms_of_heads_are_plain_beside(tmp_path: Path, name: str, t
 def test_large_weights_become_dense_piece_by_piece(
     tmp_path: Path, name: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "_NUMBERS_AT_A_TIME", 5000)
-    monkeypatch.setattr(awq, "_WORDS_AT_A_TIME", 100)
+    monkeypatch.setattr(tensors, "numbers_at_a_time", lambda device: 5000)
     check_logits(*make_pair(tmp_path, name), tp_size)
 
 

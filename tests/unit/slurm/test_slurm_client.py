@@ -62,7 +62,7 @@ def test_states_are_told_in_words() -> None:
     assert describe_state(waiting) == "job 12 is PENDING (BeginTime), start 2"
     assert "  nodes    2, none yet" in list(describe(waiting, {}))
     drained = job_of("FAILED", exit_code=str(3 << 8), ReasonList="(NonZeroExitCode)")
-    assert describe_end(drained).startswith("job 12 FAILED after 1:02, exit status 3: drained, rows are left")
+    assert describe_end(drained).startswith("job 12 FAILED after 1:02, exit status 3: drained, not all is done")
 
 
 @pytest.mark.parametrize("name", ["", "12;ls", "-12", "12_", "_3", "12_3_4", "12 13", "all"])

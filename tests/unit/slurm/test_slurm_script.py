@@ -279,6 +279,13 @@ def test_a_drafter_is_trained_on_a_rank_a_device_and_gone_on_with(here: Path) ->
     ranks = [line for line in script.splitlines() if line.startswith("#   ")]
     assert ranks == ["#   training rank 0 (node-1 cpu:0)", "#   training rank 1 (node-1 cpu:1)"]
     assert "#SBATCH --ntasks-per-node=2\n" in script
+    assert "#SBATCH --signal=B:USR1@120\n" in script and "#SBATCH --no-requeue\n" in script
+    assert "scontrol requeue" not in script
+    again = script_of(*train, slurm={"requeue": True})
+    assert "#SBATCH --requeue\n" in again and "scontrol requeue" in again
+    steps = here / "drafter" / "training" / "metrics.jsonl"
+    assert json.loads(again.split("# trtrun-job: ")[1].splitlines()[0])["steps"] == str(steps)
+    assert f"cat {shlex.quote(str(steps))}" in again
     with pytest.raises(ConfigError, match=r"nothing\.jsonl cannot be read"):
         script_of(*train, "--data", "nothing.jsonl")
     with pytest.raises(ConfigError, match="--steps is -1"):

@@ -13,11 +13,10 @@ from torch.nn import functional
 
 from trtrun.kernels.rounded_rows import GROUP
 from trtrun.kernels.torch.fp8 import round_activations, round_rows, widen
+from trtrun.tensors import numbers_at_a_time
 
 _NUMBERS_AT_A_TIME = 1 << 20
 """Weights that are widened at once: 8 MiB in float64."""
-_WEIGHTS_AT_A_TIME = 1 << 20
-"""Weights that are rounded at once: 4 MiB each for their float32 copies."""
 
 
 def num_groups(numbers: int) -> int:
@@ -31,7 +30,7 @@ def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     features, inputs = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty((num_groups(features), num_groups(inputs)), dtype=torch.float32, device=weight.device)
-    step = max(1, _WEIGHTS_AT_A_TIME // (GROUP * inputs)) * GROUP
+    step = max(1, numbers_at_a_time(weight.device) // (GROUP * inputs)) * GROUP
     for start in range(0, features, step):
         part = weight[start : start + step]
         padded = functional.pad(part, (0, -inputs % GROUP, 0, -len(part) % GROUP))

@@ -35,9 +35,6 @@ Codes = Literal["fp8", "fp8_block"] | int
 """What GPUs hold as it is: an Fp8Weight without blocks, or in blocks of 128 by 128; or a PackedWeight of 4 bits, then
 how many columns have a scale of their own."""
 
-_NUMBERS_AT_A_TIME = 1 << 20
-"""Weights that become dense at once: 4 MiB each for a few copies."""
-
 
 class Layout(Protocol):
     """How one matrix is stored. Hashable; layouts that are equal make layers that can be multiplied with as one.
@@ -174,12 +171,14 @@ class StoredLinear:
 
     def _load_dense(self, source: WeightSource) -> Tensors:
         """Part by part, each with its own scales."""
+        from trtrun.tensors import numbers_at_a_time
+
         place, row = source.place(), 0
         for part in source.weight.parts:
             rows, columns = map(len, part.ranges)
             if not rows:
                 continue
-            form, step = self._read(source, part), max(1, _NUMBERS_AT_A_TIME // columns)
+            form, step = self._read(source, part), max(1, numbers_at_a_time(place.device) // columns)
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
                 source.put(part.name, place[row + start : row + stop], form.dequantize(slice(start, stop)))
@@ -231,10 +230,11 @@ class StoredLinear:
 
         from trtrun.kernels.torch.int4 import pack
         from trtrun.linear.stored.forms import PackedWeight
+        from trtrun.tensors import numbers_at_a_time
 
         held = Int4(size).create(source.weight, source.dtype, source.device_type)
         made = {name: torch.zeros(it.shape, dtype=it.dtype, device=source.device) for name, it in held.items()}
-        step = max(FEATURES, _NUMBERS_AT_A_TIME // source.weight.shape[1] // FEATURES * FEATURES)
+        step = max(FEATURES, numbers_at_a_time(source.device) // source.weight.shape[1] // FEATURES * FEATURES)
         row = 0
         for part in source.weight.parts:
             rows = len(part.ranges[0])

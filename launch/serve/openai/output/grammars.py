@@ -17,9 +17,9 @@ from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FOR
 from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameter_rules import free_parameters, parameter_rules
 from launch.serve.openai.output.qwen3_coder import END, FUNCTION
-from launch.serve.openai.output.schemas import ANY, OPTIONS, arguments_schema, as_part, moved, without_notes
+from launch.serve.openai.output.schemas import ANY, arguments_schema, as_part, moved, without_notes
 from launch.serve.openai.tools import Tool
-from trtrun.core.guide import Guide
+from trtrun.core.guide import OPTIONS_KEY, Guide
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _call_or_object(wanted: Wanted, other: Any) -> str:
     # References are of a schema's own parts, which stand deeper now.
     placed = [moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
     placed += [moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
-    options = {OPTIONS: other[OPTIONS]} if isinstance(other, Mapping) and OPTIONS in other else {}
+    options = {OPTIONS_KEY: other[OPTIONS_KEY]} if isinstance(other, Mapping) and OPTIONS_KEY in other else {}
     return as_part({**options, "anyOf": placed})
 
 

@@ -1,6 +1,7 @@
 // How the server stands, from GET /status: ranks, queue, KV cache.
 
 import { shape } from "./plot.js";
+import { countByDepth, drawTree } from "./tree.js";
 
 const KEPT = 60;
 const SCALE_WIDTH = 44; // for the numbers at a line's right end
@@ -10,6 +11,25 @@ const STATES = {
   hanging: "the engine does not get on",
   ending: "the server is ending",
   gone: "no answer",
+};
+
+const METHODS = {
+  draft_target: "a draft model",
+  ngram: "prompt lookup",
+  suffix: "suffix decoding",
+  token_recycling: "token recycling",
+  lookahead: "lookahead decoding",
+  medusa: "Medusa heads",
+  eagle: "an EAGLE head",
+  eagle3: "an EAGLE-3 head",
+  dflash: "a DFlash head",
+  dspark: "a DSpark head",
+};
+const SOURCES = {
+  ngram: "from the text so far",
+  suffix: "from texts so far",
+  token_recycling: "from what was likely before",
+  lookahead: "from guesses beside the text",
 };
 
 export class EngineView {
@@ -100,10 +120,12 @@ export class Line {
 
 function tellMethod(speculation) {
   if (speculation.method === "none") return "plain decoding";
-  const length = `up to ${speculation.draft_len} draft tokens a round`;
-  const words = { ngram: "prompt lookup", suffix: "suffix decoding", medusa: "Medusa heads", eagle: "an EAGLE head", eagle3: "an EAGLE-3 head" };
-  const word = words[speculation.method];
-  return word ? `${word}, ${length}` : length;
+  const { method, draft_len, draft_nodes, drafts_in_parallel } = speculation;
+  const isTree = draft_nodes > draft_len;
+  const length = isTree
+    ? `trees of up to ${draft_nodes} draft tokens a round, ${draft_len} deep`
+    : `up to ${draft_len} draft tokens a round${drafts_in_parallel ? ", in one forward" : ""}`;
+  return METHODS[method] ? `${METHODS[method]}, ${length}` : length;
 }
 
 /** One engine's line: its ranks, by device. */
@@ -118,9 +140,8 @@ function describeEngine(role, status) {
     if (status.speculation.method === "none") return null;
     const told = document.createElement("p");
     told.className = "quiet";
-    const source = ["medusa", "eagle", "eagle3"].includes(status.speculation.method) ? "with heads" : "from the text so far";
-    told.textContent = `by the target's own ranks, ${source}`;
-    box.append(told);
+    told.textContent = `by the target's own ranks, ${SOURCES[status.speculation.method] ?? "with heads"}`;
+    box.append(told, ...describeTree(role, status));
     return box;
   }
   const list = document.createElement("ul");
@@ -135,7 +156,18 @@ function describeEngine(role, status) {
     told.textContent = `model ${directory.name}${quantized}`;
     list.append(told);
   }
+  box.append(...describeTree(role, status));
   return box;
+}
+
+/** The draft's tree, where its shape is known. */
+function describeTree(role, status) {
+  const parents = status.speculation.draft_parents;
+  if (role !== "draft" || !parents) return [];
+  const told = document.createElement("p");
+  told.className = "quiet";
+  told.textContent = `${countByDepth(parents).join(", ")} tokens by depth`;
+  return [drawTree(parents), told];
 }
 
 function describeRank(rank) {
