@@ -44,7 +44,8 @@ def test_a_gpu_rounds_in_groups_as_the_cpu_does() -> None:
 @HALVES
 @pytest.mark.parametrize("size", [200, 4096, 8192])
 def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype: torch.dtype) -> None:
-    """Is what that kernel makes, rounded."""
+    """Is what that kernel makes, rounded; but for sums of squares, whose order may be another one, so that a number in
+    many thousands is rounded elsewhere."""
     from trtrun.kernels.triton import fused
     from trtrun.kernels.triton.fp8_rounding import round_activations
 
@@ -53,8 +54,9 @@ def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype:
         other = hidden.clone()
         expected = round_activations(fused.add_and_normalise(hidden, delta, weight, 1e-5), "group")
         found = fused.add_and_normalise_rounded(other, delta, weight, 1e-5, "group")
-        assert torch.equal(hidden, other) and torch.equal(found.scale, expected.scale)
-        assert torch.equal(found.codes[:, :size].float(), expected.codes[:, :size].float())
+        assert torch.equal(hidden, other) and torch.allclose(found.scale, expected.scale, rtol=2.0**-7, atol=0)
+        assert (found.codes[:, :size].float() != expected.codes[:, :size].float()).float().mean() < 1e-3
+        assert (found.scale != expected.scale).float().mean() < 1e-2
         gates = random(rows, 2 * 3 * size, seed=2, dtype=dtype)
         expected = round_activations(fused.silu_and_multiply(gates), "group")
         found = fused.silu_and_multiply_rounded(gates, "group")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from fp8_products import numbers
 from paged import PagedModel
+from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
+from trtrun import SamplingParams
 from trtrun.errors import ConfigError
 from trtrun.kernels.torch import fp8_block
 from trtrun.kernels.torch.fp8 import SMALLEST_SCALE, round_activations
@@ -122,6 +125,25 @@ def test_models_are_near_the_dense_ones_and_counted_as_they_are_held(tmp_path: P
     )
     sizes = [(128, 64), (64, 64), (224, 64), (64, 112)] * config.num_layers
     assert dense - held == sum(one * other - 4 * -(-one // 128) for one, other in sizes)
+
+
+def test_texts_of_a_target_in_blocks_are_plain_decodings(tmp_path: Path) -> None:
+    """Which are not those of the dense weights."""
+    target = make_checkpoint(tmp_path / "target", hidden_size=192, intermediate_size=320, dtype=torch.bfloat16)
+    draft = noisy_copy(tmp_path / "draft", target, 0.05)
+    prompts = [prompt_of(3 + 7 * (row % 5), row) for row in range(8)]
+    sampling = [
+        SamplingParams(max_tokens=24, temperature=0.8 * (row % 2), seed=row, ignore_eos=True) for row in range(8)
+    ]
+    settings: dict[str, Any] = {"dtype": "bfloat16", "scheduler": {"max_batch_size": 8, "max_num_tokens": 40}}
+    with make_llm(target, **settings) as llm:
+        dense = tokens_of(llm.generate(prompts, sampling))
+    settings["target_quantization"] = "fp8_block"
+    with make_llm(target, **settings) as llm:
+        plain = run_alone(llm, prompts, sampling)
+    with make_llm(target, draft, quantization="fp8_block", **settings) as llm:
+        assert tokens_of(llm.generate(prompts, sampling)) == plain != dense
+        assert llm.statistics()["num_accepted_draft_tokens"] > 20
 
 
 def test_it_is_for_targets_in_half_precision() -> None:
