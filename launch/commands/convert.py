@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from launch.commands.written_models import note_tokenizer, note_unfinished
+from launch.commands.written_models import check_again, note_tokenizer
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
 from trtrun.errors import ConfigError, nearest
 
@@ -78,7 +78,6 @@ def run_conversion(options: ConvertOptions) -> int:
     model = find_model(options.model, None, "--model")
     check = partial(check_output, options.output, model, options.force)
     check()
-    note_unfinished(options.output)
     from launch.terminal import Bar
     from trtrun.conversion.hugging_face_writer import write_hugging_face
     from trtrun.conversion.rank_writer import write_ranks
@@ -86,7 +85,7 @@ def run_conversion(options: ConvertOptions) -> int:
 
     started, source, output = time.monotonic(), open_source(model, options.dtype), options.output
     try:
-        with staged(output, check) as folder, Bar("written", in_bytes=True) as bar:
+        with staged(output, partial(check_again, output, check)) as folder, Bar("written", in_bytes=True) as bar:
             if options.layout == "trtllm":
                 size = write_ranks(source, folder, options.tp_size, bar.update)
             else:

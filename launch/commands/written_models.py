@@ -6,6 +6,7 @@ It knows the directory. It does not know how it was made.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from trtrun.errors import ConfigError, shorten_path
@@ -19,8 +20,9 @@ def note_tokenizer(output: Path, source: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
-def note_unfinished(output: Path) -> None:
-    """Say where a command was killed as it wrote `output`, which is written from the beginning now."""
+def check_again(output: Path, check: Callable[[], None]) -> None:
+    """`check`, by the one process that may write to `output` now; say where a command was killed as it wrote there."""
+    check()
     command = find_unfinished(output)
     if command is not None:
         line = f"--output {shorten_path(output)}: what a killed `trtrun {command}` left goes, and all is written anew"

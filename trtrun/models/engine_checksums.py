@@ -8,6 +8,7 @@ who means to deceive. It knows tensors and files. It does not know layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,10 +24,8 @@ _ROW_BYTES = 8 * _ROW_WORDS
 _COLUMN_FACTOR = 0x3C6EF372FE94F82A
 """Even, so that every word's weight, (2 row + 1) + (2 column + 1) × factor, is odd: a factor that loses no bit."""
 
-_CACHED_BYTES = 1 << 20
-"""On the host a second pass over so many finds them in the cache. A multiple of a row."""
-
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20
+"""On the host: what was read, or passed over once, is in the cache still. A multiple of a row."""
 
 
 def sum_words(tensor: Tensor, first_row: int = 0) -> Tensor:
@@ -42,7 +41,7 @@ def sum_words(tensor: Tensor, first_row: int = 0) -> Tensor:
     data = tensor.view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
-    step = max(_ROW_BYTES, data.numel()) if data.is_cuda else _CACHED_BYTES
+    step = max(_ROW_BYTES, data.numel()) if data.is_cuda else _PIECE_BYTES
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), step):
         piece = data[start : start + step]
@@ -62,6 +61,30 @@ def _sum_rows(data: Tensor, first_row: int) -> Tensor:
     rows = torch.arange(first_row, first_row + len(words), device=data.device) * 2 + 1
     columns = (torch.arange(_ROW_WORDS, device=data.device) * 2 + 1) * _COLUMN_FACTOR
     return (words.sum(1) * rows).sum() + (words.sum(0) * columns).sum()
+
+
+def read_summed(
+    place: Tensor, file: int, start: int, first_row: int = 0, read: Callable[[int], None] = lambda num_bytes: None
+) -> Tensor:
+    """Fill a tensor from a file; returns `sum_words` of it.
+
+    Args:
+        place: contiguous, on the host.
+        file: open.
+        start: first byte there.
+        first_row: see `sum_words`.
+        read: called with the bytes of each piece.
+
+    Raises:
+        OSError: the file ends before, or cannot be read.
+    """
+    data, total = place.view(-1).view(torch.uint8), torch.zeros((), dtype=torch.int64)
+    for first in range(0, data.numel(), _PIECE_BYTES):
+        piece = data[first : first + _PIECE_BYTES]
+        read_piece(file, bytes_of(piece), start + first)
+        total += sum_words(piece, first_row + first // _ROW_BYTES)
+        read(piece.numel())
+    return total
 
 
 def checksum_text(total: int) -> str:
@@ -115,15 +138,14 @@ def compare_shard(path: Path, engine: EngineDescription, rank: int) -> int:
         CheckpointError: it is not the one that was built, or is damaged; one line with its file and tensor.
     """
     comparison = ShardComparison(path, engine, rank)
-    buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
     file, places = shard_path(path, engine, rank), read_places(path, engine, rank)
-    for name, place in places.items():
-        total = torch.zeros((), dtype=torch.int64)
-        with reading(file, CheckpointError), file.open("rb") as opened:
-            for start in range(0, place.num_bytes, _PIECE_BYTES):
-                piece = buffer[: min(_PIECE_BYTES, place.num_bytes - start)]
-                read_piece(opened.fileno(), bytes_of(piece), place.start + start)
-                total += sum_words(piece, start // _ROW_BYTES)
-        comparison.add(name, total)
-        comparison.compare()
+    buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+    with reading(file, CheckpointError), file.open("rb") as opened:
+        for name, place in places.items():
+            total = torch.zeros((), dtype=torch.int64)
+            for first in range(0, place.num_bytes, _PIECE_BYTES):
+                piece = buffer[: place.num_bytes - first]
+                total += read_summed(piece, opened.fileno(), place.start + first, first // _ROW_BYTES)
+            comparison.add(name, total)
+            comparison.compare()
     return sum(place.num_bytes for place in places.values())

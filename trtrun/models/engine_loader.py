@@ -21,10 +21,9 @@ from trtrun.errors import CheckpointError, reading, shorten_path
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSpec
 from trtrun.models.checkpoint import TORCH_NAMES
 from trtrun.models.config import ModelConfig
-from trtrun.models.device_reading import PIECE_BYTES, DeviceReading
-from trtrun.models.engine_checksums import ShardComparison, sum_words
+from trtrun.models.device_reading import DeviceReading
+from trtrun.models.engine_checksums import ShardComparison, read_summed, sum_words
 from trtrun.models.engine_shards import order_of_loading, read_places, shard_path, stored_name
-from trtrun.models.file_pieces import bytes_of, read_piece
 from trtrun.models.weight_loader import PackingBuffer, Progress, give_back_freed
 from trtrun.models.weights import Share, Weight
 from trtrun.tensors import dtype_name
@@ -167,12 +166,7 @@ class EngineLoader:
                 self._comparison.add(name, sum_words(arrived))
                 return arrived
             made = torch.empty(spec.shape, dtype=spec.dtype) if place is None else place
-            whole = bytes_of(made)
-            for start in range(0, where.num_bytes, PIECE_BYTES):
-                piece = whole[start : start + PIECE_BYTES]
-                read_piece(self._open(), piece, where.start + start)
-                self._tell(self._read + len(piece))
-            self._comparison.add(name, sum_words(made))
+            self._comparison.add(name, read_summed(made, self._open(), where.start, read=self._tell_more))
             self._comparison.compare()
             return made.to(self.device)
 
@@ -189,6 +183,9 @@ class EngineLoader:
             raise
         self._tell(max(self._read, self._arriving.arrived))
         return found
+
+    def _tell_more(self, read: int) -> None:
+        self._tell(self._read + read)
 
     def _tell(self, read: int) -> None:
         self._read = read
