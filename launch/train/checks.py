@@ -17,6 +17,7 @@ from trtrun.models.config import read_model_config
 from trtrun.models.written_files import check_place
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 from trtrun.training.data import TrainingData, read_data
+from trtrun.training.loop import check_same_run
 from trtrun.training.methods.table import find_method
 from trtrun.training.state import StateFile
 
@@ -44,7 +45,10 @@ def check_training(config: RuntimeConfig, options: TrainOptions) -> None:
         target, draft = read_tokenizer(config.tokenizer or config.target.model), read_tokenizer(start)
         if target is not None and draft is not None:
             check_same_tokenizer(target, draft)
-    read_training_data(options, target_size)
+    data = read_training_data(options, target_size)
+    finished = StateFile(options.output).finished_settings()
+    if options.resume and finished is not None:
+        check_same_run(finished, options.settings, {"data": data.digest})
 
 
 def check_extra() -> None:

@@ -28,7 +28,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import hash_tokenizer_files
 from trtrun.training.curves import draw_curves
-from trtrun.training.loop import TrainingLoop, describe
+from trtrun.training.loop import DivergedError, TrainingLoop, describe
 from trtrun.training.methods.context import MethodContext
 from trtrun.training.methods.table import DraftTraining, find_method
 from trtrun.training.models import Target
@@ -67,6 +67,8 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
     try:
         with Bar("steps") as bar:
             is_done = run.loop.run(Progress(run.loop, bar).tell, lambda: drain.cause is not None)
+    except DivergedError as error:
+        raise FailedError(str(error)) from None
     except OSError as error:
         raise FailedError(f"cannot write below {options.output}: {error.strerror}; --resume goes on") from error
     if not is_done:
@@ -126,6 +128,10 @@ def _prepare(
 def _finish(run: Run, options: TrainOptions, communicator: Communicator) -> None:
     """Write the drafter, measure what was written, and say so in one line of JSON. Collective."""
     run.training.finish()
+    if not all(bool(value.isfinite().all()) for value in run.training.model.parameters()):
+        raise FailedError(
+            "the run diverged: some weights are no finite numbers; start another, with a lower --learning-rate"
+        )
     result: dict[str, Any] = {
         "method": options.settings.method,
         "output": str(options.output),
@@ -139,10 +145,7 @@ def _finish(run: Run, options: TrainOptions, communicator: Communicator) -> None
         try:
             write_drafter(run.training, options.output)
             draw_curves(metrics, run.state_file.folder / CURVES)
-            temporary = run.state_file.result_path.with_suffix(".new")
-            temporary.write_text(json.dumps(result) + "\n", encoding="utf-8")
-            replace(temporary, run.state_file.result_path)
-            run.state_file.path.unlink(missing_ok=True)
+            run.loop.finish(result)
         except OSError as error:
             raise FailedError(f"cannot write the drafter to {options.output}: {error.strerror}") from error
         print(json.dumps(result), flush=True)

@@ -127,6 +127,10 @@ def test_two_ranks_train_what_one_trains_and_the_drafter_drafts(
     again = trtrun("train-drafter", "--config", config(ONE_PROCESS), *train, "--output", tmp_path / "one", "--resume")
     assert result_of(again) == one
     assert "nothing left to train" in again.stderr
+    other = (*train, "--seed", 5, "--output", tmp_path / "one", "--resume")
+    done = trtrun("train-drafter", "--config", config(ONE_PROCESS), *other)
+    assert done.returncode == 2
+    assert "--resume: the run in the output directory had another --seed; give the same, or another" in done.stderr
 
 
 def test_an_eagle3_head_that_is_trained_on_two_ranks_drafts(

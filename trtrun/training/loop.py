@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from parallel.communicator import Communicator
-from trtrun.errors import ConfigError
+from trtrun.errors import ConfigError, TrtrunError
 from trtrun.training.data import TrainingData, batch_indexes
 from trtrun.training.evaluation import Acceptance, measure
 from trtrun.training.methods.table import DraftTraining
@@ -24,6 +24,10 @@ from trtrun.training.settings import TrainingSettings, option
 from trtrun.training.state import SavedState, StateFile
 
 Tell = Callable[[dict[str, Any]], None]
+
+
+class DivergedError(TrtrunError):
+    """Numbers of a run are no longer finite: nothing good comes of it any more."""
 
 
 class TrainingLoop:
@@ -87,6 +91,9 @@ class TrainingLoop:
 
         Returns:
             Whether all steps are done.
+
+        Raises:
+            DivergedError: on all ranks; what was saved last is finite.
         """
         settings, is_first = self._settings, self._communicator.rank == 0
         started = time.perf_counter()
@@ -159,7 +166,12 @@ class TrainingLoop:
             torch.autograd.backward((losses * weights).sum())
             totals += losses.detach()
         totals = self._sum_gradients(totals)
-        torch.nn.utils.clip_grad_norm_(self._parameters, settings.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, settings.clip_norm)
+        if not bool((totals.sum() + norm).isfinite()):
+            raise DivergedError(
+                f"the run diverged: at step {step + 1} its loss or gradients are no finite numbers; start another, "
+                "with a lower --learning-rate"
+            )
         self._optimizers.step(rate_factor(step, self.steps, settings.warmup_steps))
         return [round(value, 5) for value in (totals / counts).tolist()]
 
@@ -182,11 +194,19 @@ class TrainingLoop:
         note = torch.tensor([number], dtype=torch.int64, device=self._communicator.device)
         return int(self._communicator.broadcast(note, 0).item())
 
+    def finish(self, result: dict[str, Any]) -> None:
+        """On rank 0, once what was learned is in its place: keep the result."""
+        self._state_file.finish(self._told, result)
+
+    @property
+    def _told(self) -> dict[str, Any]:
+        """What tells this run from others."""
+        return self._identity | {"settings": self._settings.to_json()}
+
     def _save(self) -> None:
         if self._communicator.rank == 0:
             model = {name: value for name, value in self._training.model.named_parameters()}
-            settings = self._identity | {"settings": self._settings.to_json()}
-            self._state_file.save(SavedState(self.step, settings, model, self._optimizers.state()))
+            self._state_file.save(SavedState(self.step, self._told, model, self._optimizers.state()))
         self._communicator.barrier()
 
 

@@ -51,6 +51,7 @@ class StateFile:
         self.path = self.folder / "state.safetensors"
         self.metrics_path = self.folder / "metrics.jsonl"
         self.result_path = self.folder / "result.json"
+        self._finished_path = self.folder / "settings.json"
 
     def save(self, state: SavedState) -> None:
         """Replace the file in one step: at any moment it is the old one or the new one, as a whole."""
@@ -80,6 +81,25 @@ class StateFile:
             return SavedState(
                 int(metadata["step"]), json.loads(metadata["settings"]), parts["model"], parts["optimizers"]
             )
+
+    def finish(self, settings: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+        """Keep the result of a run that is done, and what it was a run of, in place of the checkpoint."""
+        for path, values in ((self._finished_path, settings), (self.result_path, result)):
+            temporary = path.with_suffix(".new")
+            temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
+            replace(temporary, path)
+        self.path.unlink(missing_ok=True)
+
+    def finished_settings(self) -> dict[str, Any] | None:
+        """What `finish` kept of a run that is done; None where there is none, or it is not known.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if not self.result_path.exists() or not self._finished_path.exists():
+            return None
+        with reading(self._finished_path, CheckpointError):
+            return dict(json.loads(self._finished_path.read_text(encoding="utf-8")))
 
     def keep_metrics(self, step: int) -> list[dict[str, Any]]:
         """Forget metrics of steps behind `step`, which are to come again; returns the others."""

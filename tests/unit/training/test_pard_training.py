@@ -19,7 +19,7 @@ from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.training.data import DataRow, batch_indexes, read_data
 from trtrun.training.evaluation import measure, walk
-from trtrun.training.loop import TrainingLoop
+from trtrun.training.loop import DivergedError, TrainingLoop
 from trtrun.training.methods.pard_layout import lay_out
 from trtrun.training.methods.table import DraftTraining
 from trtrun.training.optimizers import rate_factor
@@ -141,6 +141,16 @@ def test_a_run_that_stops_comes_to_the_same_bits(
     both = StateFile(tmp_path / "parts").read_metrics()
     assert [line["step"] for line in both] == list(range(1, 13))
     assert [line["loss"] for line in both] == [line["loss"] for line in lines]
+
+
+def test_a_run_that_diverges_ends_with_what_was_saved_before(pair: Pair, data: Path, tmp_path: Path) -> None:
+    _, loop = make_heads_loop("medusa", pair[0], data, tmp_path, learning_rate=1e30, checkpoint_steps=1)
+    with pytest.raises(DivergedError, match="at step 2 its loss or gradients are no finite numbers"):
+        run(loop)
+    saved = StateFile(tmp_path).load()
+    assert saved is not None and saved.step == 1
+    assert all(bool(value.isfinite().all()) for value in saved.model.values())
+    assert [line["step"] for line in StateFile(tmp_path).read_metrics()] == [1]
 
 
 def test_metrics_behind_the_last_checkpoint_are_forgotten(tmp_path: Path) -> None:
