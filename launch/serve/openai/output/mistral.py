@@ -6,16 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from launch.serve.openai.output.events import Arguments, CallBegin
-from launch.serve.openai.output.json_values import CallObject, JsonObject
-from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
+from launch.serve.openai.output.json_values import CallObject
+from launch.serve.openai.output.machine import find_mark, may_become
+from launch.serve.openai.output.named_calls import NamedCallMachine
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[^\s\[\]{}\"]{1,256}")
 _MOST_ID = 64
 
 
-class ListParser(CallMachine):
+class ListParser(NamedCallMachine):
     """Finds calls in an answer that is a list of objects. One that is none, and what follows it, is text."""
 
     def __init__(self, known: Container[str] | None = None) -> None:
@@ -26,7 +26,6 @@ class ListParser(CallMachine):
         """
         super().__init__()
         self._known = known
-        self._opening = ""
 
     def _begin(self) -> bool:
         if self._lacks_opening():
@@ -36,11 +35,6 @@ class ListParser(CallMachine):
             return self._go(self._read_item)
         self._say(self._opening)
         return self._go(self._read_text)
-
-    def _lacks_opening(self) -> bool:
-        """Go on behind blanks; whether more has to come before it is known what follows."""
-        self._opening += self._skip_blanks()
-        return not self._text and not self._is_over
 
     def _read_text(self) -> bool:
         return self._say_rest()
@@ -126,27 +120,4 @@ class MistralParser(ListParser):
             self._opening += self._take(len(ARGS))
         if self._lacks_opening():
             return False
-        self._object, self._held = JsonObject(), ""
-        return self._go(self._read_object)
-
-    def _read_object(self) -> bool:
-        taken = self._take(len(self._text))
-        was_begun = self._object.is_begun
-        told, rest = self._object.feed(taken)
-        if not was_begun:
-            self._held += taken
-        if self._object.is_begun and not was_begun:
-            self._tell([CallBegin(self._name)])
-        if self._object.is_begun:
-            self._tell([Arguments(told)])
-            self._text = rest
-            return self._go(self._read_text) if self._object.is_over else False
-        if self._object.is_failed or self._is_over:
-            self._text = self._held
-            return self._give_up()
-        return False
-
-    def _give_up(self) -> bool:
-        """No call: what was taken is text."""
-        self._say(self._opening)
-        return self._go(self._read_text)
+        return self._begin_arguments()
