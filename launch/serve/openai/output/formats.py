@@ -101,6 +101,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         has_bare_names=True,
         reads_schemas=True,
     ),
+    "llama_nemotron_json": ToolFormat(
+        lambda names, schemas: mistral.MarkedListParser(mistral.NEMOTRON, mistral.END_NEMOTRON),
+        (mistral.NEMOTRON, mistral.END_NEMOTRON),
+    ),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     JSON: ToolFormat(lambda names, schemas: mistral.ListParser(names), argument_key="parameters"),
@@ -161,6 +165,8 @@ def _tools_of(template: str) -> str:
         return "hermes"
     if mistral.MARK in template:
         return "mistral"
+    if mistral.NEMOTRON in template:
+        return "llama_nemotron_json"
     if (
         llama3.TAG in template and "<function=" not in template
     ) or '"parameters": dictionary of argument name' in template:

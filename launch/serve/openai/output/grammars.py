@@ -202,6 +202,21 @@ def _mistral_free(lark: Lark, wanted: Wanted) -> str:
     return f"({lark.until(mistral.MARK)} listed | {lark.without(mistral.MARK)})"
 
 
+def _nemotron_calls(lark: Lark, wanted: Wanted) -> str:
+    return f"{lark.mark(mistral.NEMOTRON)} {_nemotron_rest(lark, wanted)}"
+
+
+def _nemotron_rest(lark: Lark, wanted: Wanted) -> str:
+    """What stands behind the first mark."""
+    call = _objects(lark, wanted, TOOL_FORMATS["llama_nemotron_json"].argument_key)
+    items = _repeated(call, '", "', wanted)
+    return lark.put("listed", f'"[" {items} "]" {lark.mark(mistral.END_NEMOTRON)}')
+
+
+def _nemotron_free(lark: Lark, wanted: Wanted) -> str:
+    return f"({lark.until(mistral.NEMOTRON)} listed | {lark.without(mistral.NEMOTRON)})"
+
+
 def _deepseek_calls(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
     return f"{lark.mark(deepseek.CALLS)} {_deepseek_rest(lark, wanted, is_fenced)}"
 
@@ -246,6 +261,7 @@ _CALLS: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "llama3_json": _llama_calls,
     "mistral": _mistral_calls,
     "qwen3_coder": _qwen_calls,
+    "llama_nemotron_json": _nemotron_calls,
     "deepseek_v3": partial(_deepseek_calls, is_fenced=True),
     "deepseek_v31": partial(_deepseek_calls, is_fenced=False),
     JSON: _list_calls,
@@ -255,6 +271,7 @@ _FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "llama3_json": _llama_free,
     "mistral": _mistral_free,
     "qwen3_coder": _qwen_free,
+    "llama_nemotron_json": _nemotron_free,
     "deepseek_v3": partial(_deepseek_free, is_fenced=True),
     "deepseek_v31": partial(_deepseek_free, is_fenced=False),
     JSON: _list_free,

@@ -1,5 +1,6 @@
 """Calls as Mistral's models write them behind `[TOOL_CALLS]`: a list of objects, or, newer, a name, `[ARGS]` and its
-arguments, once for each call. And a list of calls alone, as a model without a family's form is made to write it."""
+arguments, once for each call. And lists between other marks, as Nemotron's; and a list of calls
+alone, as a model without a family's form is made to write it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from launch.serve.openai.output.machine import find_mark, may_become
 from launch.serve.openai.output.named_calls import NamedCallMachine
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+NEMOTRON, END_NEMOTRON = "<TOOLCALL>", "</TOOLCALL>"
 _NAME = re.compile(r"[^\s\[\]{}\"]{1,256}")
 _MOST_ID = 64
 
@@ -50,7 +52,10 @@ class ListParser(NamedCallMachine):
             return self._go(self._begin_call)
         if self._text.startswith("]") and self._is_behind_call:
             self._take(1)
-        elif self._text or not self._is_behind_call:
+            return self._go(self._read_behind)
+        if self._is_behind_call and not self._opening.strip():  # an object without a list
+            return self._go(self._read_behind)
+        if self._text or not self._is_behind_call:
             self._say(self._opening)
         return self._go(self._read_text)
 
@@ -70,16 +75,26 @@ class ListParser(NamedCallMachine):
         return False
 
 
-class MistralParser(ListParser):
-    """Finds them behind the mark, in both forms."""
+class MarkedListParser(ListParser):
+    """Finds lists of calls behind a mark, and objects without a list."""
+
+    def __init__(self, mark: str, end: str = "") -> None:
+        """Begin.
+
+        Args:
+            mark: in front of a list.
+            end: behind it, which may be missing.
+        """
+        super().__init__()
+        self._mark, self._end = mark, end
 
     def _begin(self) -> bool:
         return self._go(self._read_text)
 
     def _read_text(self) -> bool:
-        if not self._say_until(MARK):
+        if not self._say_until(self._mark):
             return False
-        self._opening, self._name = self._take(len(MARK)), ""
+        self._opening, self._name = self._take(len(self._mark)), ""
         return self._go(self._read_form)
 
     def _read_form(self) -> bool:
@@ -88,7 +103,30 @@ class MistralParser(ListParser):
         if self._text.startswith("["):
             self._opening += self._take(1)
             return self._go(self._read_item)
-        return self._go(self._begin_call if self._text.startswith("{") else self._read_name)
+        return self._go(self._begin_call if self._text.startswith("{") else self._read_other)
+
+    def _read_other(self) -> bool:
+        """What is neither a list nor an object."""
+        return self._give_up()
+
+    def _read_behind(self) -> bool:
+        self._skip_blanks()
+        if may_become(self._text, self._end):
+            if self._is_over:
+                self._take(len(self._text))  # a mark that was cut
+            return False
+        self._take(len(self._end) if self._text.startswith(self._end) else 0)
+        return self._go(self._read_text)
+
+
+class MistralParser(MarkedListParser):
+    """Finds them behind the mark, in both forms."""
+
+    def __init__(self) -> None:
+        super().__init__(MARK)
+
+    def _read_other(self) -> bool:
+        return self._go(self._read_name)
 
     def _read_name(self) -> bool:
         found = _NAME.match(self._text)

@@ -50,7 +50,12 @@ ANALYSIS = f"{HEAD}analysis<|message|>so<|end|><|start|>assistant"
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Marks are special tokens, such as Llama's; tokens that are added, and text, such as Qwen's; or no tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder, special=() if request.param == "text" else (*MARKS, *deepseek.MARKS))
+    make_tokenizer(
+        folder,
+        special=()
+        if request.param == "text"
+        else (*MARKS, *deepseek.MARKS, *TOOL_FORMATS["llama_nemotron_json"].marks),
+    )
     if request.param == "added":
         file = folder / "tokenizer.json"
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -99,6 +104,9 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
      [LLAMA_F.replace(ARGUMENTS, WRONG), "{", f"{LLAMA_F} text", '{"name": "h"}']),
     ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS] [{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
      [f"[TOOL_CALLS][{F.replace(ARGUMENTS, WRONG)}]", "[TOOL_CALLS]", f"[TOOL_CALLS][{F}] text"]),
+    ("llama_nemotron_json", [f"<TOOLCALL>[{F}]</TOOLCALL>", f"<TOOLCALL>[{F}, {G}]</TOOLCALL>"],
+     ["", "text [1]", f"text <TOOLCALL>[{F}]</TOOLCALL>"],
+     [f"<TOOLCALL>[{F.replace(ARGUMENTS, WRONG)}]</TOOLCALL>", "<TOOLCALL>", f"<TOOLCALL>[{F}]"]),
     ("deepseek_v3", [f"{ALL}{V3_F}{END_ALL}", f"{ALL}{V3_F}\n{V3_G}{END_ALL}"],
      ["", "text", f"text{ALL}{V3_F}{END_ALL}"],
      [f"{ALL}{V3_F.replace(ARGUMENTS, WRONG)}{END_ALL}", ALL, V3_F, f"{ALL}{V31_F}{END_ALL}", f"{ALL}{V3_F}",

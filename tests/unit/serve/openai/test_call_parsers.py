@@ -83,6 +83,18 @@ MISTRAL: list[tuple[str, list[Event]]] = [
     ("[TOOL_CALLS]f[CALL_ID]" + "x" * 80, [Text("[TOOL_CALLS]f[CALL_ID]" + "x" * 80)]),
     ("a list [1] and [TOOL", [Text("a list [1] and [TOOL")]),
 ]
+NEMOTRON: list[tuple[str, list[Event]]] = [
+    (
+        f'Yes. <TOOLCALL>[{{"name": "f", "arguments": {OBJECT}}}, {{"name": "g", "arguments": {{}}}}]</TOOLCALL>\nand',
+        [Text("Yes."), *call("f", OBJECT), *call("g"), Text("and")],
+    ),
+    ('<TOOLCALL>{"name": "f"} </TOOLCALL>', call("f")),
+    ('<TOOLCALL>[{"name": "f"}]</TOOLC', call("f")),
+    ('<TOOLCALL>[{"name": "f"}]<TOOLCALL>[{"name": "g"}] x', [*call("f"), *call("g"), Text("x")]),
+    ("<TOOLCALL>f[ARGS]{}</TOOLCALL>", [Text("<TOOLCALL>f[ARGS]{}</TOOLCALL>")]),
+    ('<TOOLCALL>[{"bad": 1}]</TOOLCALL>', [Text('<TOOLCALL>[{"bad": 1}]</TOOLCALL>')]),
+    ("<TOOLCALL>[]</TOOLCALL>", [Text("<TOOLCALL>[]</TOOLCALL>")]),
+]
 LISTS: list[tuple[str, list[Event]]] = [
     (
         f'[{{"name": "f", "parameters": {OBJECT}}}, {{"name": "g", "parameters": {{}}}}]',
@@ -182,6 +194,7 @@ DEEPSEEK: list[tuple[str, list[Event]]] = [
     (f"{CALL}f", [Text(f"{CALL}f")]),
 ]
 TEXTS = [
+    *(("llama_nemotron_json", "", text, found) for text, found in NEMOTRON),
     *(("deepseek_v3", "", text, found) for text, found in DEEPSEEK),
     *(("qwen3_coder", "", text, found) for text, found in QWEN3_CODER),
     *(("hermes", "", text, found) for text, found in HERMES),
@@ -207,7 +220,7 @@ PIECES = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
     "<|start|>", "analysis", "commentary to=functions.f", "f", '{"name": "f", "arguments": {', '{"name": "g"}', "}",
     "<function=", "<function=f>", "</function>", "<parameter=", "<parameter=city>", "<parameter=days>", "</parameter>",
-    *deepseek.MARKS, "```json", "```", "function", f"{deepseek.CALL}f{deepseek.SEPARATOR}",
+    "<TOOLCALL>", "</TOOLCALL>", *deepseek.MARKS, "```json", "```", "function", f"{deepseek.CALL}f{deepseek.SEPARATOR}",
     "]", "{", "[", '"', "\\", ": ", ", ", " ", "\n", ";", "<think>", "</think>", "{}", '"a": 1', "x", "é",
 ]  # fmt: skip
 
@@ -331,6 +344,7 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ("<tool_call></tool_call> <tool_calls>[", "", ""),  # Apriel's
         ("<｜Assistant｜></think>", "", "deepseek_r1"),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜> \n```json <｜Assistant｜></think>", "deepseek_v3", "deepseek_r1"),
+        ("<TOOLCALL>[{{", "llama_nemotron_json", ""),
         ("<｜tool▁call▁begin｜>name<｜tool▁sep｜>", "deepseek_v31", ""),
         ("<|start|><|channel|>", "gpt-oss", "gpt-oss"),
         ("{{ messages }}", "", ""),
