@@ -131,8 +131,8 @@ def _read_tool(where: str, value: Any) -> Tool:
         raise _wrong("tools", f"{where}.function.parameters must be a JSON schema, not {show_value(parameters)}")
     of_type = (parameters or {}).get("type", "object")
     if of_type != "object" and not (isinstance(of_type, list) and "object" in of_type):
-        line = f"must be the schema of an object, not of {show_value(of_type)}: arguments are one"
-        raise _wrong("tools", f"{where}.function.parameters {line}")
+        line = f'its type must be "object", as arguments are one, not {show_value(of_type)}'
+        raise _wrong("tools", f"{where}.function.parameters: {line}")
     try:
         check_schema_options(f"{where}.function.parameters", parameters or {})
         check_characters(f"{where}.function.name", name)

@@ -49,7 +49,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
-        'tools[0].function.parameters must be the schema of an object, not of "array": arguments are one',
+        'tools[0].function.parameters: its type must be "object", as arguments are one, not "array"',
         "tools",
     ),
     (
