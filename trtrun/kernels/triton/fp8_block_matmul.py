@@ -22,6 +22,8 @@ from trtrun.kernels.triton.fp8_rounding import round_activations
 from trtrun.kernels.triton.fp8_stream.suitability import Streamed
 
 _GROUP = tl.constexpr(GROUP)
+_MANY_ROWS = 256
+
 _LINE = 32
 """Scales that memory is asked for at a time."""
 
@@ -99,8 +101,11 @@ def chain_block_product(
 
 
 def _tile(rows: int, features: int, device: torch.device) -> Tile:
-    """As where there are no blocks, but for inputs: one group at a time."""
+    """As where there are no blocks, but for inputs: one group at a time; and for many rows, where sums are scaled group
+    by group: 411 instead of 482 µs for 2,000 rows of 14336 → 4096."""
     tile = choose_tile(rows, features, True, device)
+    if rows > _MANY_ROWS:
+        tile = tile._replace(features=64, num_warps=4)
     return tile._replace(inputs=GROUP, num_stages=tile.num_stages * tile.inputs // GROUP)
 
 

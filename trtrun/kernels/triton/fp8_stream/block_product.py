@@ -2,9 +2,9 @@
 as product.py, which see, whose way of copying it shares.
 
 A result has the bits of the general kernel (trtrun.kernels.triton.fp8_block_matmul): the matrix units sum up a group of
-128 inputs; times the scales of weight and rows, that is added up in float32, in the order of the inputs. Scales of a
-step are read while the one before it is multiplied. A tile has one scale for a group, of a weight that has one for each
-128 by 128 numbers.
+128 inputs; times the scales of weight and rows, that is added up in float32, in the order of the inputs. Scales of rows
+come with the rows, those of the weight are read two steps ahead: a wait for either would be as long as a step. A tile
+has one scale for a group, of a weight that has one for each 128 by 128 numbers.
 
 It knows tensors; it does not know who takes it (suitability.py).
 """
@@ -15,7 +15,8 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trtrun.kernels.rounded_rows import RoundedRows
 from trtrun.kernels.triton import early_launch
@@ -26,7 +27,7 @@ from trtrun.kernels.triton.fp8_stream.copying import (
     ROWS,
     STAGES,
     TILE,
-    copy_steps,
+    ask,
     describe,
     launch_next,
     wait_for_all,
@@ -34,69 +35,82 @@ from trtrun.kernels.triton.fp8_stream.copying import (
 from trtrun.kernels.triton.fp8_stream.product import begin_group
 from trtrun.kernels.triton.support import multiprocessors
 
-_LINE = gl.constexpr(32)
-"""Scales of 128 bytes, what memory is asked for at a time."""
-
-_LINES = gl.constexpr(32)
-"""Of scales of a tile, that are asked for at once: for 131,072 inputs."""
+_WIDTH = gl.constexpr(32)
+"""Scales of rows that are brought together: 128 bytes, at which shared memory for the copy engine begins; behind the
+last row zeros."""
 
 
 @gluon.jit
-def _fetch_scales(scale, tile, tiles, groups):
-    """Ask for the scales of a tile, long before they are read."""
-    line = gl.arange(0, _LINES, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    at = gl.minimum(line * _LINE, groups - 1)
-    of_tile = scale + gl.minimum(tile, tiles - 1) * TILE // GROUP * groups
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [of_tile + at], dtype=gl.int32, is_pure=False, pack=1
-    )
+def _ask_row_scales(x_scale, step, per_tile, row_scales, ready):
+    """Have the rows' scales of a step's groups copied; zeros behind the last group."""
+    stage = step % ready.shape[0]
+    for group in gl.static_range(GROUPS):
+        place = [step % per_tile * GROUPS + group, 0]
+        tma.async_copy_global_to_shared(x_scale, place, ready.index(stage), row_scales.index(stage * GROUPS + group))
 
 
 @gluon.jit
-def _read_scales(scale, x_scale, scale_stride, step, steps, per_tile, groups, layout: gl.constexpr):
-    """For the four groups of a step: those of the rows [ROWS] each, and those of the tile. Behind the last step there
-    is none, and behind the last group there are zeros to be multiplied: other scales are read then."""
+def _ask_weights(codes, x, x_scale, step, per_tile, weights, ready):
+    """Have the weights of a step copied; its barrier then waits for the rows' groups and scales, too."""
+    of_group: gl.constexpr = codes.block_type.nbytes + x.block_type.nbytes + x_scale.block_type.nbytes
+    mbarrier.expect(ready.index(step % ready.shape[0]), GROUPS * of_group)
+    tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
+    ask(codes, tile * TILE, step, per_tile, weights, ready)
+
+
+@gluon.jit
+def _copy_steps(codes, x, x_scale, weights, values, row_scales, ready, free, steps, per_tile, EARLY: gl.constexpr):
+    """The warp that copies, as `copy_steps`, with the scales of rows."""
+    stages: gl.constexpr = ready.shape[0]
+    ahead = gl.minimum(steps, stages)
+    for step in range(0, ahead):
+        _ask_weights(codes, x, x_scale, step, per_tile, weights, ready)
+    wait_for_all(EARLY)
+    for step in range(0, ahead):
+        ask(x, 0, step, per_tile, values, ready)
+        _ask_row_scales(x_scale, step, per_tile, row_scales, ready)
+    for step in range(ahead, steps):
+        mbarrier.wait(free.index(step % stages), (step // stages + 1) & 1)
+        _ask_weights(codes, x, x_scale, step, per_tile, weights, ready)
+        ask(x, 0, step, per_tile, values, ready)
+        _ask_row_scales(x_scale, step, per_tile, row_scales, ready)
+
+
+@gluon.jit
+def _read_tile_scales(scale, step, steps, per_tile, groups):
+    """Those of the weight for the four groups of a step. Behind the last step there is none, and behind the last group
+    there are zeros to be multiplied: other scales are read then."""
     step = gl.minimum(step, steps - 1)
     tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
     of_tile = scale + tile * TILE // GROUP * groups
-    of_rows = x_scale + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    first = step % per_tile * GROUPS
-    last = groups - 1
-    second, third, fourth = gl.minimum(first + 1, last), gl.minimum(first + 2, last), gl.minimum(first + 3, last)
-    rows = (
-        gl.load(of_rows + first * scale_stride),
-        gl.load(of_rows + second * scale_stride),
-        gl.load(of_rows + third * scale_stride),
-        gl.load(of_rows + fourth * scale_stride),
-    )
-    weights = (
+    first, last = step % per_tile * GROUPS, groups - 1
+    return (
         gl.load(of_tile + first),
-        gl.load(of_tile + second),
-        gl.load(of_tile + third),
-        gl.load(of_tile + fourth),
+        gl.load(of_tile + gl.minimum(first + 1, last)),
+        gl.load(of_tile + gl.minimum(first + 2, last)),
+        gl.load(of_tile + gl.minimum(first + 3, last)),
     )
-    return rows, weights
 
 
 @gluon.jit
-def _add_group(total, sums, of_rows, of_tile):
+def _add_group(total, sums, row_scales, place, of_tile, layout: gl.constexpr):
+    of_rows = row_scales.index(place).slice(0, ROWS, dim=1).load(layout)
     # Said out loud: a compiler may or may not make one of a product and a sum.
-    return gl.fma(sums, (of_tile * of_rows)[None, :].broadcast_to(total.shape), total)
+    return gl.fma(sums, (of_rows * of_tile).broadcast_to(total.shape), total)
 
 
 @gluon.jit
-def _add_step(total, stage, weights, values, scales):
+def _add_step(total, stage, weights, values, row_scales, of_tile, layout: gl.constexpr):
     """Sums [TILE, ROWS] and what the four groups of a step add to them, one after the other."""
     place, nothing = stage * GROUPS, gl.zeros_like(total)
-    rows, of_tile = scales
     first = begin_group(place, weights, values, nothing)
     second = begin_group(place + 1, weights, values, nothing)
     third = begin_group(place + 2, weights, values, nothing)
     fourth = begin_group(place + 3, weights, values, nothing)
-    total = _add_group(total, warpgroup_mma_wait(3, deps=(first,)), rows[0], of_tile[0])
-    total = _add_group(total, warpgroup_mma_wait(2, deps=(second,)), rows[1], of_tile[1])
-    total = _add_group(total, warpgroup_mma_wait(1, deps=(third,)), rows[2], of_tile[2])
-    return _add_group(total, warpgroup_mma_wait(0, deps=(fourth,)), rows[3], of_tile[3])
+    total = _add_group(total, warpgroup_mma_wait(3, deps=(first,)), row_scales, place, of_tile[0], layout)
+    total = _add_group(total, warpgroup_mma_wait(2, deps=(second,)), row_scales, place + 1, of_tile[1], layout)
+    total = _add_group(total, warpgroup_mma_wait(1, deps=(third,)), row_scales, place + 2, of_tile[2], layout)
+    return _add_group(total, warpgroup_mma_wait(0, deps=(fourth,)), row_scales, place + 3, of_tile[3], layout)
 
 
 @gluon.jit
@@ -113,40 +127,41 @@ def _write(total, bias, y, tile, rows, features, layout: gl.constexpr, ADDS: gl.
 
 @gluon.jit
 def _multiply(
-    weights, values, ready, free, x_scale, scale, bias, y, rows, features, groups, scale_stride, steps, per_tile,
+    weights, values, row_scales, ready, free, scale, bias, y, rows, features, groups, steps, per_tile,
     ADDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The group of four warps that multiplies, and writes one tile after the other."""
+    """The group of four warps that multiplies, and writes one tile after the other. Scales of the weight depend on
+    nothing, and are read two steps ahead."""
     stages: gl.constexpr = ready.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    tiles = gl.cdiv(features, TILE)
-    _fetch_scales(scale, gl.program_id(0), tiles, groups)
+    of_tile = _read_tile_scales(scale, 0, steps, per_tile, groups)
+    next_one = _read_tile_scales(scale, 1, steps, per_tile, groups)
     wait_for_all(EARLY)
-    scales = _read_scales(scale, x_scale, scale_stride, 0, steps, per_tile, groups, layout)
     for start in range(0, steps, per_tile):
-        tile = gl.program_id(0) + start // per_tile * gl.num_programs(0)
-        _fetch_scales(scale, tile + gl.num_programs(0), tiles, groups)
         total = gl.zeros([TILE, ROWS], gl.float32, layout=layout)
         for step in range(start, start + per_tile):
-            following = _read_scales(scale, x_scale, scale_stride, step + 1, steps, per_tile, groups, layout)
+            one_behind = _read_tile_scales(scale, step + 2, steps, per_tile, groups)
             stage = step % stages
             mbarrier.wait(ready.index(stage), (step // stages) & 1)
-            total = _add_step(total, stage, weights, values, scales)
+            total = _add_step(total, stage, weights, values, row_scales, of_tile, layout)
             mbarrier.arrive(free.index(stage), count=1)
-            scales = following
+            of_tile = next_one
+            next_one = one_behind
+        tile = gl.program_id(0) + start // per_tile * gl.num_programs(0)
         _write(total, bias, y, tile, rows, features, layout, ADDS)
 
 
 # Numbers that differ from layer to layer: a kernel for each kind of them would take long to compile.
 @gluon.jit(do_not_specialize=["rows", "features", "groups", "per_tile"])
 def _stream_blocks_kernel(
-    codes, x, x_scale, scale, bias, y, rows, features, groups, scale_stride, per_tile,
+    codes, x, x_scale, scale, bias, y, rows, features, groups, per_tile,
     STAGES: gl.constexpr, ADDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Every tile of the weight, by as many programs as there are multiprocessors."""
     kind: gl.constexpr = codes.dtype
     weights = gl.allocate_shared_memory(kind, [STAGES * GROUPS, TILE, GROUP], codes.layout)
     values = gl.allocate_shared_memory(kind, [STAGES * GROUPS, ROWS, GROUP], x.layout)
+    row_scales = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, _WIDTH], x_scale.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -157,10 +172,12 @@ def _stream_blocks_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                weights, values, ready, free, x_scale, scale, bias, y, rows, features, groups, scale_stride, steps,
-                per_tile, ADDS, EARLY,
+                weights, values, row_scales, ready, free, scale, bias, y, rows, features, groups, steps, per_tile,
+                ADDS, EARLY,
             )),
-            (copy_steps, (codes, x, weights, values, ready, free, steps, per_tile, EARLY)),
+            (_copy_steps, (
+                codes, x, x_scale, weights, values, row_scales, ready, free, steps, per_tile, EARLY,
+            )),
         ],
         [1],
         [24],
@@ -187,9 +204,17 @@ class StreamedBlockProduct:
         y = torch.empty((rows, features), dtype=x.dtype, device=x.codes.device)
         programs = min(multiprocessors(y.device), triton.cdiv(features, TILE.value))
         _stream_blocks_kernel[(programs,)](
-            self._described, describe(x.codes, inputs, ROWS.value), x.scale, self._scale,
+            self._described, describe(x.codes, inputs, ROWS.value), _describe_scales(x.scale), self._scale,
             self._scale if self._bias is None else self._bias, y,
-            rows, features, self._scale.shape[1], x.scale.stride(1), triton.cdiv(inputs, GROUP.value * GROUPS.value),
+            rows, features, self._scale.shape[1], triton.cdiv(inputs, GROUP.value * GROUPS.value),
             STAGES=STAGES, ADDS=self._bias is not None, num_warps=4, maxnreg=REGISTERS, **early_launch.early(y),
         )  # fmt: skip
         return y
+
+
+def _describe_scales(scale: torch.Tensor) -> TensorDescriptor:
+    """What the copy engine has to know to bring the scales [rows, groups] of all rows for one group, which lie beside
+    each other, with room for a multiple of 16 rows (`RoundedRows`)."""
+    block = [1, _WIDTH.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    return TensorDescriptor(scale, [scale.shape[1], scale.stride(1)], [scale.stride(1), 1], block, layout)

@@ -37,7 +37,7 @@ wait_for_all = gluon.jit(early_launch.wait_for_all.fn)
 
 
 @gluon.jit
-def _ask(matrix, first_row, step, per_tile, groups, ready):
+def ask(matrix, first_row, step, per_tile, groups, ready):
     """Have the groups of a step copied, of the rows from `first_row` on; zeros for what is outside of the matrix."""
     stage = step % ready.shape[0]
     for group in gl.static_range(GROUPS):
@@ -50,7 +50,7 @@ def _ask_weights(codes, x, step, per_tile, weights, ready):
     """Have the weights of a step copied; its barrier then waits for the rows' groups, too."""
     mbarrier.expect(ready.index(step % ready.shape[0]), GROUPS * (codes.block_type.nbytes + x.block_type.nbytes))
     tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
-    _ask(codes, tile * TILE, step, per_tile, weights, ready)
+    ask(codes, tile * TILE, step, per_tile, weights, ready)
 
 
 @gluon.jit
@@ -62,11 +62,11 @@ def copy_steps(codes, x, weights, values, ready, free, steps, per_tile, EARLY: g
         _ask_weights(codes, x, step, per_tile, weights, ready)
     wait_for_all(EARLY)
     for step in range(0, ahead):
-        _ask(x, 0, step, per_tile, values, ready)
+        ask(x, 0, step, per_tile, values, ready)
     for step in range(ahead, steps):
         mbarrier.wait(free.index(step % stages), (step // stages + 1) & 1)
         _ask_weights(codes, x, step, per_tile, weights, ready)
-        _ask(x, 0, step, per_tile, values, ready)
+        ask(x, 0, step, per_tile, values, ready)
 
 
 def describe(codes: torch.Tensor, inputs: int, height: int) -> TensorDescriptor:
