@@ -239,6 +239,12 @@ def test_a_job_of_three_ranks_runs_engines_and_check_knows_them(
         more = prompt if command == "run" else ()
         said = error_line(trtrun(command, "--config", values, *more, *one))
         assert "target.devices: the engine was built for 2 devices, not for 1" in said
+    content = bytearray((draft / "rank0.safetensors").read_bytes())
+    content[-1] ^= 1
+    (draft / "rank0.safetensors").write_bytes(content)
+    alone = ("--set", f"target.model={draft}", "--set", 'target.devices=["cpu:0"]', "--speculation", "none")
+    said = error_line(trtrun("check", "--config", values, *alone))
+    assert "target: " in said and "rank0.safetensors is damaged: 'model." in said
     (engine / "rank1.safetensors").write_bytes(b"")
     for command in ("check", "plan"):
         assert "rank1.safetensors is truncated" in error_line(trtrun(command, "--config", values, *models))
