@@ -12,8 +12,9 @@ from launch.train.options import TrainOptions
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.model_paths import find_model
-from trtrun.errors import ConfigError, shorten_path
+from trtrun.errors import CheckpointError, ConfigError, reading, shorten_path
 from trtrun.models.config import read_model_config
+from trtrun.models.model_files import hash_model_samples
 from trtrun.models.written_files import check_place
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 from trtrun.training.data import TrainingData, read_data
@@ -48,7 +49,22 @@ def check_training(config: RuntimeConfig, options: TrainOptions) -> None:
     data = read_training_data(options, target_size)
     finished = StateFile(options.output).finished_settings()
     if options.resume and finished is not None:
-        check_same_run(finished, options.settings, {"data": data.digest})
+        check_same_run(finished, options.settings, {"data": data.digest, **describe_models(config, start)})
+
+
+def describe_models(config: RuntimeConfig, start: Path | None) -> dict[str, str]:
+    """By what a run that goes on knows its target, and the drafter that it started from.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    models = {"target": config.target.model, "drafter to start from": start}
+    found = {}
+    for name, model in models.items():
+        if model is not None:
+            with reading(model, CheckpointError):
+                found[name] = hash_model_samples(model)
+    return found
 
 
 def check_extra() -> None:

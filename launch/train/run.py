@@ -18,7 +18,7 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.drain import Drain
 from launch.mpi.job import finish_mpi
 from launch.terminal import Bar
-from launch.train.checks import find_start, read_training_data
+from launch.train.checks import describe_models, find_start, read_training_data
 from launch.train.job import place_training_ranks
 from launch.train.options import TrainOptions
 from parallel.communicator import Communicator
@@ -113,6 +113,7 @@ def _prepare(
         "data": data.digest,
         "tokenizer": hash_tokenizer_files(config.target.model),
         "number of ranks": communicator.size,
+        **describe_models(config, start),
     }
     loop = TrainingLoop(training, data, settings, communicator, state_file, identity)
     if options.resume:

@@ -16,7 +16,7 @@ from commands import ONE_PROCESS, Configs, Run, error_line, write_rows
 from drains import wait_until
 from engines import build_engine
 from output_rows import read_rows, without_drafting
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 TEXTS = ["def main(", "import os\n", "class Tree:", "for i in range(", "# The", "return ", "if x:\n    ", "try:\n"]
 PROMPTS = [{"prompt": TEXTS[index % 8] * (1 + index // 8)} for index in range(16)]
@@ -131,6 +131,13 @@ def test_two_ranks_train_what_one_trains_and_the_drafter_drafts(
     done = trtrun("train-drafter", "--config", config(ONE_PROCESS), *other)
     assert done.returncode == 2
     assert "--resume: the run in the output directory had another --seed; give the same, or another" in done.stderr
+    target = Path(shutil.copytree(json.loads(two_ranks.read_text())["target"]["model"], tmp_path / "other target"))
+    others = {name: value + 0.01 for name, value in load_file(target / "model.safetensors").items()}
+    save_file(others, target / "model.safetensors", {"format": "pt"})
+    same = (*train, "--output", tmp_path / "one", "--resume")
+    done = trtrun("train-drafter", "--config", config(ONE_PROCESS, target={"model": str(target)}), *same)
+    assert done.returncode == 2
+    assert "the run in the output directory had another target; give another --output" in done.stderr
 
 
 def test_an_eagle3_head_that_is_trained_on_two_ranks_drafts(

@@ -16,6 +16,9 @@ from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
 from trtrun.models.quantization_config import QUANTIZATION_FILE
 
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+"""Of a file of weights: so many parts of it, from its beginning to its end."""
+
 _CONFIGURATION = ("config.json", "generation_config.json", QUANTIZATION_FILE, ENGINE_FILE)
 
 
@@ -40,6 +43,24 @@ def hash_model_files(directory: Path, has_weights: bool = True, single_files: Se
     shards = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
     shards = shards or sorted(file.name for file in directory.glob("rank*.safetensors"))  # TensorRT-LLM's, engines'
     return hash_files(directory, (*_CONFIGURATION, INDEX_FILE), shards)
+
+
+def hash_model_samples(directory: Path) -> str:
+    """Tells a model in safetensors from others wherever it lies, and whenever it was copied there: by config.json, and
+    of each file its size and parts of what it holds, as reading all of it would take as long as loading it.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = hashlib.sha256((directory / "config.json").read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode(errors="surrogateescape"))
+        with open(file, "rb") as weights:
+            for place in range(_SAMPLES):
+                weights.seek(max(0, size - _SAMPLE_BYTES) * place // (_SAMPLES - 1))
+                found.update(weights.read(_SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def hash_files(directory: Path, read: Iterable[str], only_seen: Iterable[str]) -> str:
