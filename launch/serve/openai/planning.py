@@ -28,7 +28,7 @@ from trtrun.tokens.text import Tokenizer
 _ONE_CALL = "only supports single tool-calls"
 """What Llama 3's templates say to conversations with several calls in one answer: there must not be one."""
 
-_BARE_NAME = re.compile(r"[^\s\[\]{}<>\"]+")
+_BARE_NAME = re.compile(r"[^\s\[\]{}<>`\"]+")
 
 _LAST_TOKENS = 16
 """Of a prompt, in which thoughts may begin."""
