@@ -102,7 +102,7 @@ class AnswerPlanner:
         tools = self._tools or (JSON if _must_call(use) else "")
         names = tuple(tool.name for tool in use.tools)
         reads_schemas = bool(tools) and TOOL_FORMATS[tools].reads_schemas
-        schemas = {tool.name: tool.parameters for tool in use.tools} if reads_schemas else {}
+        schemas = {tool.name: json.dumps(tool.parameters) for tool in use.tools} if reads_schemas else {}
         return Parsing(tools, reasoning, is_thinking, names, keeps_one=not use.in_parallel, schemas=schemas)
 
     def _check_names(self, form: str, tools: Sequence[Tool]) -> None:

@@ -333,6 +333,14 @@ def test_names_that_calls_cannot_hold_are_refused(server: ChatServer, family: st
     assert ask(server, getattr(templates, family), **{**asked, "tool_choice": "none", "max_tokens": 2})
 
 
+def test_schemas_may_have_numbers_of_any_size(server: ChatServer) -> None:
+    """Where arguments are read by their schema, it travels from those that read requests."""
+    parameters = {"properties": {"days": {"type": "integer", "minimum": 3, "maximum": 10**30}}, "required": ["days"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**parameters, "description": "x" * 5000}}}]
+    answer = ask(server, templates.QWEN3_CODER, tools=tools, extra_body=written("<function=f>\n<parameter=days>\n7"))
+    assert whole(answer)[2] == [("f", '{"days": 7')]
+
+
 def test_a_template_that_takes_one_call_an_answer_gets_no_more(server: ChatServer) -> None:
     template = templates.LLAMA + "{# This model only supports single tool-calls at once! #}"
     text = '{"name": "clock", "parameters": {}}'
