@@ -73,6 +73,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, body(best_of=3), 400, "best_of is not supported"),
     (COMPLETIONS, body(suffix="y"), 400, "suffix is not supported"),
     (COMPLETIONS, body(lookahead_config=[3, 3, 3]), 400, "lookahead_config is for speculation.method lookahead"),
+    (CHATS, chat(draft_len=10**30), 400, "draft_len must be 0 (plain decoding) to 2**31 - 1, not 1000"),
     (CHATS, chat(lookahead_config=[3]), 400, "lookahead_config must be a list of three whole numbers, not [3]"),
     (COMPLETIONS, body(messages=[]), 400, 'unknown field "messages" of completions: chats have it'),
     (COMPLETIONS, body(xyzzyq=1), 400, 'unknown field "xyzzyq": leave it out'),

@@ -321,7 +321,7 @@ class SamplingParams:
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
                 "between 0 and 20",
             ),
-            ("draft_len", self.draft_len is None or self.draft_len >= 0, "0 (plain decoding) or more"),
+            ("draft_len", self.draft_len is None or 0 <= self.draft_len < 2**31, "0 (plain decoding) to 2**31 - 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
         )
         for name, holds, rule in rules:

@@ -28,7 +28,7 @@ from trtrun.tokens.text import Tokenizer
 _ONE_CALL = "only supports single tool-calls"
 """What Llama 3's templates say to conversations with several calls in one answer: there must not be one."""
 
-_BARE_NAME = re.compile(r"[^\s\[\]{}<>\"]+")
+_BARE_NAME = re.compile(r"[^\s\[\]{}<>`\"]+")
 
 _LAST_TOKENS = 16
 """Of a prompt, in which thoughts may begin."""
@@ -102,7 +102,7 @@ class AnswerPlanner:
         tools = self._tools or (JSON if _must_call(use) else "")
         names = tuple(tool.name for tool in use.tools)
         reads_schemas = bool(tools) and TOOL_FORMATS[tools].reads_schemas
-        schemas = {tool.name: tool.parameters for tool in use.tools} if reads_schemas else {}
+        schemas = {tool.name: json.dumps(tool.parameters) for tool in use.tools} if reads_schemas else {}
         return Parsing(tools, reasoning, is_thinking, names, keeps_one=not use.in_parallel, schemas=schemas)
 
     def _check_names(self, form: str, tools: Sequence[Tool]) -> None:

@@ -17,6 +17,7 @@ from launch.serve.openai.output.qwen3_coder import END_PARAMETER, PARAMETER
 from launch.serve.openai.output.schemas import arguments_schema, as_part
 from launch.serve.openai.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY
+from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
 
 _KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
@@ -24,6 +25,7 @@ _OF_TEXT = ("type", "enum", "const", "minLength", "maxLength", "pattern", "forma
 _KEY = re.compile(r"[^\s<>]{1,256}")
 _CLOSED = json.dumps(f"\n{END_PARAMETER}\n")
 _ANY_TEXT = r"/(.|\n)*/"
+_MOST_DEEP = 8
 
 
 def free_parameters(lark: Lark) -> str:
@@ -47,6 +49,8 @@ def parameter_rules(lark: Lark, tool: Tool) -> str:
     properties = parameters.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     required = parameters.get("required", ())
+    if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
+        raise InvalidRequestError(f"{where}.required must be a list of names, not {show_value(required)}")
     if not properties and not required and parameters.get("additionalProperties", True) is True:
         return free_parameters(lark)
     for name in required:
@@ -62,8 +66,10 @@ def parameter_rules(lark: Lark, tool: Tool) -> str:
     return " ".join(rules)
 
 
-def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any], is_strict: bool) -> str:
+def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any], is_strict: bool, depth: int = 0) -> str:
     """A value, and the mark behind it."""
+    if depth > _MOST_DEEP:
+        raise _unfollowed(where, f"has anyOf within anyOf, {_MOST_DEEP} deep or within itself")
     types = types_of(schema, root)
     if "string" not in types:
         return f"{_json(lark, schema, root)} {_CLOSED}"
@@ -81,7 +87,7 @@ def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any], is_stri
         return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in told)}) {_CLOSED}"
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return f"({' | '.join(_value(lark, where, item, root, is_strict) for item in schema[key])})"
+            return f"({' | '.join(_value(lark, where, item, root, is_strict, depth + 1) for item in schema[key])})"
     if types != {"string"} and set(schema) & {"minLength", "maxLength", "pattern"}:
         if is_strict:
             raise _unfollowed(where, "is a text among others, with lengths or a pattern")

@@ -4,12 +4,13 @@ ids. It knows parsers and the API's names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
-from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS, Schemas, new_id
+from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS, new_id
 from launch.serve.openai.output.harmony import HarmonyParser
 from launch.serve.openai.output.machine import Machine
 from launch.serve.openai.output.thoughts import ThoughtParser
@@ -26,7 +27,7 @@ class Parsing:
         names: of the request's tools.
         keeps_one: the first call alone is told.
         tells_thoughts: they are told, and not left out.
-        schemas: of the tools' arguments, where the form reads them.
+        schemas: of the tools' arguments, where the form reads them, each as JSON, in which numbers may have any size.
     """
 
     tools: str = ""
@@ -35,7 +36,7 @@ class Parsing:
     names: tuple[str, ...] = ()
     keeps_one: bool = False
     tells_thoughts: bool = True
-    schemas: Schemas = field(default_factory=dict)
+    schemas: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_needed(self) -> bool:
@@ -89,7 +90,8 @@ def _machines(parsing: Parsing) -> tuple[Machine | None, Machine | None]:
     reasoning = REASONING_FORMATS[parsing.reasoning] if parsing.reasoning else None
     if (reasoning is not None and reasoning.is_harmony) or (tools is not None and tools.is_harmony):
         return None, HarmonyParser(tools is not None, reasoning is not None)
-    calls = None if tools is None else tools.make_parser(parsing.names, parsing.schemas)
+    schemas = {name: json.loads(schema) for name, schema in parsing.schemas.items()}
+    calls = None if tools is None else tools.make_parser(parsing.names, schemas)
     if reasoning is None:
         return None, calls
     return ThoughtParser(reasoning.open_mark, reasoning.close_mark, parsing.is_thinking), calls

@@ -30,6 +30,17 @@ MISTRAL_NEW = (
     _TOOLS + _HEAD + "{% for call in message.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
     "{{ call.function.arguments | tojson }}{% endfor %}" + _TAIL
 )
+DEEPSEEK_V3 = (
+    _TOOLS + _HEAD + "{% for call in message.tool_calls or [] %}{{ '<｜tool▁calls▁begin｜>' if loop.first else '\\n' }}"
+    "<｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>{{ call.function.name }}\n```json\n"
+    "{{ '' + call.function.arguments }}\n```<｜tool▁call▁end｜>"
+    "{{ '<｜tool▁calls▁end｜>' if loop.last }}{% endfor %}" + _TAIL
+)
+NEMOTRON = (
+    _TOOLS + _HEAD + "{% if message.tool_calls %}<TOOLCALL>[{% for call in message.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "{{ ', ' if not loop.last }}{% endfor %}]</TOOLCALL>{% endif %}" + _TAIL
+)
 HARMONY = (
     _TOOLS + "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>{{ message.content }}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"

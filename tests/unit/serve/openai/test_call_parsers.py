@@ -133,6 +133,7 @@ SCHEMAS: dict[str, dict[str, object]] = {
     },
     "g": {},
 }
+SCHEMAS_AS_JSON = {name: json.dumps(schema) for name, schema in SCHEMAS.items()}
 CITY = '<parameter=city>\nA "b"\n<c>\n</parameter>'
 CITY_JSON = '"city": "A \\"b\\"\\n<c>"'
 QWEN3_CODER: list[tuple[str, list[Event]]] = [
@@ -209,7 +210,7 @@ TEXTS = [
 def test_what_is_found_does_not_depend_on_where_the_text_is_cut(
     tools: str, reasoning: str, text: str, found: list[Event]
 ) -> None:
-    parsing = Parsing(tools, reasoning, names=("f", "g"), schemas=SCHEMAS)
+    parsing = Parsing(tools, reasoning, names=("f", "g"), schemas=SCHEMAS_AS_JSON)
     assert parse(parsing, [text]) == found
     assert parse(parsing, list(text)) == found
     for place in range(len(text)):
@@ -233,7 +234,9 @@ def test_nonsense_is_the_same_wherever_it_is_cut_and_nothing_of_it_is_lost(tools
         draw = random.Random(seed)
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
         reasoning = "gpt-oss" if tools == "gpt-oss" else draw.choice(["", "qwen3", "deepseek_r1"])
-        parsing = Parsing(tools, reasoning, draw.random() < 0.5, ("f", "g"), draw.random() < 0.2, schemas=SCHEMAS)
+        parsing = Parsing(
+            tools, reasoning, draw.random() < 0.5, ("f", "g"), draw.random() < 0.2, schemas=SCHEMAS_AS_JSON
+        )
         whole = parse(parsing, [text])
         assert parse(parsing, list(text)) == whole, (seed, text)
         cuts = sorted(draw.choices(range(len(text) + 1), k=4))
@@ -271,7 +274,7 @@ def test_thoughts_are_told_apart(text: str, begun_by_itself: list[Event], begun_
 
 @pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)
 def test_deltas_join_to_the_whole_message(tools: str, reasoning: str, text: str, found: list[Event]) -> None:
-    parsing = Parsing(tools, reasoning, names=("f", "g"), schemas=SCHEMAS)
+    parsing = Parsing(tools, reasoning, names=("f", "g"), schemas=SCHEMAS_AS_JSON)
     whole, streamed = ChatText(parsing), ChatText(parsing)
     whole.keep(text, True)
     message = whole.message()
@@ -304,7 +307,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 def test_texts_behind_parameters_come_as_they_are_written_and_other_values_whole() -> None:
-    parser = ChoiceParser(Parsing("qwen3_coder", schemas=SCHEMAS))
+    parser = ChoiceParser(Parsing("qwen3_coder", schemas=SCHEMAS_AS_JSON))
     assert parser.feed("<tool_call>\n<function=f>\n<parameter=city>\non", False) == call("f", '{"city": "on')
     assert parser.feed('ce "upon"\n', False) == [Arguments('ce \\"upon\\"')]
     assert parser.feed("</param", False) == []

@@ -125,7 +125,7 @@ def test_values_are_what_their_schemas_allow_and_are_read_so(
     grammar = grammar_of(parameters)
     for text in right:
         assert allows(grammar, call(a=text)), text
-        events = ChoiceParser(Parsing("qwen3_coder", schemas={"f": parameters})).feed(call(a=text), True)
+        events = ChoiceParser(Parsing("qwen3_coder", schemas={"f": json.dumps(parameters)})).feed(call(a=text), True)
         told = json.loads("".join(event.text for event in events if isinstance(event, Arguments)))
         assert told == {"a": json.loads(as_json(text, types_of(schema, ROOT)))}
     for text in wrong:
@@ -149,6 +149,12 @@ def test_parameters_are_in_order_and_those_that_are_not_required_may_be_left_out
     [
         ({"anyOf": [{"type": "object"}]}, "tools\\[0\\].function.parameters has anyOf at its root: .* be held to that"),
         ({"properties": {"a": {}}, "required": ["b"]}, "requires 'b', which is not among its properties"),
+        ({"properties": {"a": {}}, "required": -1}, r"parameters\.required must be a list of names, not -1"),
+        ({"properties": {"a": {}}, "required": [["a"]]}, r"parameters\.required must be a list of names"),
+        (
+            {"properties": {"a": {"anyOf": [{"type": "string"}, {"$ref": "#/properties/a"}]}}},
+            r"properties\.a has anyOf within anyOf, 8 deep or within itself",
+        ),
         ({"properties": {"a b": {}}}, "has a name with blanks or brackets, 'a b'"),
         ({"properties": {"a": {"type": "string", "not": {}}}}, "parameters.properties.a has not"),
         ({"properties": {"a": {"enum": ["</parameter>"]}}}, "properties.a has a value with </parameter>"),

@@ -15,7 +15,7 @@ from tool_chats import ASKED, COMPACT, MESSAGES, NAMED, STRICT, TOOLS, WEATHER
 
 pytestmark = pytest.mark.timeout(240)
 CLOSE_THOUGHTS = {str(1 + MARKS.index("</think>")): 100.0}
-FAMILIES = ["PLAIN", "HERMES", "QWEN3", "LLAMA", "MISTRAL", "MISTRAL_NEW", "QWEN3_CODER"]
+FAMILIES = ["PLAIN", "HERMES", "QWEN3", "LLAMA", "MISTRAL", "MISTRAL_NEW", "QWEN3_CODER", "DEEPSEEK_V3", "NEMOTRON"]
 
 
 def ask(server: ChatServer, template: str, **fields: Any) -> Any:
@@ -69,7 +69,8 @@ def check_call(name: str, arguments: str) -> None:
 )
 def test_a_call_that_is_wanted_is_made_as_its_schema_says(server: ChatServer, family: str, choice: str) -> None:
     template = getattr(templates, family)
-    asked = {"tools": TOOLS, "parallel_tool_calls": False, "tool_choice": NAMED if choice == "named" else choice}
+    asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 200}
+    asked["tool_choice"] = NAMED if choice == "named" else choice
     answer = ask(server, template, **asked)
     content, thoughts, ((name, arguments),), reason = whole(answer)
     check_call(name, arguments)
@@ -317,8 +318,8 @@ def test_a_part_of_the_tools_may_be_allowed(server: ChatServer) -> None:
     assert whole(told)[:3] == ('{"name": "clock"}', "", [])
 
 
-@pytest.mark.parametrize("name", ["my tool", "a[b]", 'a"b'])
-@pytest.mark.parametrize("family", ["HERMES", "MISTRAL_NEW", "HARMONY", "QWEN3_CODER"])
+@pytest.mark.parametrize("name", ["my tool", "a[b]", 'a"b', "a`b"])
+@pytest.mark.parametrize("family", ["HERMES", "MISTRAL_NEW", "HARMONY", "QWEN3_CODER", "DEEPSEEK_V3"])
 def test_names_that_calls_cannot_hold_are_refused(server: ChatServer, family: str, name: str) -> None:
     tools = [{"type": "function", "function": {"name": name}}]
     asked: dict[str, Any] = {"tools": tools, "tool_choice": "required", "max_tokens": 200, "parallel_tool_calls": False}
@@ -330,6 +331,14 @@ def test_names_that_calls_cannot_hold_are_refused(server: ChatServer, family: st
     ):
         ask(server, getattr(templates, family), **asked)
     assert ask(server, getattr(templates, family), **{**asked, "tool_choice": "none", "max_tokens": 2})
+
+
+def test_schemas_may_have_numbers_of_any_size(server: ChatServer) -> None:
+    """Where arguments are read by their schema, it travels from those that read requests."""
+    parameters = {"properties": {"days": {"type": "integer", "minimum": 3, "maximum": 10**30}}, "required": ["days"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {**parameters, "description": "x" * 5000}}}]
+    answer = ask(server, templates.QWEN3_CODER, tools=tools, extra_body=written("<function=f>\n<parameter=days>\n7"))
+    assert whole(answer)[2] == [("f", '{"days": 7')]
 
 
 def test_a_template_that_takes_one_call_an_answer_gets_no_more(server: ChatServer) -> None:
