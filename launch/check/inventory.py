@@ -14,12 +14,13 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from launch.check.held_models import compare_engines, model_sections
 from launch.placement.allocation import is_local
 from launch.placement.links import show_ranks
 from launch.placement.memory import JobMemory
@@ -62,6 +63,7 @@ class RankInventory:
         snapshots: `org/name@commit` of each model, by engine, that lies in this host's Hugging Face cache.
         free_bytes: memory for this slot; None on a rank without a device, or where it is not known.
         shard_bytes: weights of this rank.
+        compared_bytes: of its shards of engines, where they were read whole and are what was built.
         kv_tokens: what this rank could hold by itself.
         problems: what is wrong on this rank, one text each.
     """
@@ -76,6 +78,7 @@ class RankInventory:
     snapshots: dict[str, str] = field(default_factory=dict)
     free_bytes: int | None = None
     shard_bytes: int = 0
+    compared_bytes: int = 0
     kv_tokens: int | None = None
     problems: tuple[str, ...] = ()
 
@@ -90,7 +93,12 @@ class RankInventory:
 
 
 def take_inventory(
-    config: RuntimeConfig, topology: Topology, rank: int, tell: Callable[[str], None] = lambda step: None
+    config: RuntimeConfig,
+    topology: Topology,
+    rank: int,
+    tell: Callable[[str], None] = lambda step: None,
+    *,
+    reads_engines: bool = False,
 ) -> RankInventory:
     """Look at this rank's host: versions, models, device, memory.
 
@@ -99,6 +107,7 @@ def take_inventory(
         topology: of the job.
         rank: this process's world rank.
         tell: called with what comes next, because file systems and drivers may hang.
+        reads_engines: read this rank's shards of engines whole, and compare them with what was built.
     """
     problems: list[str] = []
     tell("versions of the software")
@@ -110,7 +119,7 @@ def take_inventory(
     tell("reading the models' configurations")
     configs: dict[str, str] = {}
     engines: dict[str, str] = {}
-    for name, section, is_held in _sections(config, topology, rank):
+    for name, section, is_held in model_sections(config, topology, rank):
         try:
             configs[name] = _read_model(section, is_held)
             if is_held or is_engine(section.model):
@@ -138,7 +147,7 @@ def take_inventory(
             problems.append(str(error))
     snapshots = {
         name: str(found)
-        for name, section, _ in _sections(config, topology, rank)
+        for name, section, _ in model_sections(config, topology, rank)
         if (found := snapshot_of(section.model))
     }
     inventory = RankInventory(
@@ -146,6 +155,9 @@ def take_inventory(
     )
     if slot is None or problems or not is_placed:
         return inventory
+    if reads_engines:
+        compared, wrong = compare_engines(config, topology, rank, tell)
+        inventory = replace(inventory, compared_bytes=compared, problems=wrong)
     tell(f"looking at {slot.device}")
     return _look_at_device(inventory, config, topology, rank)
 
@@ -171,13 +183,6 @@ def describe_rank(topology: Topology, inventory: RankInventory) -> str:
     return name if topology.host(inventory.rank) == inventory.host else f"{name} on {inventory.host}"
 
 
-def _sections(config: RuntimeConfig, topology: Topology, rank: int) -> Iterator[tuple[str, ModelSection, bool]]:
-    """Both models, and whether this rank holds a shard. Every rank reads both config.json, and rank 0 the tokenizer."""
-    if config.draft is not None:
-        yield "draft", config.draft, rank in topology.draft_ranks
-    yield "target", config.target, rank in topology.target_ranks
-
-
 def _read_model(section: ModelSection, is_held: bool) -> str:
     """Hash of config.json and of ModelOpt's file beside it; where this rank holds a shard, its weights are looked at as
     the loader will.
@@ -201,16 +206,16 @@ def _look_at_device(inventory: RankInventory, config: RuntimeConfig, topology: T
     """The inventory, with the memory of this rank's device and what fits into it."""
     slot = topology.slot(rank)
     assert slot is not None
-    values = inventory.to_dict()
+    values, name = inventory.to_dict(), describe_rank(topology, inventory)
     try:
         memory = JobMemory.read(config, topology)
         values["shard_bytes"] = sum(memory.shard_bytes(rank))
         values["free_bytes"] = free_bytes_of_slot(slot.device, len(topology.slots_of_host(slot.host)))
-        blocks = memory.count_blocks(rank, values["free_bytes"], describe_rank(topology, inventory))
+        blocks = memory.count_blocks(rank, values["free_bytes"], name)
         values["kv_tokens"] = tokens_of_blocks(blocks, config.kv_cache.block_size)
     except (TrtrunError, ParallelError) as error:
         # The rule of memory names the rank itself.
-        values["problems"] = (str(error).removeprefix(f"{describe_rank(topology, inventory)}: "),)
+        values["problems"] = (*inventory.problems, str(error).removeprefix(f"{name}: "))
     return RankInventory.from_dict(values)
 
 

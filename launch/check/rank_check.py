@@ -101,7 +101,7 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
     """
     topology = make_topology(config)
     if topology.world_size == 1:
-        ranks = [take_inventory(config, topology, 0)]
+        ranks = [take_inventory(config, topology, 0, reads_engines=True)]
         problems = find_misfits(ranks, topology)
         if problems:
             raise SetupError(problems)
@@ -111,7 +111,7 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
         return CheckReport.make(topology, ranks, untried, seconds, translation=DraftTranslation.of(config))
     seconds = config.launch.check_seconds
     until = STARTED + max(seconds / 2, seconds - LAUNCH_SECONDS)
-    with Session.open(config, until - time.monotonic()) as session:
+    with Session.open(config, until - time.monotonic(), reads_engines=True) as session:
         ranks, problems = session.gather_inventories()
         if problems:
             session.order({"step": "end", "ok": False})
@@ -125,7 +125,7 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
 
 def follow_check(config: RuntimeConfig) -> None:
     """The thorough check on all other ranks: do what rank 0 says until it ends."""
-    with Session.open(config, config.launch.check_seconds) as session:
+    with Session.open(config, config.launch.check_seconds, reads_engines=True) as session:
         session.send_inventory()
         while (order := session.next_order())["step"] != "end":
             if session.rank not in order["ranks"]:

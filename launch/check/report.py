@@ -147,6 +147,8 @@ def print_report(report: CheckReport) -> None:
         print(f"a lost draft rank {f'ends the job: {why}' if what == 'end' else 'costs drafts only: the job goes on'}")
     if report.translation is not None:
         print(report.translation.describe())
+    if compared := sum(rank.compared_bytes for rank in report.ranks):
+        print(f"{format_bytes(compared)} of engines are as they were built")
     hosts = len({rank.host for rank in report.ranks})
     state = "failed" if report.failures else "ready"
     number = f"{len(report.ranks)} ranks" if len(report.ranks) > 1 else "1 process"

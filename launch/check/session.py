@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from launch.check.held_models import count_engine_bytes
 from launch.check.inventory import RankInventory, find_misfits, take_inventory
 from launch.mpi.start_progress import DONE, StartProgress
 from parallel.control import ControlPlane
@@ -37,6 +38,10 @@ JOIN = 1
 """Number of a rank's step for `start_progress`: it connects to the heartbeat, which watches it from then on."""
 
 
+READ_BYTES_A_SECOND = 100e6
+"""Of slow disks, which all ranks read from together."""
+
+
 class SetupError(TrtrunError):
     """The ranks do not fit together.
 
@@ -56,7 +61,10 @@ class Session:
     when time is over, also where rank 0 itself waits inside MPI.
     """
 
-    def __init__(self, config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, seconds: float) -> None:
+    def __init__(
+        self, config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, seconds: float, *, reads_engines: bool
+    ) -> None:
+        self._reads_engines = reads_engines
         self.config = config
         self.topology = topology
         self.world = world
@@ -75,16 +83,17 @@ class Session:
             teller.tell(DONE, "the start")
 
     @classmethod
-    def open(cls, config: RuntimeConfig, seconds: float) -> Session:
+    def open(cls, config: RuntimeConfig, seconds: float, *, reads_engines: bool = False) -> Session:
         """Join the check. Collective.
 
         Args:
             config: of the job, as this rank sees it.
             seconds: that the check may take from now on; only rank 0's count. A rank that does not come ends the job.
+            reads_engines: ranks read their shards of engines whole, and have more time by READ_BYTES_A_SECOND.
         """
         from mpi4py import MPI
 
-        return cls(config, make_topology(config), MPI.COMM_WORLD, seconds)
+        return cls(config, make_topology(config), MPI.COMM_WORLD, seconds, reads_engines=reads_engines)
 
     def __enter__(self) -> Session:
         return self
@@ -98,7 +107,11 @@ class Session:
 
     def _lead(self, seconds: float) -> HeartbeatServer:
         launch = self.config.launch
+        more = count_engine_bytes(self.config) / READ_BYTES_A_SECOND if self._reads_engines else 0
         overdue = f"the check did not end within {launch.check_seconds:g} s (launch.check_seconds)"
+        if more:
+            overdue += f", and {more:.0f} s for the weights of engines"
+        seconds += more
         # Before anything collective: a rank that never comes must not keep this one from saying so.
         server = HeartbeatServer(self.topology, self._activity, launch.heartbeat_seconds, seconds, overdue)
         self._failures = RankFailures(server)
@@ -204,7 +217,7 @@ class Session:
         self.groups = open_groups(self.world, self.topology, device)
 
     def _take_own_inventory(self) -> RankInventory:
-        inventory = take_inventory(self.config, self.topology, self.rank, self.begin)
+        inventory = take_inventory(self.config, self.topology, self.rank, self.begin, reads_engines=self._reads_engines)
         logger.info("%s", ", ".join(f"{name} {version}" for name, version in inventory.versions.items()))
         for problem in inventory.problems:
             logger.info("problem: %s", problem)

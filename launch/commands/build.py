@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from launch.commands.written_models import note_tokenizer
+from launch.commands.written_models import check_again, note_tokenizer
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
 from trtrun import __version__
 from trtrun.building.settings import DEVICES, DTYPES, BuildSettings
@@ -91,7 +91,7 @@ def run_build(options: BuildOptions) -> int:
 
     started, builder = time.monotonic(), EngineBuilder.open(checkpoint, options.settings)
     try:
-        with building(output, check) as folder, Bar("written", in_bytes=True) as bar:
+        with building(output, partial(check_again, output, check)) as folder, Bar("written", in_bytes=True) as bar:
             engine = builder.write(folder, __version__, bar.update)
     except OSError as error:
         raise FailedError(f"cannot write below {output}: {error.strerror}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from launch.commands.written_models import note_tokenizer
+from launch.commands.written_models import check_again, note_tokenizer
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
 from trtrun.errors import ConfigError, nearest
 
@@ -85,7 +85,7 @@ def run_conversion(options: ConvertOptions) -> int:
 
     started, source, output = time.monotonic(), open_source(model, options.dtype), options.output
     try:
-        with staged(output, check) as folder, Bar("written", in_bytes=True) as bar:
+        with staged(output, partial(check_again, output, check)) as folder, Bar("written", in_bytes=True) as bar:
             if options.layout == "trtllm":
                 size = write_ranks(source, folder, options.tp_size, bar.update)
             else:

@@ -83,8 +83,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("exactness", "texts equal to plain decoding's", 45, partial(play_exactness, placement=ONE))
     yield Part("1b", "1B-shaped target, plain", 25, play_small)
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
-    about = "8B- and 70B-shaped targets in 4 bits, beside bfloat16 and FP8"
-    yield Part("quantized", about, 150, partial(play_quantized, placement=ONE))
+    about = "8B- and 70B-shaped targets in FP8, FP8 in blocks and 4 bits, beside bfloat16"
+    yield Part("quantized", about, 270, partial(play_quantized, placement=ONE))
     about = "8B-shaped target behind prompts of 8,000 tokens, keys and values plain and of 8 bits"
     yield Part("quantized-kv", about, 180, partial(play_quantized_kv, placement=ONE))
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"

@@ -15,7 +15,9 @@ from gpu_bench.workbench import Workbench
 LONG_ROWS = Path(__file__).resolve().parent / "long_rows.py"
 WORKLOADS = {"cuda": ("32x8000", "1x8000"), "cpu": ("2x96", "1x96")}
 
-FP8 = ("--set", "target.quantization=fp8", "--set", "target.dtype=bfloat16")
+HELD = {
+    name: ("--set", f"target.quantization={name}", "--set", "target.dtype=bfloat16") for name in ("fp8", "fp8_block")
+}
 
 
 def play_quantized(bench: Workbench, placement: Placement) -> None:
@@ -24,7 +26,8 @@ def play_quantized(bench: Workbench, placement: Placement) -> None:
     columns = ("weights", "rows", "tokens/s", "ms a token", "÷ bfloat16", "first token ms")
     table = bench.table(f"8B-shaped target, plain: {placement.about}", *columns, "round with a draft of 5, ms")
     base: dict[int, float] = {}
-    for name, weights, more in (("8b", "bfloat16", ()), ("8b", "FP8", FP8), ("8b-int4", "4 bits", ())):
+    kinds = (("8b", "bfloat16", ()), ("8b", "FP8", HELD["fp8"]), ("8b", "FP8 in blocks", HELD["fp8_block"]))
+    for name, weights, more in (*kinds, ("8b-int4", "4 bits", ())):
         config = bench.config(name, placement)
         for entry in bench.bench(config, rows, *more)["results"]:
             plain, rate = entry["plain"], entry["plain"]["tokens_per_s"]
@@ -32,11 +35,17 @@ def play_quantized(bench: Workbench, placement: Placement) -> None:
             step, first = plain["time_per_output_token_ms"], plain["time_to_first_token_ms"]
             round_ms = entry["speculative"]["round_wall_ms"]
             table.add(weights, entry["rows"], rate, step, rate / base[entry["rows"]], first, round_ms)
-    large = bench.table(f"70B-shaped target in 4 bits, plain: {placement.about}", *columns[1:4], columns[5])
-    for entry in bench.bench(bench.config("large-int4", placement, drafts=False), rows)["results"]:
-        plain = entry["plain"]
-        rate, first = plain["tokens_per_s"], plain["time_to_first_token_ms"]
-        large.add(entry["rows"], rate, plain["time_per_output_token_ms"], first)
+    large = bench.table(f"70B-shaped target, plain: {placement.about}", *columns[:4], "÷ FP8", columns[5])
+    base = {}
+    for name, weights, more in (
+        ("70b", "FP8", HELD["fp8"]), ("70b", "FP8 in blocks", HELD["fp8_block"]), ("large-int4", "4 bits", ()),
+    ):  # fmt: skip
+        for entry in bench.bench(bench.config(name, placement, drafts=False), rows, *more)["results"]:
+            plain, rate = entry["plain"], entry["plain"]["tokens_per_s"]
+            base.setdefault(entry["rows"], rate)
+            first = plain["time_to_first_token_ms"]
+            step, ratio = plain["time_per_output_token_ms"], rate / base[entry["rows"]]
+            large.add(weights, entry["rows"], rate, step, ratio, first)
 
 
 def play_quantized_kv(bench: Workbench, placement: Placement) -> None:

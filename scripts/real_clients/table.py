@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from real_clients.calls import Call, Client, Place, says
+from real_clients.harness_table import HARNESS
 from real_clients.tool_table import TOOL_CLIENTS
 
 ALONE = Path(__file__).resolve().parent / "benchmark_alone.py"
@@ -296,6 +297,7 @@ CLIENTS = (
         [Call("whole, streams, refusals", lambda place: (OPENAI_CLIENTS, f"{place.url}/v1"), says(*OPENAI_SAYS))],
         ["litellm==1.106.2", "openai==2.54.0"],
     ),
+    HARNESS,
     *TOOL_CLIENTS,
     Client(
         "tensorrtllm_backend",

@@ -225,6 +225,8 @@ def test_a_job_of_three_ranks_runs_engines_and_check_knows_them(
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     checked = trtrun("check", "--config", values, *models, "--json")
     assert checked.returncode == 0, checked.stderr
+    compared = [rank["compared_bytes"] for rank in json.loads(checked.stdout)["ranks"]]
+    assert compared[1] > compared[2] > 0 == compared[0]  # a draft's, too
     plan = trtrun("plan", "--config", values, *models, "--json")
     assert plan.returncode == 0, plan.stderr
     planned = json.loads(plan.stdout)

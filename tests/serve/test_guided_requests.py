@@ -131,6 +131,11 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
         None,
     ),
     ({"guided_json": {}, "guided_whitespace_pattern": "("}, "the JSON schema cannot be followed", None),
+    (
+        {"guided": {"regex": "a", "disable_any_whitespace": True}},
+        "guided.disable_any_whitespace is of JSON: leave it out with regex",
+        None,
+    ),
     ({"guided": {"jsn": {}}}, "guided must be an object with one of", "guided"),
     (
         {"guided_json": {"type": "object", "properties": {"a": {"type": "strin"}}}},

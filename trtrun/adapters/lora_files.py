@@ -68,7 +68,10 @@ class LoraFiles:
                 if end not in ends:
                     raise CheckpointError(f"{self.path} has no tensor '{PREFIX}{module}{end}'")
             if not self.config.is_target(module):
-                raise CheckpointError(f"{self.path}: tensors of {module}, which target_modules does not name")
+                raise CheckpointError(
+                    f"{self.path}: tensors of {module}, which target_modules does not name, or exclude_modules or "
+                    "layers_to_transform leaves out"
+                )
         missing = next((module for module in known if self.config.is_target(module) and module not in found), None)
         if missing is not None:
             raise CheckpointError(f"{self.path}: target_modules names {missing}, of which there are no tensors")

@@ -72,9 +72,9 @@ class LLM:
             draft_len: tokens drafted in one round.
             use_logits: accept sampled tokens by draft_probs instead of by equality.
             dtype: 'auto', 'bfloat16', 'float16' or 'float32', for both models.
-            draft_quantization: 'none', or 'int8', 'fp8', 'fp8_with_head' or 'fp8_weight_only' for half the bytes of
-                bfloat16.
-            target_quantization: 'none', 'fp8', 'fp8_with_head' or 'fp8_weight_only'.
+            draft_quantization: 'none', or 'int8', 'fp8', 'fp8_block', 'fp8_with_head' or 'fp8_weight_only' for half the
+                bytes of bfloat16.
+            target_quantization: 'none', 'fp8', 'fp8_block', 'fp8_with_head' or 'fp8_weight_only'.
             adapters: LoRA adapters of the target: directories by name.
             device: one slot for both models, such as 'cuda:0'; None takes the first GPU, else the CPU.
             on_load_progress: called with the bytes of weights that are in place and that will be, over all ranks.

@@ -30,6 +30,7 @@ from trtrun.linear.quantization import Quantization
 from trtrun.linear.quantization.base import Tensors, TensorSpec
 from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.engine_checksums import checksum_text, sum_words
 from trtrun.models.engine_loader import held_tensors
 from trtrun.models.engine_shards import describe_rank, hash_header, order_of_loading, stored_name
 from trtrun.models.kv_scales import attention_names, load_kv_scales
@@ -118,7 +119,7 @@ class EngineBuilder:
             num_bytes = write_tensors(
                 file, shard.plans(), written, {"engine": built, "rank": describe_rank(rank, size)}
             )
-            shards.append(ShardDescription(file.name, num_bytes, hash_header(file)))
+            shards.append(ShardDescription(file.name, num_bytes, hash_header(file), shard.checksums))
         copy_beside(self.checkpoint, output)
         config = json.dumps(self._model_config(), indent=2) + "\n"
         description = EngineDescription(
@@ -182,10 +183,15 @@ class EngineBuilder:
 
 @dataclass
 class _RankShard:
-    """The shard of one rank. Where a weight is held in several tensors all are made at the first one's turn."""
+    """The shard of one rank. Where a weight is held in several tensors all are made at the first one's turn.
+
+    Attributes:
+        checksums: of the tensors that have been made.
+    """
 
     builder: EngineBuilder
     share: Share
+    checksums: dict[str, str] = field(default_factory=dict)
     _specs: dict[str, TensorSpec] = field(default_factory=dict)
     _weights: dict[str, Weight] = field(default_factory=dict)
     _made: tuple[Weight, Tensors] | None = None
@@ -221,6 +227,11 @@ class _RankShard:
         }
 
     def _make(self, name: str) -> torch.Tensor:
+        tensor = self._load(name).contiguous()
+        self.checksums[name] = checksum_text(int(sum_words(tensor)))
+        return tensor
+
+    def _load(self, name: str) -> torch.Tensor:
         weight = self._weights[name]
         if weight.use == "plain":
             return self._loader.tensor(weight).cpu()

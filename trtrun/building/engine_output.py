@@ -12,11 +12,11 @@ from pathlib import Path
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, was_built
 from trtrun.conversion import staged_output
-from trtrun.conversion.staged_output import MARKER, is_unfinished, staged
+from trtrun.conversion.staged_output import is_unfinished, staged
 from trtrun.errors import ConfigError, shorten_path
-from trtrun.models.written_files import BESIDE
+from trtrun.models.written_files import BESIDE, FOLDERS, MARKER
 
-FOLDER = "building"
+FOLDER = FOLDERS["build"]
 SHARDS = "rank*.safetensors"
 CACHE = "cache"
 """What starts leave."""

@@ -378,5 +378,7 @@ def make_one_device_config(
         raise ConfigError("LLM needs `target`, the directory of a model, or `config`")
     if draft is not None:
         values["draft"] = model(draft, draft_quantization)
-    values["adapters"] = {name: str(path) for name, path in (adapters or {}).items()}
+    values["adapters"] = adapters or {}
+    if isinstance(adapters, Mapping):  # what is something else is refused below
+        values["adapters"] = {name: str(path) for name, path in adapters.items()}
     return make_config(values, base=Path.cwd(), where="LLM")

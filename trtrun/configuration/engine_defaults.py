@@ -38,7 +38,7 @@ def find_engines(values: Mapping[str, Any], base: Path | None, where: str) -> di
         where: what to call the source in messages.
 
     Raises:
-        ConfigError: what one says of itself is damaged, of a newer format, or another runtime's.
+        ConfigError: what one says of itself is damaged, of another format, or another runtime's.
     """
     found = {}
     for role in ("target", "draft"):

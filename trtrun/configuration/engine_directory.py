@@ -15,8 +15,11 @@ import msgspec
 from trtrun.errors import CheckpointError, one_line, reading, shorten_path
 
 ENGINE_FILE = "engine.json"
-FORMAT = 1
-"""Of engine directories; a newer one is not read."""
+FORMAT = 2
+"""Of engine directories; others are not read. Format 1 had no checksums."""
+
+_NO_DIGEST = "0" * 64
+"""Stands in the text that `EngineDescription.sha256` is of, in its place."""
 
 ANYWHERE = "any"
 """`EngineDescription.built_for` of engines whose weights are held alike on CPUs and on all GPUs."""
@@ -51,11 +54,13 @@ class ShardDescription(msgspec.Struct, frozen=True):
         bytes: of the file.
         header_sha256: of its first bytes: a number of the build, the rank, and names, dtypes, shapes and places of all
             tensors.
+        checksums: of each tensor's bytes, by name (trtrun.models.engine_checksums).
     """
 
     file: Word
     bytes: int
     header_sha256: str
+    checksums: dict[str, str]
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
@@ -75,6 +80,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
         config_sha256: of config.json, which says how the weights are computed with.
         kv_scales: of each layer's attention, by the checkpoint's names, those of keys and of values, one for each KV
             head; none where the checkpoint has none.
+        sha256: of this file, with zeros in the place of these digits.
     """
 
     format: int
@@ -89,6 +95,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     checkpoint: str
     config_sha256: str
     kv_scales: dict[str, tuple[list[float], list[float]]] = msgspec.field(default_factory=dict)
+    sha256: str = _NO_DIGEST
 
     @property
     def tp_size(self) -> int:
@@ -137,18 +144,20 @@ def read_engine(path: Path) -> EngineDescription | None:
     """What an engine directory says of itself; None where it is no engine.
 
     Raises:
-        CheckpointError: it is another runtime's, of a newer format, or damaged, or its config.json is another one; one
-            line.
+        CheckpointError: it is another runtime's, of another format, or damaged, or it or its config.json is not what
+            was built; one line.
     """
     with reading(path, CheckpointError):
         if not is_engine(path):
             refuse_foreign(path)
             return None
+    with reading(shorten_path(path / ENGINE_FILE), CheckpointError):
         text = (path / ENGINE_FILE).read_bytes()
+    with reading(shorten_path(path / "config.json"), CheckpointError):
         config = (path / "config.json").read_bytes() if (path / "config.json").is_file() else None
     try:
         begin = msgspec.json.decode(text, type=_Begin)
-        if begin.format > FORMAT:
+        if begin.format != FORMAT:
             raise CheckpointError(
                 f"{shorten_path(path)} is an engine of format {begin.format}, built by trtrun {begin.trtrun}, and this "
                 f"version reads {FORMAT}: build it again with this one, or run it with that one"
@@ -160,13 +169,20 @@ def read_engine(path: Path) -> EngineDescription | None:
         raise CheckpointError(
             f"{shorten_path(path / ENGINE_FILE)} is damaged ({one_line(error)}): build the engine again"
         ) from None
-    # That there is none says whoever needs it.
-    if config is not None and hashlib.sha256(config).hexdigest() != found.config_sha256:
-        raise CheckpointError(
-            f"{shorten_path(path / 'config.json')} is not the file that was built: copy the engine again, or build it "
-            "again"
-        )
+    _check_digests(path, found, text, config)
     return found
+
+
+def _check_digests(path: Path, engine: EngineDescription, text: bytes, config: bytes | None) -> None:
+    """Raise CheckpointError for an engine.json or config.json that has changed; that there is none says whoever needs
+    it."""
+    own = text.replace(engine.sha256.encode(errors="surrogatepass"), _NO_DIGEST.encode(), 1)
+    files = [(ENGINE_FILE, own, engine.sha256), ("config.json", config, engine.config_sha256)]
+    for name, content, digest in files:
+        if content is not None and hashlib.sha256(content).hexdigest() != digest:
+            raise CheckpointError(
+                f"{shorten_path(path / name)} is not the file that was built: copy the engine again, or build it again"
+            )
 
 
 def refuse_foreign(path: Path) -> None:
@@ -183,5 +199,8 @@ def refuse_foreign(path: Path) -> None:
 
 
 def engine_json(description: EngineDescription) -> str:
-    """The text of engine.json."""
-    return msgspec.json.format(msgspec.json.encode(description), indent=2).decode() + "\n"
+    """The text of engine.json, with its own digest."""
+    unsigned = msgspec.structs.replace(description, sha256=_NO_DIGEST)
+    text = msgspec.json.format(msgspec.json.encode(unsigned), indent=2).decode() + "\n"
+    head, _, tail = text.rpartition(_NO_DIGEST)
+    return f"{head}{hashlib.sha256(text.encode()).hexdigest()}{tail}"

@@ -41,8 +41,8 @@ class ModelSection(Section):
         load_format: `auto` reads safetensors. `dummy` makes weights up from config.json alone, for benchmarks of models
             whose weights are not at hand; a draft gets the target's where names and shapes agree.
         quantization: `fp8` rounds weights to E4M3, with a scale per output feature, and activations per token;
-            `fp8_weight_only` leaves activations as they are; `fp8_with_head` rounds the vocabulary head, too, which
-            makes small drafts faster; `int8` is for drafts alone.
+            `fp8_block` by 128 x 128 weights and 128 activations; `fp8_weight_only` leaves activations as they are;
+            `fp8_with_head` rounds the vocabulary head, too, for small drafts; `int8` is for drafts alone.
     """
 
     model: FilePath

@@ -52,8 +52,9 @@ def _first_problem(error: ValidationError, kind: type[Section], above: Sequence[
         message = str(problem["ctx"]["error"])
         return f"{name}: {message}" if name else message
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        keys = ", ".join(_known_keys(kind, below))
-        return f"{name}: must be a section with keys ({keys}), not {describe_kind(problem['input'])}"
+        known = _known_keys(kind, below)
+        section = f"a section with keys ({', '.join(known)})" if known else "a section of names, each with its value"
+        return f"{name}: must be {section}, not {describe_kind(problem['input'])}"
     if problem["type"].startswith("path_"):
         message = "must be the path of a file or directory"
     message = message.replace("Input should be", "must be").split(", unable")[0].split(", got")[0]

@@ -65,8 +65,9 @@ class ServerSection(Section):
             nothing moves. Left out: never.
         allowed_origins: of web pages whose scripts may ask in a browser, such as `https://chat.example`. `*` for all,
             which lets every page that is open on this host ask a server without keys.
-        tool_parser: how the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral,
-            gpt-oss, json (a list of calls), or none. Left out: as its chat template shows.
+        tool_parser: how the model writes calls of tools: hermes, qwen3_coder, llama3_json, llama_nemotron_json,
+            mistral, deepseek_v3, deepseek_v31, gpt-oss, json (a list of calls), or none. Left out: as its chat template
+            shows.
         reasoning_parser: how it writes what it thinks: qwen3, deepseek_r1, mistral, gpt-oss, or none. Left out: as its
             chat template shows.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.

@@ -16,11 +16,9 @@ from pathlib import Path
 
 from trtrun.errors import ConfigError, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
-from trtrun.models.written_files import BESIDE, check_place
+from trtrun.models.written_files import BESIDE, FOLDERS, MARKER, check_place
 
-FOLDER = "converting"
-MARKER = "trtrun-convert.unfinished"
-"""A file of the folder, the first to come and the last to go."""
+FOLDER = FOLDERS["convert"]
 
 _CONFIG = "config.json"
 _WEIGHTS = ("rank*.safetensors", "model*.safetensors", INDEX_FILE)

@@ -70,21 +70,17 @@ def _with_options(name: str, guide: Guide, options: Mapping[str, object]) -> Gui
         raise InvalidRequestError(f"{name}.{min(options)} is of JSON: leave it out with {guide.kind}")
     no_blanks = read_flag(f"{name}.disable_any_whitespace", options.get("disable_any_whitespace", False))
     pattern = options.get("whitespace_pattern")
-    if pattern is not None and not (isinstance(pattern, str) and _OF_BLANKS.fullmatch(pattern)):
-        raise InvalidRequestError(
-            f"{name}.whitespace_pattern must be a regular expression of blanks, \\n, \\r and \\t alone, such as "
-            f'"[ \\n]{{0,8}}", not {show_value(pattern)}'
-        )
+    _check_blanks(f"{name}.whitespace_pattern", pattern)
     schema = json.loads(guide.text)
     if schema is False or not (no_blanks or pattern is not None):
         return guide
     schema = {} if schema is True else schema
-    own = schema.get("x-guidance", {})
+    own = schema.get(OPTIONS_KEY, {})
     if not isinstance(own, dict):
-        raise InvalidRequestError(f"{name}.{guide.kind}: x-guidance must be an object, not {show_value(own)}")
+        raise InvalidRequestError(f"{name}.{guide.kind}: {OPTIONS_KEY} must be an object, not {show_value(own)}")
     others = {key: value for key, value in own.items() if key not in ("whitespace_flexible", "whitespace_pattern")}
     blanks = {"whitespace_flexible": False} if no_blanks else {"whitespace_pattern": pattern}
-    return Guide(guide.kind, _dump(f"{name}.{guide.kind}", schema | {"x-guidance": others | blanks}))
+    return Guide(guide.kind, _dump(f"{name}.{guide.kind}", schema | {OPTIONS_KEY: others | blanks}))
 
 
 def _read_json(name: str, value: object) -> Guide:
@@ -92,7 +88,35 @@ def _read_json(name: str, value: object) -> Guide:
         value = _parse(name, value)
     if not isinstance(value, Mapping | bool):
         raise InvalidRequestError(f"{name} must be a JSON schema, which is an object, not {show_value(value)}")
+    if isinstance(value, Mapping):
+        check_schema_options(name, value)
     return Guide("json", _dump(name, value))
+
+
+def check_schema_options(name: str, schema: Mapping[str, object]) -> None:
+    """Look at what a schema says at its root of what stands between the parts of JSON.
+
+    Raises:
+        InvalidRequestError: texts would be no JSON with it.
+    """
+    own = schema.get(OPTIONS_KEY)
+    if not isinstance(own, Mapping):
+        return  # the grammar engine says what is wrong
+    _check_blanks(f"{name}: {OPTIONS_KEY}.whitespace_pattern", own.get("whitespace_pattern"))
+    for key, mark in (("item_separator", ","), ("key_separator", ":")):
+        separator = own.get(key)
+        if separator is None or (isinstance(separator, str) and re.fullmatch(f"{_SPACED}{mark}{_SPACED}", separator)):
+            continue
+        line = f'must be "{mark}" with blanks, \\n, \\r and \\t beside it, not {show_value(separator)}'
+        raise InvalidRequestError(f"{name}: {OPTIONS_KEY}.{key} {line}")
+
+
+def _check_blanks(name: str, pattern: object) -> None:
+    if pattern is not None and not (isinstance(pattern, str) and _OF_BLANKS.fullmatch(pattern)):
+        raise InvalidRequestError(
+            f"{name} must be a regular expression of blanks, \\n, \\r and \\t alone, such as "
+            f'"[ \\n]{{0,8}}", not {show_value(pattern)}'
+        )
 
 
 def _read_json_object(name: str, value: object) -> Guide | None:
@@ -135,6 +159,12 @@ JSON_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 _BLANK = r"(?:[ \n\r\t]|\\[nrt]|\\x(?:20|0[9AaDd]))"
 _OF_BLANKS = re.compile(rf"(?:{_BLANK}|\[{_BLANK}+\]|\(\?:|[()|?*+]|\{{\d{{1,4}}(?:,\d{{0,4}})?\}})*")
 """Regular expressions that match nothing but blanks: JSON would not be JSON with others."""
+
+_SPACED = rf"(?:(?:{_BLANK}|\[{_BLANK}+\])[?*+]?)*"
+"""Of a separator, what stands beside its character: no alternatives, which would leave it out."""
+
+OPTIONS_KEY = "x-guidance"
+"""Of a schema: how the grammar engine is to follow it; at its root alone."""
 
 _EXAMPLE = '{"json": {"type": "object"}}'
 

@@ -145,15 +145,24 @@ def _run_sizes(engine: Engine, length: int, limits: StartLimits, *, verifies: bo
     of_row = 1 + (engine.draft_size(length).nodes if verifies else length)
     has_trees = verifies and length > 0 and engine.has_trees
     for rows in limits.doubled_rows(of_row):
+        _put_back(engine, limits)
         if verifies:
             _verify(engine, rows, length)
         elif length:
             _draft(engine, rows, length, in_parallel=in_parallel)
     for prompts in limits.doubled_prompts():
+        _put_back(engine, limits)
         _prefill(engine, prompts)
         has_room = of_row + sum(prompts.lengths) <= limits.max_tokens
         if has_trees and len(prompts.lengths) == 1 and has_room and not prompts.start:
             _verify(engine, 1, length, prompts=prompts.lengths)
+
+
+def _put_back(engine: Engine, limits: StartLimits) -> None:
+    """Rows of two zero tokens again. What ran before has written behind them, and prompts in the middle of a context
+    read from there; where kernels are skipped (trtrun.kernels.triton.collecting) these are no tokens."""
+    engine.rows.token_ids.zero_()
+    engine.rows.lengths[: limits.max_rows].fill_(2)
 
 
 def _lens_of_one_row(draft_lens: Collection[int]) -> list[int]:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from llguidance import LLMatcher
 
-from trtrun.core.guide import Guide
+from trtrun.core.guide import OPTIONS_KEY, Guide
 from trtrun.core.values import cut_text
 from trtrun.guiding.bounds import limits
 
@@ -101,7 +101,7 @@ def _beside(text: str) -> dict[str, Any]:
     for key in _NAMES:  # by which references would be resolved
         if isinstance(whole.get(key), str):
             del whole[key]
-    return {key: schema[key] for key in ("$schema", "x-guidance") if key in schema} | {_WHOLE: whole}
+    return {key: schema[key] for key in ("$schema", OPTIONS_KEY) if key in schema} | {_WHOLE: whole}
 
 
 def _redirected(part: dict[str, Any], own: str) -> dict[str, Any]:

@@ -19,6 +19,8 @@ import json
 import re
 from typing import Any
 
+from trtrun.core.guide import OPTIONS_KEY
+
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DAY = f"^(?:....-(?:[^0].|0[^2])|....-02-(?:[^2].|2[^9])|{_LEAP_YEAR}-02-29)"
 """What a date begins with, if it is one to the grammar engine."""
@@ -61,7 +63,7 @@ def close(schema: dict[str, Any]) -> None:
     """
     needs_escapes = _NEEDS_ESCAPES.search(json.dumps(schema, ensure_ascii=False)) is not None
     _close_formats(schema)
-    options = schema.setdefault("x-guidance", {})
+    options = schema.setdefault(OPTIONS_KEY, {})
     if not isinstance(options, dict):
         return
     if options.get("whitespace_flexible") is not False:

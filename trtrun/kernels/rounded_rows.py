@@ -5,17 +5,24 @@ It knows what they hold. It does not know who makes or takes them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+GROUP = 128
+"""Numbers of a row that share a scale where it is rounded in groups."""
+
+Rounding = Literal["row", "group"]
+"""By the largest number of a whole row, or by that of each `GROUP` of its numbers."""
+
 
 class RoundedRows(NamedTuple):
-    """Rows of activations: row r is codes[r] * scale[r].
+    """Rows of activations: row r is codes[r] * scale[r], or in groups its number i codes[r, i] * scale[r, i // GROUP].
 
     Attributes:
         codes: [rows, at least as many as there are inputs] E4M3, without gaps in a row.
-        scale: [rows] float32.
+        scale: float32 [rows]; in groups [rows, groups], whose rows lie beside each other in memory, with room for a
+            multiple of 16 of them.
         dtype: of the activations before they were rounded, and of what is made of them.
     """
 
@@ -25,4 +32,4 @@ class RoundedRows(NamedTuple):
 
 
 Activations = torch.Tensor | RoundedRows
-"""What a linear layer may be given: RoundedRows only where it says that it takes them."""
+"""What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""

@@ -14,7 +14,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
 from trtrun.kernels.chooser import operations_of
-from trtrun.kernels.rounded_rows import Activations, RoundedRows
+from trtrun.kernels.rounded_rows import Activations, RoundedRows, Rounding
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.linear.layer import Linear
 
@@ -36,10 +36,10 @@ class RMSNorm:
         """x [tokens, size], or [tokens, heads, size] for one weight per head → the same shape and dtype."""
         return self._operations.normalise(x, self.weight, self._eps)
 
-    def rounded(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> RoundedRows:
-        """As `add`, or the norm of `hidden` where `delta` is None, rounded for a layer that takes rounded rows; on CUDA
-        with Triton."""
-        return self._operations.normalise_rounded(hidden, self.weight, self._eps, delta)
+    def rounded(self, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding) -> RoundedRows:
+        """As `add`, or the norm of `hidden` where `delta` is None, rounded for a layer that takes rows that are rounded
+        so; on CUDA with Triton."""
+        return self._operations.normalise_rounded(hidden, self.weight, self._eps, delta, rounding)
 
     def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """hidden += delta, in place, and the norm of the sum; both [tokens, size] in the model's dtype."""
@@ -69,7 +69,7 @@ class Attention:
     kv_scales: torch.Tensor | None = None
 
     @property
-    def takes_rounded_rows(self) -> bool:
+    def takes_rounded_rows(self) -> Rounding | None:
         """See Linear."""
         return self.qkv.takes_rounded_rows
 
@@ -106,7 +106,7 @@ class RowParallelLinear:
         self._communicator = communicator
 
     @property
-    def takes_rounded_rows(self) -> bool:
+    def takes_rounded_rows(self) -> Rounding | None:
         """See Linear."""
         return self._linear.takes_rounded_rows
 
@@ -132,15 +132,15 @@ class GatedMLP:
         self._operations = operations_of(gate_up.device.type)
 
     @property
-    def takes_rounded_rows(self) -> bool:
+    def takes_rounded_rows(self) -> Rounding | None:
         """See Linear."""
         return self._gate_up.takes_rounded_rows
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden]."""
-        fused = self._gate_up(x)
-        if self._down.takes_rounded_rows:
-            return self._down(self._operations.silu_and_multiply_rounded(fused))
+        fused, rounding = self._gate_up(x), self._down.takes_rounded_rows
+        if rounding is not None:
+            return self._down(self._operations.silu_and_multiply_rounded(fused, rounding))
         return self._down(self._operations.silu_and_multiply(fused))
 
 
@@ -171,8 +171,10 @@ class DecoderLayer:
         return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
 
 
-def _normalise(norm: RMSNorm, hidden: torch.Tensor, delta: torch.Tensor | None, rounds: bool) -> Activations:
+def _normalise(
+    norm: RMSNorm, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding | None
+) -> Activations:
     """hidden += delta, in place, where there is one, and the norm of it, rounded where the layer behind takes that."""
-    if rounds:
-        return norm.rounded(hidden, delta)
+    if rounding is not None:
+        return norm.rounded(hidden, delta, rounding)
     return norm(hidden) if delta is None else norm.add(hidden, delta)

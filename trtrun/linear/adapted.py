@@ -92,7 +92,7 @@ class AdaptedLinear(Linear):
         batch_invariant: bool = True,
     ) -> None:
         super().__init__(weight.shape, quantization, tensors, bias, batch_invariant=batch_invariant)
-        self.takes_rounded_rows = False
+        self.takes_rounded_rows = None
         self._layers = layers
         operations = operations_of(self.device.type)
         self._adapters = operations.low_rank(layers.space.shape(weight), dtype, self.device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trtrun.kernels.rounded_rows import Activations
+from trtrun.kernels.rounded_rows import Activations, Rounding
 from trtrun.linear.quantization.base import Quantization, Tensors
 
 
@@ -21,7 +21,8 @@ class Linear:
     Attributes:
         out_features, in_features: of this rank's slice.
         device: where the weight is.
-        takes_rounded_rows: whether x may be RoundedRows, and is best given so by whoever makes it.
+        takes_rounded_rows: how RoundedRows are rounded that x may be, and is best given as by whoever makes it; None
+            where it must be as it is.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Linear:
         self._product: Callable[[Any], torch.Tensor] = quantization.apply(
             tensors, bias, batch_invariant=batch_invariant
         )
-        self.takes_rounded_rows = bool(getattr(self._product, "takes_rounded_rows", False))
+        self.takes_rounded_rows: Rounding | None = getattr(self._product, "takes_rounded_rows", None)
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, in] → [tokens, out]."""

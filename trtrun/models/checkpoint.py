@@ -18,6 +18,7 @@ from trtrun.configuration.hub_cache import mend_download
 from trtrun.errors import CheckpointError, one_line, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.damage import describe_damage
+from trtrun.models.written_files import find_unfinished
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,8 @@ def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
         if not file.is_file():
             if not required:
                 return {}
+            if command := find_unfinished(path):
+                raise CheckpointError(f"{path} has no {name}: `trtrun {command}` has not ended there: run it again")
             way = mend_download(path, "give a Hugging Face model directory")
             raise CheckpointError(f"{path} has no {name}; {way}")
         if file.stat().st_size > _MOST_JSON_BYTES:

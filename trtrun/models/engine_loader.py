@@ -1,8 +1,9 @@
 """Fills a rank's weights from its shard of an engine directory: bytes as they lie there, without a step between.
 
 On GPUs the whole shard is on its way from the beginning, in large pieces that threads read into pinned memory and copy
-from there; on CPUs each weight is read when it is asked for, as its kernel packs it. It knows a shard's tensors and
-that a quantization says what a weight is held in. It does not know layers, or where weights come from.
+from there; on CPUs each weight is read when it is asked for, as its kernel packs it. Each is compared with its checksum
+where it has arrived. It knows a shard's tensors and that a quantization says what a weight is held in. It does not know
+layers, or where weights come from.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from trtrun.errors import CheckpointError, reading, shorten_path
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSpec
 from trtrun.models.checkpoint import TORCH_NAMES
 from trtrun.models.config import ModelConfig
-from trtrun.models.device_reading import PIECE_BYTES, DeviceReading
+from trtrun.models.device_reading import DeviceReading
+from trtrun.models.engine_checksums import ShardComparison, read_summed, sum_words
 from trtrun.models.engine_shards import order_of_loading, read_places, shard_path, stored_name
-from trtrun.models.file_pieces import bytes_of, read_piece
 from trtrun.models.weight_loader import PackingBuffer, Progress, give_back_freed
 from trtrun.models.weights import Share, Weight
 from trtrun.tensors import dtype_name
@@ -83,6 +84,7 @@ class EngineLoader:
         self._progress = progress
         self._total = sum(self._places[name].num_bytes for name in self._specs)
         self._read = 0
+        self._comparison = ShardComparison(path, engine, share.rank)
         self._buffer = PackingBuffer(dtype)
         self._opened: int | None = None
         self._arriving: DeviceReading | None = None
@@ -135,13 +137,18 @@ class EngineLoader:
         self._buffer.release()
 
     def close(self) -> None:
-        """See WeightLoader."""
+        """See WeightLoader.
+
+        Raises:
+            CheckpointError: a weight is not what was built.
+        """
         if self._arriving is not None:
             self._arriving.close()
             self._arriving = None
         if self._opened is not None:
             os.close(self._opened)
             self._opened = None
+        self._comparison.compare()
         if self._progress is not None:
             self._progress(self._total, self._total)
 
@@ -156,13 +163,11 @@ class EngineLoader:
         with reading(self._file, CheckpointError):
             arrived = self._arrival(name) if self._streams else None
             if arrived is not None:
+                self._comparison.add(name, sum_words(arrived))
                 return arrived
             made = torch.empty(spec.shape, dtype=spec.dtype) if place is None else place
-            whole = bytes_of(made)
-            for start in range(0, where.num_bytes, PIECE_BYTES):
-                piece = whole[start : start + PIECE_BYTES]
-                read_piece(self._open(), piece, where.start + start)
-                self._tell(self._read + len(piece))
+            self._comparison.add(name, read_summed(made, self._open(), where.start, read=self._tell_more))
+            self._comparison.compare()
             return made.to(self.device)
 
     def _arrival(self, name: str) -> torch.Tensor | None:
@@ -178,6 +183,9 @@ class EngineLoader:
             raise
         self._tell(max(self._read, self._arriving.arrived))
         return found
+
+    def _tell_more(self, read: int) -> None:
+        self._tell(self._read + read)
 
     def _tell(self, read: int) -> None:
         self._read = read

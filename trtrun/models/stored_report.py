@@ -47,24 +47,25 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
         CheckpointError: the model cannot be shared out over so many ranks.
     """
     sizes: dict[tuple[bool, str], int] = {}
-    rounds = False
+    roundings: set[str] = set()
     for weight, held in held_weights(config, share, QUANTIZATIONS.get("none")):
-        if isinstance(held, StoredLinear):
-            kind = held.codes(weight, dtype, device_type) is not None, held.layout.name
-            rounds |= kind[0] and held.layout.rounds_activations
-            sizes[kind] = sizes.get(kind, 0) + count_bytes(held.create(weight, dtype, device_type))
-    kept = [
-        f"{name} weights stay as they are: {format_bytes(size)}" for (is_kept, name), size in sizes.items() if is_kept
-    ]
-    dense = [
-        f"{name} weights become {dtype_name(dtype)} as they are read: {format_bytes(size)}"
-        for (is_kept, name), size in sizes.items()
-        if not is_kept
-    ]
+        if not isinstance(held, StoredLinear):
+            continue
+        codes, said = held.codes(weight, dtype, device_type), f"{held.layout.name} weights stay as they are"
+        if codes is None:
+            why = held.why_dense(weight, dtype, device_type)
+            said = f"{held.layout.name} weights become {dtype_name(dtype)} as they are read"
+            said += "" if why is None else f", as {why}"
+        elif held.layout.rounds_activations:
+            roundings.add("by 128 numbers of a token" if codes == "fp8_block" else "by token")
+        kind = codes is None, said
+        sizes[kind] = sizes.get(kind, 0) + count_bytes(held.create(weight, dtype, device_type))
     if not sizes:
         return None
-    activations = "rounded to E4M3 by token, where the checkpoint was made for that" if rounds else "not rounded"
-    return f"{'; '.join([*kept, *dense])} on a rank; activations are {activations}"
+    held_so = "; ".join(f"{kind[1]}: {format_bytes(sizes[kind])}" for kind in sorted(sizes))
+    how = " or ".join(sorted(roundings))
+    activations = f"rounded to E4M3 {how}, where the checkpoint was made for that" if roundings else "not rounded"
+    return f"{held_so} on a rank; activations are {activations}"
 
 
 def describe_kept(config: ModelConfig, kv_dtype: str, share: Share, dtype: torch.dtype, device_type: str) -> str | None:

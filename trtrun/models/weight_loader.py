@@ -22,6 +22,7 @@ from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.kv_scales import load_kv_scales
 from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import HeldWeight, Share, Weight
+from trtrun.tensors import numbers_at_a_time
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes to read)."""
@@ -234,9 +235,6 @@ class CheckpointLoader:
             self._progress(self._files.bytes_read, self._total)
 
 
-_NUMBERS_AT_A_TIME = 1 << 22
-"""Of 8 bits that are widened at once to be looked at: 16 MiB."""
-
 _LARGE = 1 << 16
 """Numbers of a weight behind which freed memory is given back: looking for it takes the allocator milliseconds."""
 
@@ -296,7 +294,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     if tensor.itemsize == 1:  # numbers of 8 bits are not added up
-        return all(bool(piece.float().isfinite().all()) for piece in torch.split(tensor.flatten(), _NUMBERS_AT_A_TIME))
+        step = numbers_at_a_time(tensor.device)
+        return all(bool(piece.float().isfinite().all()) for piece in torch.split(tensor.flatten(), step))
     # A sum that is not finite may still come from large finite values, hence the exact second look.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 

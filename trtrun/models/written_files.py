@@ -20,6 +20,15 @@ BESIDE = (
 NEW = ".new"
 """End of the names of files that are not whole yet."""
 
+FOLDERS = {"build": "building", "convert": "converting", "quantize": "quantizing"}
+"""In a directory, until all of it is written: of which command."""
+
+MARKER = "trtrun-convert.unfinished"
+"""A file of the folder of a build or a conversion, the first to come and the last to go."""
+
+RUN = "run.json"
+"""In the folder of a quantization: settings, model and texts. A folder of that name without it is somebody else's."""
+
 
 def check_place(output: Path, source: Path | None = None) -> None:
     """Check that a directory can be made at `output`, and that `source`, the model that is read, would not be lost.
@@ -41,6 +50,14 @@ def check_place(output: Path, source: Path | None = None) -> None:
         raise ConfigError(f"--output {where}: that is the model itself; name another directory")
     if source is not None and place in source.resolve().parents:
         raise ConfigError(f"--output {where}: the model lies in it; name another directory")
+
+
+def find_unfinished(directory: Path) -> str | None:
+    """The command that was killed as it wrote a model's directory, or writes it now; None where there is none."""
+    for command, folder in FOLDERS.items():
+        if (directory / folder / (RUN if command == "quantize" else MARKER)).is_file():
+            return command
+    return None
 
 
 def write_whole(path: Path, text: str) -> None:

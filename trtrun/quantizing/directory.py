@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, ConfigError, one_line, reading, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
-from trtrun.models.written_files import BESIDE, NEW, check_place, copy_beside, put_in_place, write_whole
+from trtrun.models.written_files import BESIDE, FOLDERS, NEW, RUN, check_place, copy_beside, put_in_place, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FOLDER = "quantizing"
-RUN = "run.json"
-"""In it: settings, model and texts. A folder of that name without it is somebody else's."""
+FOLDER = FOLDERS["quantize"]
 REPORT = "quantization_report.jsonl"
 IDENTITY = "identity"
 """Of the run, in the last line of its report."""

@@ -83,7 +83,11 @@ def read_guided(given: Mapping[str, Any]) -> Asked | None:
         raise _wrong(asked[1].field, line)
     if not asked:
         return None
-    return asked[0]._replace(options=_read_options(given)) if asked[0].kind in _OF_JSON else asked[0]
+    one = asked[0]
+    if one.kind in _OF_JSON:
+        return one._replace(options=_read_options(given))
+    # Others send them with whatever they ask for; ours is wrong then, as it is elsewhere.
+    return one._replace(options=_read_options({"guided": given["guided"]})) if one.field == "guided" else one
 
 
 def _read_options(given: Mapping[str, Any]) -> dict[str, tuple[str, object]]:

@@ -20,7 +20,7 @@ _DEVELOPER = re.compile(r"['\"]developer['\"]")
 _ASKS_FOR_NULL = re.compile(r"(?<![A-Za-z_])content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
 """What a template holds that may write calls only where a message's content is null, as DeepSeek's do."""
 
-_WANTS_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+_WANTS_SHORT_IDS = re.compile(r"length\s*(?:!=|<)\s*9\b")
 """What a template holds that refuses other ids of calls, as Mistral's do."""
 
 _FIRST_CALL = re.compile(r"tool_calls['\"]?\]?\s*(?:\[\s*0\s*\]|\|\s*first\b)")

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
+from trtrun.core.guide import OPTIONS_KEY, check_schema_options
 from trtrun.core.values import check_characters, read_flag, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
@@ -19,7 +20,7 @@ MOST_NAME_CHARACTERS = 256
 _OF_TOOL = ("type", "function")
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
 _NO_PARAMETERS: Mapping[str, Any] = {
-    "x-guidance": {"whitespace_flexible": False},
+    OPTIONS_KEY: {"whitespace_flexible": False},
     "type": "object",
     "properties": {},
     "additionalProperties": False,
@@ -128,7 +129,12 @@ def _read_tool(where: str, value: Any) -> Tool:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise _wrong("tools", f"{where}.function.parameters must be a JSON schema, not {show_value(parameters)}")
+    of_type = (parameters or {}).get("type", "object")
+    if of_type != "object" and not (isinstance(of_type, list) and "object" in of_type):
+        line = f'its type must be "object", as arguments are one, not {show_value(of_type)}'
+        raise _wrong("tools", f"{where}.function.parameters: {line}")
     try:
+        check_schema_options(f"{where}.function.parameters", parameters or {})
         check_characters(f"{where}.function.name", name)
         is_strict = read_flag(f"{where}.function.strict", function.get("strict") or False)
     except InvalidRequestError as error:

@@ -297,6 +297,8 @@ def test_adapters_that_do_not_fit_end_the_start(folder: Path, tmp_path: Path) ->
         )
     with pytest.raises(ConfigError, match=r"adapters\.x: no such directory"):
         make_llm(folder / "target", adapters={"x": str(tmp_path / "x")})
+    with pytest.raises(ConfigError, match="LLM: adapters: must be a section of names, each with its value, not a list"):
+        LLM(folder / "target", adapters=["x"])  # type: ignore[arg-type]
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         next(iter(tensors.values()))[0, 0] = torch.nan

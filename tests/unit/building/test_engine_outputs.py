@@ -12,7 +12,8 @@ from paged import PagedModel
 
 from trtrun.building.engine_output import building
 from trtrun.conversion import staged_output
-from trtrun.errors import ConfigError
+from trtrun.errors import CheckpointError, ConfigError
+from trtrun.models.config import read_model_config
 
 
 @pytest.fixture
@@ -99,13 +100,15 @@ def test_links_in_a_circle_are_one_line(source: Path, tmp_path: Path, output: st
         build_engine(source, tmp_path / output)
 
 
-def test_two_builds_do_not_write_to_one_directory(source: Path, engine: Path, tmp_path: Path) -> None:
+def test_two_builds_do_not_write_to_one_directory(
+    source: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = contents(engine)
     with pytest.raises(KeyError), building(engine, lambda: None):
         with pytest.raises(ConfigError, match="engine: another trtrun writes there now: wait for it, or name another"):
             build_engine(source, engine, force=True)
         raise KeyError
-    assert contents(engine) == before
+    assert contents(engine) == before and not capsys.readouterr().err
     link = tmp_path / "link"
     link.symlink_to(engine)
     build_engine(source, link, force=True)
@@ -143,7 +146,11 @@ def test_the_same_command_builds_what_a_killed_one_left(
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_build_that_fails_or_is_killed_leaves_what_was_there(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_there: bool,
 ) -> None:
     output = tmp_path / "output"
     if is_there:
@@ -165,5 +172,9 @@ def test_a_build_that_fails_or_is_killed_leaves_what_was_there(
         shutil.copytree(source, folder, dirs_exist_ok=True)
         patch.setattr(staged_output.os, "replace", killed)  # while files are put in place
     assert (output / "building").is_dir() and not (output / "config.json").exists()
+    with pytest.raises(CheckpointError, match=r"output has no config\.json: `trtrun build` has not ended there"):
+        read_model_config(output)
+    assert not capsys.readouterr().err
     build_engine(source, output)
+    assert "output: what a killed `trtrun build` left goes, and all is written anew" in capsys.readouterr().err
     PagedModel(output)

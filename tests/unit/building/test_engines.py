@@ -70,7 +70,7 @@ def test_logits_are_the_checkpoints(tmp_path: Path, architecture: str, tp_size: 
     assert not (engine / "building").exists() and not list(engine.glob("*.new"))
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_weight_only", "fp8_with_head", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block", "fp8_weight_only", "fp8_with_head", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_that_are_rounded_as_they_are_read_lie_rounded(tmp_path: Path, quantization: str, tied: bool) -> None:
     source = make_checkpoint(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=tied)
@@ -101,7 +101,8 @@ def test_quantized_checkpoints_give_the_same_logits(tmp_path: Path, name: str) -
         ("compressed-tensors W4A16 with zero points", {"words", "scales"}),
         ("gptq", {"words", "scales"}),
         ("modelopt FP8", {"codes", "scale"}),
-        ("fp8 block", {"weight"}),
+        ("fp8 block", {"codes", "block_scale"}),
+        ("compressed-tensors W8A8", {"weight"}),
     ],
 )
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -116,7 +117,8 @@ def test_for_gpus_weights_lie_as_their_kernels_take_them(
     # Where weights are made is not asked here, but what for.
     kept = StoredLinear.can_keep
     monkeypatch.setattr(StoredLinear, "can_keep", lambda self, dtype, device_type: kept(self, dtype, "cuda"))
-    monkeypatch.setattr("trtrun.linear.stored.layout.has_int4_products", lambda device_type: True)
+    for bits in ("int4", "fp8"):
+        monkeypatch.setattr(f"trtrun.linear.stored.layout.has_{bits}_products", lambda device_type: True)
     quantization_of = partial(config.quantization_of, default=QUANTIZATIONS.get("none"))
     held: set[str] = set()
     for rank in range(tp_size):

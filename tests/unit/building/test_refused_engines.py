@@ -82,6 +82,10 @@ def name_first_twice(engine: Path) -> None:
     edit(engine, shards=[first, first])
 
 
+def named(file: str) -> list[dict[str, Any]]:
+    return [{"file": file, "bytes": 1, "header_sha256": "", "checksums": {}}]
+
+
 def edit(engine: Path, **changes: Any) -> None:
     file = engine / "engine.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -93,7 +97,7 @@ def edit(engine: Path, **changes: Any) -> None:
         (truncate, r"rank1\.safetensors is truncated \(\d+ bytes of \d+\): copy the engine again"),
         (change_header, r"rank1\.safetensors is not the file that was built: copy the engine again, or build it again"),
         (swap, r"rank0\.safetensors is not the file that was built"),
-        (name_first_twice, r"rank0\.safetensors is not the file that was built"),
+        (name_first_twice, r"engine\.json is not the file that was built"),
         (take_from_another, r"rank1\.safetensors is not the file that was built"),
         (lengthen, r"rank0\.safetensors is not the file that was built"),
         (lambda engine: (engine / "rank1.safetensors").write_bytes(b""), r"rank1\.safetensors is truncated \(0 bytes"),
@@ -102,14 +106,18 @@ def edit(engine: Path, **changes: Any) -> None:
         (lambda engine: (engine / "engine.json").write_text("{"), r"engine\.json is damaged .*: build the engine"),
         (lambda engine: (engine / "engine.json").write_bytes(b"\xff"), r"engine\.json is damaged"),
         (lambda engine: edit(engine, shards=[]), r"engine\.json is damaged \(its shards are not named\)"),
-        (lambda engine: edit(engine, shards=[{"file": "../x", "bytes": 1, "header_sha256": ""}]), "are not named"),
+        (lambda engine: edit(engine, shards=named("../x")), "are not named"),
         (lambda engine: edit(engine, limits={"max_batch_size": 0}), r"engine\.json is damaged"),
         (lambda engine: edit(engine, limits={"max_batchsize": 2}), r"is damaged \(.*unknown field `max_batchsize`"),
         (lambda engine: edit(engine, built_for="cpu\n\x1b[31m"), r"engine\.json is damaged \(.*`\$\.built_for`"),
         (lambda engine: edit(engine, format=2, trtrun="9\n"), r"engine\.json is damaged \(.*`\$\.trtrun`"),
-        (lambda engine: edit(engine, shards=[{"file": "a\nb", "bytes": 1, "header_sha256": ""}]), r"shards.*file`"),
-        (lambda engine: edit(engine, format=2, trtrun="9.0", shards="elsewhere"),
-         r"engine of format 2, built by trtrun 9\.0, and this version reads 1: build it again"),
+        (lambda engine: edit(engine, shards=named("a\nb")), r"shards.*file`"),
+        (lambda engine: edit(engine, format=3, trtrun="9.0", shards="elsewhere"),
+         r"engine of format 3, built by trtrun 9\.0, and this version reads 2: build it again"),
+        (lambda engine: edit(engine, format=1), r"engine of format 1, built by trtrun .*, and this version reads 2"),
+        (lambda engine: edit(engine, limits={"max_batch_size": 9}), r"engine\.json is not the file that was built"),
+        (lambda engine: edit(engine, kv_scales={"a": [[1.0], [1.0]]}), r"engine\.json is not the file that was built"),
+        (lambda engine: edit(engine, sha256=""), r"engine\.json is not the file that was built"),
         (change_config, r"config\.json is not the file that was built: copy the engine again, or build it again"),
         (lambda engine: (engine / "config.json").unlink(), r"has no config\.json"),
     ],
@@ -195,9 +203,8 @@ def test_heads_are_not_looked_for_in_engines(engine: Path, method: str) -> None:
 def test_other_numbers_of_ranks_cannot_be_written_into_an_engine(engine: Path, count: int) -> None:
     shards = json.loads((engine / "engine.json").read_text())["shards"]
     edit(engine, shards=(shards * 2)[:count])
-    config = configure(engine, count)
-    with pytest.raises(TrtrunError, match=r"rank0\.safetensors is not the file that was built"):
-        check_job(config, make_topology(config))
+    with pytest.raises(TrtrunError, match=r"engine\.json is not the file that was built"):
+        configure(engine, count)
 
 
 def test_devices_of_another_type_are_refused(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_bad_devices_are_refused(folder: Path, devices: str) -> None:
             "target=3",
             "target: must be a section with keys (model, devices, dtype, load_format, quantization), not a number",
         ),
+        ("adapters=3", "adapters: must be a section of names, each with its value, not a number"),
         ("target.model=nowhere", "target.model: no such directory"),
         ("target.model=run.yaml", "run.yaml is a file: name the model's directory"),
         ("target.model=asset:targte", "unknown asset 'asset:targte' (did you mean 'asset:target'?)"),

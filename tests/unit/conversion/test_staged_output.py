@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from launch.commands.convert import ConvertOptions, run_conversion
 from parallel.errors import ParallelError
 from trtrun.conversion import staged_output
-from trtrun.errors import ConfigError, TrtrunError
+from trtrun.errors import CheckpointError, ConfigError, TrtrunError
+from trtrun.models.config import read_model_config
 
 
 @pytest.fixture
@@ -54,7 +55,11 @@ def test_weights_without_config_are_not_taken_for_a_killed_conversion(
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_what_a_killed_conversion_left_is_written_over(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_there: bool,
 ) -> None:
     """Killed while files are put in place: by an error that nothing catches, with the first file moved."""
     output = tmp_path / "output"
@@ -73,7 +78,12 @@ def test_what_a_killed_conversion_left_is_written_over(
         shutil.copytree(model, folder, dirs_exist_ok=True)
         patch.setattr(staged_output.os, "replace", move)
     assert (output / "converting").is_dir() and not (output / "config.json").exists()
+    with pytest.raises(CheckpointError, match=r"output has no config\.json: `trtrun convert` has not ended there"):
+        read_model_config(output)
+    assert not capsys.readouterr().err
     convert(model, output)
+    said = capsys.readouterr().err
+    assert "output: what a killed `trtrun convert` left goes, and all is written anew" in said
     assert {"config.json", "rank0.safetensors"} < contents(output).keys()
     assert not list(output.glob("model*")) and not (output / "converting").exists()
 

@@ -132,11 +132,14 @@ def test_without_graphs_a_start_on_a_gpu_runs_rounds_of_every_size_that_has_kern
         of_start.update(kinds(rows * (paths if length else 1), length + 1, max(context, 2 + length), length > 0))
         for width in prompts:
             of_start.update(kinds(1, width, width, True))
+        assert not prompts or not engine.rows.token_ids.any()
+        engine.rows.token_ids.fill_(-1)  # what is behind a row need be no tokens, which prompts read
 
     def prefilled(engine: Any, prompts: Prompts) -> None:
         rows, width = len(prompts.lengths), prompts.lengths[0]
         assert rows <= max_rows and rows * width <= max_tokens and prompts.start + width <= longest
         of_start.update(kinds(rows, width, prompts.start + width, False))
+        assert not engine.rows.token_ids.any()
 
     monkeypatch.setattr(warmup, "_verify", verified)
     monkeypatch.setattr(warmup, "_prefill", prefilled)

@@ -171,3 +171,29 @@ print(json.dumps([compiled, hits]))
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_launch_finds_what_was_compiled_ahead() -> None:
     assert json.loads(program(LAUNCH)) == [1, [True]]
+
+
+COLLECT = """
+import sys, torch
+from trtrun.kernels.triton.collecting import collecting
+
+x = torch.ones(2, 3)
+with collecting(print):
+    torch.empty(4)
+print("torch._dynamo" in sys.modules)
+torch.use_deterministic_algorithms(True)  # then memory that is left as it is holds NaN
+makers = [
+    lambda: torch.empty(4), lambda: torch.empty_like(x), lambda: torch.empty_strided((2, 2), (2, 1)),
+    lambda: torch.empty_permuted((2, 3), (1, 0)), lambda: x.new_empty((2, 3)),
+    lambda: x.new_empty_strided((2, 2), (2, 1)),
+]
+assert all(make().isnan().all() for make in makers)
+with collecting(print):
+    assert all((make() == 0).all() for make in makers) and (x @ x.T == 3).all()
+assert torch.empty(4).isnan().all()
+"""
+
+
+def test_what_skipped_kernels_leave_is_zero_and_torchs_compiler_is_not_imported() -> None:
+    """It takes seconds, in which a start would wait."""
+    assert program(COLLECT).strip() == "False"

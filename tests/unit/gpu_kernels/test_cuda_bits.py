@@ -151,7 +151,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @HALVES
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "fp8_block"])
 def test_logits_do_not_depend_on_the_batch(
     tmp_path: Path, quantization: str, architecture: str, shape: str, dtype: torch.dtype
 ) -> None:
@@ -172,7 +172,7 @@ def test_logits_do_not_depend_on_the_batch(
 
 
 @HALVES
-@pytest.mark.parametrize("quantization", ["none", "fp8", "fp8_weight_only"])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "fp8_block", "fp8_weight_only"])
 def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype, quantization: str) -> None:
     """Greedy and by seed, beside prompts in chunks, after preemption, over blocks that were used before."""
     target = make_checkpoint(tmp_path / "target", dtype=dtype, **SHAPES["wide"])

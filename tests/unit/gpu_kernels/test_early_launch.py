@@ -20,14 +20,18 @@ def early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_kernel = isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
             if is_kernel and "EARLY" in {argument.arg for argument in node.args.args}:
-                yield f"{path.name}:{node.name}", node
+                yield f"{path.relative_to(FOLDER)}:{node.name}", node
 
 
 ALL = dict(early_kernels())
-STREAMED = "product.py:_stream_kernel"
+STREAMED = (
+    "fp8_stream/product.py:_stream_kernel",
+    "fp8_stream/block_product.py:_stream_blocks_kernel",
+    "int4_stream/product.py:_stream_kernel",
+)
 """Whose groups of warps wait by themselves."""
 
-KERNELS = {name: node for name, node in ALL.items() if name != STREAMED}
+KERNELS = {name: node for name, node in ALL.items() if name not in STREAMED}
 
 
 def calls(node: ast.AST) -> set[str]:
@@ -40,6 +44,7 @@ def test_they_are_found() -> None:
         "attend_kernel.py:attend_kernel",
         "fused.py:_silu_and_multiply_kernel",
     } <= set(KERNELS)
+    assert set(STREAMED) <= set(ALL)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -55,21 +60,32 @@ def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
         }, ast.unparse(statement)
 
 
-def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait() -> None:
-    module = ast.parse((FOLDER / "fp8_stream" / "product.py").read_text(encoding="utf-8"))
-    groups = {node.name: node.body for node in module.body if isinstance(node, ast.FunctionDef)}
-    begun = [statement for statement in ALL[STREAMED].body if "_launch_next" in calls(statement)]
-    assert [ast.unparse(statement) for statement in begun] == ["_launch_next(EARLY)"]
-    assert not {"gl.load", "gl.store", "tma.async_copy_global_to_shared"} & calls(ALL[STREAMED])
-    before = {"_copy": {"gl.minimum", "range", "_ask_weights"}, "_multiply": {"gl.NVMMADistributedLayout"}}
-    for name, allowed in before.items():
-        waits = [ast.unparse(statement) == "_wait_for_all(EARLY)" for statement in groups[name]]
+@pytest.mark.parametrize("name", STREAMED[:2])
+def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait(name: str) -> None:
+    groups: dict[str, list[ast.stmt]] = {}
+    for file in ("fp8_stream/copying.py", name.partition(":")[0]):
+        module = ast.parse((FOLDER / file).read_text(encoding="utf-8"))
+        groups |= {node.name: node.body for node in module.body if isinstance(node, ast.FunctionDef)}
+    begun = [statement for statement in ALL[name].body if "launch_next" in calls(statement)]
+    assert [ast.unparse(statement) for statement in begun] == ["launch_next(EARLY)"]
+    assert not {"gl.load", "gl.store", "tma.async_copy_global_to_shared"} & calls(ALL[name])
+    before = {
+        "_copy_steps" if "_copy_steps" in groups else "copy_steps": {"gl.minimum", "range", "_ask_weights"},
+        "_multiply": {"gl.NVMMADistributedLayout", "_read_tile_scales"},
+    }
+    for group, allowed in before.items():
+        waits = [ast.unparse(statement) == "wait_for_all(EARLY)" for statement in groups[group]]
         assert waits.count(True) == 1
-        early = groups[name][: waits.index(True)]
+        early = groups[group][: waits.index(True)]
         assert set().union(*map(calls, early)) <= allowed
-    assert calls(ast.Module(groups["_ask_weights"], [])) <= {
-        "mbarrier.expect", "ready.index", "gl.program_id", "gl.num_programs", "_ask",
+    assert calls(ast.Module(groups["_ask_weights"], [])) == {
+        "mbarrier.expect", "ready.index", "gl.program_id", "gl.num_programs", "ask",
     }  # fmt: skip
+    # What is read then is the weight's own.
+    reads = ast.Module(groups.get("_read_tile_scales", []), [])
+    assert calls(reads) <= {"gl.minimum", "gl.program_id", "gl.num_programs", "gl.load"}
+    loads = [item for item in ast.walk(reads) if isinstance(item, ast.Call) and ast.unparse(item.func) == "gl.load"]
+    assert all(ast.unparse(item.args[0]).startswith("of_tile + ") for item in loads)
 
 
 @pytest.mark.parametrize(("features", "inputs", "dtype"), [(16, 2048, torch.bfloat16), (64, 40, torch.float8_e4m3fn)])

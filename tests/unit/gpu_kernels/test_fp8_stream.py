@@ -10,6 +10,7 @@ from gpus import needs_hopper
 
 from trtrun.kernels.rounded_rows import RoundedRows
 from trtrun.kernels.torch.fp8 import quantize
+from trtrun.kernels.torch.fp8_block import quantize as quantize_blocks
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
@@ -102,8 +103,9 @@ def test_where_it_does_not_do_the_other_kernel_multiplies(
     assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("has_same_bits", [True, False])
-def test_few_rows_in_graphs_are_for_it(has_same_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_in_graphs_are_for_it(has_same_bits: bool, in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs before the capture compares; a graph alone cannot, and goes the general way."""
     from trtrun.kernels.triton.fp8_stream import suitability
 
@@ -113,8 +115,8 @@ def test_few_rows_in_graphs_are_for_it(has_same_bits: bool, monkeypatch: pytest.
     monkeypatch.setattr(suitability, "is_hopper", lambda device: True)
     monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(True) or has_same_bits)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    held = quantize(torch.randn(64, 64))
-    streamed = suitability.Streamed(held["codes"], held["scale"], None, never)
+    codes, scale = (quantize_blocks if in_blocks else quantize)(torch.randn(64, 64)).values()
+    streamed = suitability.Streamed(codes, scale, None, never)
 
     def takes(rows: int, inputs: int = 64) -> bool:
         codes = torch.zeros(rows, inputs, dtype=torch.float8_e4m3fn)
@@ -126,8 +128,12 @@ def test_few_rows_in_graphs_are_for_it(has_same_bits: bool, monkeypatch: pytest.
     assert not takes(1) and not takes(16) and compared == [True]
     capturing[0] = True
     assert [takes(rows) for rows in (0, 1, 16, 17)] == [False, has_same_bits, has_same_bits, False]
-    odd = quantize(torch.randn(64, 72))
-    streamed = suitability.Streamed(odd["codes"], odd["scale"], None, never)
+    # Of the other kind of weights nothing is known by that.
+    other, of_other = (quantize if in_blocks else quantize_blocks)(torch.randn(64, 64)).values()
+    streamed = suitability.Streamed(other, of_other, None, never)
+    assert not takes(1)
+    odd, scale = quantize(torch.randn(64, 72)).values()
+    streamed = suitability.Streamed(odd, scale, None, never)
     assert not takes(1, 72)
 
 

@@ -68,6 +68,8 @@ def test_blanks_of_json_are_as_is_asked() -> None:
     ):
         assert json.loads(guide_of(value).text)["x-guidance"] == options
     assert guide_of({"json": False, "disable_any_whitespace": True}).text == "false"
+    apart = {"item_separator": "[ \n]?, ", "key_separator": r": *", "whitespace_flexible": False}
+    assert json.loads(guide_of({"json": {"x-guidance": apart}}).text)["x-guidance"] == apart
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,12 @@ def test_blanks_of_json_are_as_is_asked() -> None:
             "guided.whitespace_pattern must be a regular expression of blanks",
         ),
         ({"json": {"x-guidance": 1}, "whitespace_pattern": " "}, "guided.json: x-guidance must be an object, not 1"),
+        (
+            {"json": {"x-guidance": {"whitespace_pattern": "a*"}}},
+            "guided.json: x-guidance.whitespace_pattern must be a regular expression of blanks",
+        ),
+        ({"json": {"x-guidance": {"item_separator": ",?"}}}, 'x-guidance.item_separator must be "," with blanks'),
+        ({"json": {"x-guidance": {"key_separator": ";"}}}, 'x-guidance.key_separator must be ":" with blanks'),
         ({"disable_any_whitespace": True}, "guided must have one of json"),
         ({"json": {}, "whitespace": " "}, "(did you mean 'whitespace_pattern'?)"),
         ({"jsn": {}}, "guided: unknown kind \"jsn\" (did you mean 'json'?)"),

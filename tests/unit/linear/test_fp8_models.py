@@ -101,6 +101,6 @@ def test_targets_are_refused_what_is_for_drafts_alone() -> None:
     for name in ("none", "fp8_with_head", *NAMES):
         assert find_quantization(name, for_target=True) is QUANTIZATIONS.get(name)
     assert find_quantization("int8", for_target=False) is QUANTIZATIONS.get("int8")
-    allowed = "use one of fp8, fp8_weight_only, fp8_with_head, none"
+    allowed = "use one of fp8, fp8_block, fp8_weight_only, fp8_with_head, none"
     with pytest.raises(ConfigError, match=rf"int8 is for drafts alone, .*: {allowed}"):
         find_quantization("int8", for_target=True)

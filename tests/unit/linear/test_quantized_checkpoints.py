@@ -5,6 +5,7 @@ tests/quantized_checkpoints.py writes them, and the plain ones of the same numbe
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,21 @@ import pytest
 import torch
 from paged import PagedModel
 from pipelines import configuration, make_llm
-from quantized_checkpoints import FORMATS, make_pair
+from quantized_checkpoints import FORMATS, edit_quantization, make_pair
 from safetensors.torch import load_file
 
 from launch.plan.weight_files import inspect_files
+from trtrun import tensors
+from trtrun.kernels.torch import fp8_block
 from trtrun.linear.quantization import QUANTIZATIONS
-from trtrun.linear.stored import awq, byte_layouts, layout
+from trtrun.linear.quantization.base import TensorSlice
+from trtrun.linear.stored import byte_layouts, layout
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.stored_report import describe_stored
-from trtrun.models.weights import Share
+from trtrun.models.weights import HeldWeight, Share
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
 
 DENSE = QUANTIZATIONS.get("none")
@@ -125,12 +129,12 @@ def test_biases_and_norms_of_heads_are_plain_beside(tmp_path: Path, name: str, t
 def test_large_weights_become_dense_piece_by_piece(
     tmp_path: Path, name: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "_NUMBERS_AT_A_TIME", 5000)
-    monkeypatch.setattr(awq, "_WORDS_AT_A_TIME", 100)
+    monkeypatch.setattr(tensors, "numbers_at_a_time", lambda device: 5000)
     check_logits(*make_pair(tmp_path, name), tp_size)
 
 
 FP8 = {"compressed-tensors FP8", "compressed-tensors FP8 dynamic", "fp8", "modelopt FP8", "modelopt FP8 per channel"}
+BLOCKS = {"compressed-tensors FP8 block", "fp8 block", "fp8 block ue8m0"}
 INT4 = {
     "compressed-tensors W4A16": 64,
     "compressed-tensors W4A16 with zero points": 32,
@@ -144,13 +148,15 @@ INT4 = {
     "gptq with zero points": 64,
 }
 """And how many numbers share a scale where they are held."""
-KEPT = FP8 | INT4.keys()
+KEPT = FP8 | BLOCKS | INT4.keys()
 
 
 def held_bytes(name: str, features: int, inputs: int) -> int:
-    """A byte a number and a scale a feature; or half a byte and a scale a group, for whole 512 inputs."""
+    """A byte a number and a scale a feature or a block; or half a byte and a scale a group, for whole 512 inputs."""
     if name in FP8:
         return features * (inputs + 4)
+    if name in BLOCKS:
+        return features * inputs + 4 * (features // 128) * (inputs // 128)
     return features * -(-inputs // 512) * (256 + 512 // INT4[name] * 4)
 
 
@@ -158,12 +164,21 @@ def keep_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs that multiply them."""
     monkeypatch.setattr(StoredLinear, "can_keep", lambda self, dtype, device_type: True)
     monkeypatch.setattr(layout, "has_int4_products", lambda device_type: True)
+    monkeypatch.setattr(layout, "has_fp8_products", lambda device_type: True)
+
+
+def keep_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are, though the checkpoint was made for rounded ones."""
+    plain = fp8_block.num_groups
+    monkeypatch.setattr(fp8_block, "round_in_groups", lambda x: (x.float(), torch.ones(len(x), plain(x.shape[1]))))
+    rounds = property(lambda self: self.strategy == "block")
+    monkeypatch.setattr(byte_layouts.Fp8Layout, "rounds_activations", rounds)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gpus_hold_what_their_kernels_take(tmp_path: Path, name: str) -> None:
-    """E4M3 codes with a scale for each output feature, and 4 bits in groups; the rest, and activations in float32, are
-    dense."""
+    """E4M3 codes with a scale for each output feature or block, and 4 bits in groups; the rest, and activations in
+    float32, are dense."""
     stored, dense = make_pair(tmp_path, name)
     config, plain, gpu = read_model_config(stored), read_model_config(dense), torch.device("cuda", 0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -185,7 +200,7 @@ def test_codes_that_are_kept_are_multiplied_as_they_are(
 ) -> None:
     """As on GPUs, with the CPU's product: each part of what is multiplied as one has its own scales."""
     keep_codes(monkeypatch)
-    monkeypatch.setattr(byte_layouts.Fp8Layout, "rounds_activations", False)
+    keep_activations(monkeypatch)
     stored, dense = make_pair(tmp_path, name)
     model = PagedModel(stored, torch.bfloat16, tp_size=tp_size)
     found, expected = (it.forward(BATCH).float() for it in (model, PagedModel(dense, torch.float32, tp_size=tp_size)))
@@ -195,7 +210,7 @@ def test_codes_that_are_kept_are_multiplied_as_they_are(
         assert report.shard_bytes == shard_bytes(read_model_config(stored), rank, tp_size, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", sorted(FP8))
+@pytest.mark.parametrize("name", sorted(FP8 | BLOCKS))
 def test_activations_are_rounded_where_the_checkpoint_was_made_for_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,15 +219,55 @@ def test_activations_are_rounded_where_the_checkpoint_was_made_for_it(
     stored, dense = make_pair(tmp_path, name)
     expected = PagedModel(dense, torch.float32).forward(BATCH).float()
     rounded = PagedModel(stored, torch.bfloat16).forward(BATCH).float()
-    assert "activations are rounded to E4M3" in str(
+    how = "by 128 numbers of a token" if name in BLOCKS else "by token"
+    assert f"activations are rounded to E4M3 {how}, where" in str(
         describe_stored(read_model_config(stored), Share(0, 1), torch.bfloat16, "cuda")
     )
-    monkeypatch.setattr(byte_layouts.Fp8Layout, "rounds_activations", False)
+    keep_activations(monkeypatch)
     exact = PagedModel(stored, torch.bfloat16).forward(BATCH).float()
-    assert "activations are not rounded" in str(
-        describe_stored(read_model_config(stored), Share(0, 1), torch.bfloat16, "cuda")
-    )
+    if name in FP8:
+        assert "activations are not rounded" in str(
+            describe_stored(read_model_config(stored), Share(0, 1), torch.bfloat16, "cuda")
+        )
     assert 2 * (exact - expected).norm() < (rounded - expected).norm() < 0.15 * expected.norm()
+
+
+def test_blocks_that_a_rank_does_not_have_whole_become_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values of 64 features each, which are multiplied with as one; the others are kept, and those
+    that have a piece of each block of inputs. It is said."""
+    keep_codes(monkeypatch)
+    keep_activations(monkeypatch)
+    stored, dense = make_pair(tmp_path, "fp8 block")
+    config = read_model_config(stored)
+    said = str(describe_stored(config, Share(3, 4), torch.bfloat16, "cuda"))
+    assert said.startswith("fp8 weights stay as they are: ")
+    assert "; fp8 weights become bfloat16 as they are read, as 64 output features beside others are not whole" in said
+    assert "beside" not in str(describe_stored(config, Share(1, 2), torch.bfloat16, "cuda"))
+    model = PagedModel(stored, torch.bfloat16, tp_size=4)
+    found, expected = (it.forward(BATCH).float() for it in (model, PagedModel(dense, torch.float32, tp_size=4)))
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    for rank, report in enumerate(model.reports):
+        assert report.shard_bytes == shard_bytes(config, rank, 4, torch.bfloat16)
+
+
+def test_blocks_are_kept_where_a_gpu_has_their_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 128 by 128, with activations that are rounded 128 at a time, where matrix units take E4M3."""
+    part = TensorSlice("a.weight", (256, 256), (range(256), range(256)))
+    kept = byte_layouts.Fp8Layout("fp8", "group", "block")
+    weight, bfloat16 = HeldWeight((256, 256), (part,)), torch.bfloat16
+    assert StoredLinear(kept).codes(weight, bfloat16, "cuda") == "fp8_block"
+    for other in (replace(kept, activations="none"), replace(kept, activations="token"), replace(kept, block=(64, 64))):
+        assert StoredLinear(other).codes(weight, bfloat16, "cuda") is None
+    assert StoredLinear(kept).codes(weight, bfloat16, "cpu") is None
+    assert StoredLinear(kept).codes(weight, torch.float32, "cuda") is None
+    monkeypatch.setattr(layout, "has_fp8_products", lambda device_type: False)
+    assert StoredLinear(kept).codes(weight, bfloat16, "cuda") is None
+    path = make_pair(tmp_path, "compressed-tensors FP8 block")[0]
+    groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["input_activations"]["group_size"] = 64
+    edit_quantization(path, config_groups=groups)
+    held = read_model_config(path).quantization_of(read_model_config(path).layers[0].weights()[2], DENSE)
+    assert isinstance(held, StoredLinear) and held.layout == replace(kept, name=held.layout.name, activations="none")
 
 
 def test_a_head_of_codes_that_are_kept_has_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

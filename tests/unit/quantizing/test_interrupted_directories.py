@@ -12,6 +12,7 @@ from checkpoints import make_checkpoint
 from quantizing_runs import quantize
 
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.models.config import read_model_config
 from trtrun.quantizing.directory import QuantizedDirectory, check_output, forget_run, is_finished
 from trtrun.quantizing.texts import CalibrationTexts
 
@@ -39,6 +40,12 @@ def test_a_run_that_was_killed_as_it_began(tmp_path: Path, left: Sequence[str]) 
     """It has made the folder, and not told yet what it does."""
     source, output = make_checkpoint(tmp_path / "source"), tmp_path / "output"
     (output / "quantizing").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"output has no config\.json; give a Hugging Face"):
+        read_model_config(output)
+    (output / "quantizing" / "run.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"output has no config\.json: `trtrun quantize` has not ended there"):
+        read_model_config(output)
+    (output / "quantizing" / "run.json").unlink()
     for name in left:
         (output / "quantizing" / name).write_text("{")
     check_output(output, source, False)
@@ -55,6 +62,7 @@ def test_a_run_that_was_killed_as_it_ended(tmp_path: Path, monkeypatch: pytest.M
             quantize(source, output, CalibrationTexts(), format="fp8")
     (output / "quantizing" / "run.json").write_text("{}")  # as if killed before it went
     assert is_finished(output)
+    read_model_config(output)
     with pytest.raises(ConfigError, match="a quantized checkpoint is there; --force makes it anew"):
         check_output(output, source, False)
     forget_run(output)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from trtrun.tensors import numbers_at_a_time
+
 LARGEST = 448.0
 SMALLEST_SCALE = 2.0**-126
 """The smallest number of float32 with all its bits: rows of smaller numbers, and of zeros, have it for a scale."""
@@ -26,8 +28,6 @@ of a sign-extended code (0xBF80)."""
 _HALF_TO_CODE = 256.0
 _NUMBERS_AT_A_TIME = 1 << 20
 """Weights that are widened at once: 8 MiB in float64."""
-_WEIGHTS_AT_A_TIME = 1 << 20
-"""Weights that are rounded at once: 4 MiB each for their float32 copies."""
 
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """weight [out, in] of any float dtype, all finite → codes [out, in] E4M3 and scale [out] float32 on its device."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    rows = max(1, _WEIGHTS_AT_A_TIME // weight.shape[1])
+    rows = max(1, numbers_at_a_time(weight.device) // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         codes[part], scale[part] = round_rows(weight[part])

@@ -9,21 +9,21 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from trtrun.tensors import numbers_at_a_time
+
 _FEW_ROWS = 4
 """Rows up to which torch's product of int8 is faster than a product of widened weights (measured on Zen 5)."""
 _TORCH_STEP = 32
 """Input features that torch's product takes at a time: others it reads past the end of, without a word."""
 
 _LARGEST = 127
-_NUMBERS_AT_A_TIME = 1 << 20
-"""Numbers whose float32 copies exist at once: 4 MiB each."""
 
 
 def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """weight [out, in] of any float dtype → codes [out, in] int8 and scale [out] float32 on its device."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    rows = max(1, _NUMBERS_AT_A_TIME // weight.shape[1])
+    rows = max(1, numbers_at_a_time(weight.device) // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         part = weight[start : start + rows].float()
         largest = part.abs().amax(dim=1)

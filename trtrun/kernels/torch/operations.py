@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.rounded_rows import RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.fp8 import TorchFp8Matmul
+from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul
 from trtrun.kernels.torch.int4 import TorchInt4Matmul
 from trtrun.kernels.torch.int8 import TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
@@ -62,9 +63,9 @@ class TorchOperations:
         return functional.rms_norm(x, weight.shape[-1:], None, epsilon).mul_(weight)
 
     def normalise_rounded(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
     ) -> RoundedRows:
-        """As `normalise`, rounded for products that take rounded rows; only where there are such."""
+        """As `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
     def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
@@ -72,8 +73,8 @@ class TorchOperations:
         size = fused.shape[1] // 2
         return functional.silu(fused[:, :size]).mul_(fused[:, size:])
 
-    def silu_and_multiply_rounded(self, fused: torch.Tensor) -> RoundedRows:
-        """As `silu_and_multiply`, rounded for products that take rounded rows; only where there are such."""
+    def silu_and_multiply_rounded(self, fused: torch.Tensor, rounding: Rounding) -> RoundedRows:
+        """As `silu_and_multiply`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
@@ -85,6 +86,11 @@ class TorchOperations:
     ) -> Product:
         """The product with a weight in E4M3, codes [out, in] and float32 scale [out]."""
         return TorchFp8Matmul(codes, scale, bias, rounds_activations=rounds_activations)
+
+    def fp8_block_product(self, codes: torch.Tensor, block_scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """The product with a weight in E4M3 in blocks of 128 by 128, codes [out, in] and float32 block_scale
+        [ceil(out / 128), ceil(in / 128)], which rounds 128 numbers of a row at a time."""
+        return TorchFp8BlockMatmul(codes, block_scale, bias)
 
     def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """The product with a weight in int8, codes [out, in] and float32 scale [out]."""

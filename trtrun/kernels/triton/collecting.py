@@ -1,7 +1,7 @@
 """Which kernels a piece of work launches, told without compiling or launching any.
 
 Within `collecting` Triton's kernels are skipped and named to the caller. What they would have written is zero, so that
-whatever reads it goes on, and its results mean nothing. It knows Triton's hook and torch's dispatch. It does not know
+whatever reads it goes on, and its results mean nothing. It knows Triton's hook and torch's functions. It does not know
 what work that is, or who compiles.
 """
 
@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from triton import knobs
 
-_aten = torch.ops.aten
-_UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+"""torch's functions and methods that make memory and leave it as it is."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,11 @@ def is_collecting() -> bool:
     return _State.is_on
 
 
-class _ZeroFilled(TorchDispatchMode):
-    """New memory is zero."""
+class _ZeroFilled(TorchFunctionMode):
+    """New memory is zero. A mode of dispatch would see what operations make themselves, too, but they write it; and its
+    first use imports torch's compiler, which takes seconds of a start."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
         function: Any,
         types: Sequence[Any],
@@ -56,7 +56,7 @@ class _ZeroFilled(TorchDispatchMode):
         named: Mapping[str, Any] | None = None,
     ) -> Any:
         result = function(*arguments, **(named or {}))
-        if function.overloadpacket in _UNWRITTEN:
+        if getattr(function, "__name__", None) in _UNWRITTEN:
             result.zero_()
         return result
 

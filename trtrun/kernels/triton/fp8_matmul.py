@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.rounded_rows import Activations, RoundedRows
+from trtrun.kernels.rounded_rows import Activations, RoundedRows, Rounding
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.fp8_rounding import round_activations
 from trtrun.kernels.triton.fp8_stream.suitability import Streamed
@@ -41,8 +41,9 @@ _UNEVEN, _STAGES_UNEVEN = 1.5, 6
 _LIBRARY_ROWS = 512
 """From so many rows on torch's product is faster, on an H200 by a quarter at 1,024."""
 
-_MOST_LIBRARY_ROWS = 1024
-_CHECKED_ROWS = (_LIBRARY_ROWS, 1000, _MOST_LIBRARY_ROWS)
+_CHECKED_ROWS = (_LIBRARY_ROWS, 1000, 1024, 1500, 2048)
+"""Numbers of rows with which its bits are compared. It takes as many together as agreed, with all fewer ones: a prompt
+in one product takes the host half as long as in two."""
 
 
 class Tile(NamedTuple):
@@ -118,7 +119,7 @@ def chain_product(
     features, inputs = codes.shape
     y = torch.empty((rows, features), dtype=x.dtype, device=codes.device)
     if rows:
-        tile = tile or _tile(rows, features, x_scale is not None, codes.device)
+        tile = tile or choose_tile(rows, features, x_scale is not None, codes.device)
         _product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features))](
             values, scale if x_scale is None else x_scale, codes, scale, scale if bias is None else bias, y,
             rows, features, inputs, values.stride(0),
@@ -129,7 +130,7 @@ def chain_product(
     return y
 
 
-def _tile(rows: int, features: int, rounds: bool, device: torch.device) -> Tile:
+def choose_tile(rows: int, features: int, rounds: bool, device: torch.device) -> Tile:
     """What is fast for so many rows, with as many stages as the multiprocessors have shared memory for.
 
     Long runs of memory for few rows, and programs enough to keep every multiprocessor reading; squares for many,
@@ -165,16 +166,16 @@ class TritonFp8Matmul:
         rounds_activations: whether each row of x is rounded to E4M3, too.
 
     Attributes:
-        takes_rounded_rows: whether x may be RoundedRows.
+        takes_rounded_rows: how RoundedRows are rounded that x may be; None where it must be as it is.
     """
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
     ) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
-        self.takes_rounded_rows = rounds_activations
+        self.takes_rounded_rows: Rounding | None = "row" if rounds_activations else None
         self._streamed = Streamed(codes, scale, bias, chain_product)
-        self._uses_library = rounds_activations and bias is None and _library_agrees(codes, scale)
+        self._library_rows = _agreeing_rows(codes, scale) if rounds_activations and bias is None else 0
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [rows, in] float16 or bfloat16, or rounded rows of such → [rows, out] in the same dtype."""
@@ -184,7 +185,7 @@ class TritonFp8Matmul:
             if self.takes_rounded_rows:
                 x = round_activations(x)
         if isinstance(x, RoundedRows):
-            if self._uses_library and len(x.codes) >= _LIBRARY_ROWS and x.dtype is torch.bfloat16:
+            if self._library_rows and len(x.codes) >= _LIBRARY_ROWS and x.dtype is torch.bfloat16:
                 return self._multiply_many(x)
             if self._streamed.takes(x):
                 return self._streamed(x)
@@ -193,8 +194,8 @@ class TritonFp8Matmul:
     def _multiply_many(self, x: RoundedRows) -> torch.Tensor:
         """By torch, as many rows at a time as were tried; what is left by the kernel."""
         made = []
-        for first in range(0, len(x.codes), _MOST_LIBRARY_ROWS):
-            rows = slice(first, first + _MOST_LIBRARY_ROWS)
+        for first in range(0, len(x.codes), self._library_rows):
+            rows = slice(first, first + self._library_rows)
             part = RoundedRows(x.codes[rows], x.scale[rows], x.dtype)
             if len(part.codes) >= _LIBRARY_ROWS:
                 made.append(_library_product(part, self._codes, self._scale))
@@ -203,29 +204,31 @@ class TritonFp8Matmul:
         return made[0] if len(made) == 1 else torch.cat(made)
 
 
-_agreeing: dict[tuple[torch.Size, torch.device], bool] = {}
+_agreeing: dict[tuple[torch.Size, torch.device], int] = {}
 
 
-def _library_agrees(codes: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether torch's product has the chain's bits for weights of that shape. Tried once, with random rows."""
+def _agreeing_rows(codes: torch.Tensor, scale: torch.Tensor) -> int:
+    """Up to how many rows torch's product has the chain's bits for weights of that shape; 0 where it has not. Tried
+    once, with random rows."""
     key = (codes.shape, codes.device)
     if key not in _agreeing:
-        _agreeing[key] = codes.is_cuda and _try_library(codes, scale)
+        _agreeing[key] = _try_library(codes, scale) if codes.is_cuda else 0
     return _agreeing[key]
 
 
-def _try_library(codes: torch.Tensor, scale: torch.Tensor) -> bool:
-    generator = torch.Generator(codes.device).manual_seed(0)
+def _try_library(codes: torch.Tensor, scale: torch.Tensor) -> int:
+    generator, agreed = torch.Generator(codes.device).manual_seed(0), 0
     for rows in _CHECKED_ROWS:
         values = torch.randn((rows, codes.shape[1]), generator=generator, device=codes.device)
         rounded = round_activations(values.to(torch.bfloat16))
         try:
             found = _library_product(rounded, codes, scale)
         except RuntimeError:  # shapes, cards and versions that it does not take
-            return False
+            break
         if not torch.equal(found, chain_product(rounded, codes, scale, None)):
-            return False
-    return True
+            break
+        agreed = rows
+    return agreed
 
 
 def _library_product(x: RoundedRows, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

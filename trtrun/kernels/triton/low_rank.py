@@ -28,14 +28,14 @@ from trtrun.kernels.triton.line_tiles import LineTiles, tiles_of
 
 _LINES = 16
 """What a tile of the tensor cores takes."""
-_INPUTS, _FEATURES = 128, 128
+_INPUTS, _FEATURES = 128, 256
 _PIECES, _MOST_SHARES = 4, 32
 """Of the inputs, in a share and in all: so many steps of a program of the first kernel, and shares of a wide layer."""
 _ALIGNED = 8
 """Numbers of half precision in 16 bytes."""
 _WIDEST = 64
 """Ranks that a program takes at once."""
-_TURNS, _MANY = 4, 1024
+_TURNS, _MANY = 2, 256
 """Tiles of features that a program of the second kernel has one after the other, where there are more than so many of
 them: sums are read once for all, but each turn waits for memory. Fewer are all on a GPU at the same time, or nearly."""
 _MANY_LINES = 256
@@ -176,7 +176,7 @@ class TritonLowRank(StackedFactors):
         blocks = ranks // self._ranks
         _shrink_kernel[(len(tiles.slots), blocks * self._shares)](
             x, self.down, low, *tiles, len(x), ranks, self.shape.inputs, x.stride(0), self._share, blocks,
-            LINES=_LINES, RANKS=self._ranks, INPUTS=_INPUTS, num_warps=4, num_stages=3, **options,
+            LINES=_LINES, RANKS=self._ranks, INPUTS=_INPUTS, num_warps=2, num_stages=3, **options,
         )  # fmt: skip
 
     def _expand(self, y: torch.Tensor, low: torch.Tensor, tiles: LineTiles, options: dict[str, Any]) -> None:

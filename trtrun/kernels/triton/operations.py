@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.rounded_rows import RoundedRows, Rounding
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
 from trtrun.kernels.triton import draft_trees, row_tokens, store_copies, support
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import likeliest as likeliest_kernels
+from trtrun.kernels.triton.fp8_block_matmul import TritonFp8BlockMatmul
 from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
 from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul
 from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
@@ -47,18 +48,18 @@ class TritonOperations(TorchOperations):
         return fused_kernels.add_and_normalise(x.reshape(-1, x.shape[-1]), delta, weight, epsilon).view(x.shape)
 
     def normalise_rounded(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
     ) -> RoundedRows:
         """See TorchOperations."""
-        return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon)
+        return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
 
     def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
         """See TorchOperations."""
         return fused_kernels.silu_and_multiply(fused)
 
-    def silu_and_multiply_rounded(self, fused: torch.Tensor) -> RoundedRows:
+    def silu_and_multiply_rounded(self, fused: torch.Tensor, rounding: Rounding) -> RoundedRows:
         """See TorchOperations."""
-        return fused_kernels.silu_and_multiply_rounded(fused)
+        return fused_kernels.silu_and_multiply_rounded(fused, rounding)
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See TorchOperations."""
@@ -73,6 +74,12 @@ class TritonOperations(TorchOperations):
         if support.multiplies_fp8(codes.device):
             return TritonFp8Matmul(codes, scale, bias, rounds_activations=rounds_activations)
         return super().fp8_product(codes, scale, bias, rounds_activations=rounds_activations)
+
+    def fp8_block_product(self, codes: torch.Tensor, block_scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """See TorchOperations."""
+        if support.multiplies_fp8(codes.device):
+            return TritonFp8BlockMatmul(codes, block_scale, bias)
+        return super().fp8_block_product(codes, block_scale, bias)
 
     def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """See TorchOperations."""

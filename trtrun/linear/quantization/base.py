@@ -28,7 +28,7 @@ Tensors = Mapping[str, "torch.Tensor"]
 Product = Callable[["torch.Tensor"], "torch.Tensor"]
 """x [rows, in] → x @ weight.T + bias [rows, out], in x's dtype.
 
-One that rounds rows of x may have a `takes_rounded_rows` that is true: it takes RoundedRows (trtrun.kernels), too.
+One that rounds rows of x may say in `takes_rounded_rows` how: it takes RoundedRows (trtrun.kernels) of that kind, too.
 """
 
 

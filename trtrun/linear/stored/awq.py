@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from trtrun.linear.stored.forms import PackedWeight
 
 _PLACES = 8
-_WORDS_AT_A_TIME = 1 << 14
-"""Words of eight input features each that are turned at once: 4 MiB each for a few copies of their codes."""
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word, counted from the lowest bits, each of its eight output features lies."""
 
@@ -63,6 +61,7 @@ class AwqLayout:
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
         """See Layout."""
         from trtrun.linear.stored.forms import PackedWeight, pack, unpack
+        from trtrun.tensors import numbers_at_a_time
 
         def spread(words: torch.Tensor) -> torch.Tensor:
             """[rows, out / 8] words → codes [out, rows]."""
@@ -70,7 +69,7 @@ class AwqLayout:
 
         words = tensors["qweight"]
         packed = words.new_empty((words.shape[1] * _PLACES, words.shape[0] // _PLACES))
-        step = max(1, _WORDS_AT_A_TIME // words.shape[1])
+        step = max(1, numbers_at_a_time(words.device) // (words.shape[1] * _PLACES**2))
         for start in range(0, packed.shape[1], step):
             place = packed[:, start : start + step]
             place.copy_(pack(spread(words[start * _PLACES : (start + step) * _PLACES]), 4))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trtrun.linear.quantization.base import FLOATS, TensorSlice
+from trtrun.linear.quantization.fp8_block import BLOCK
 from trtrun.linear.stored.layout import Codes, cut_groups, stored_as
 from trtrun.linear.stored.settings import Activations
 
@@ -44,11 +45,13 @@ class Fp8Layout:
     @property
     def rounds_activations(self) -> bool:
         """See Layout."""
-        return self.activations in ("token", "static")
+        return self.activations == "group" if self.strategy == "block" else self.activations in ("token", "static")
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout."""
-        return None if self.strategy == "block" else "fp8"
+        """See Layout. The one product in blocks rounds activations in groups."""
+        if self.strategy != "block":
+            return "fp8"
+        return "fp8_block" if self.block == (BLOCK, BLOCK) and self.activations == "group" else None
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """See Layout."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, Quantization, StoredQuantizations
+from trtrun.linear.quantization.fp8_block import BLOCK
 from trtrun.linear.stored.byte_layouts import Fp8Layout, Int8Layout
 from trtrun.linear.stored.fp4_layout import Fp4Layout
 from trtrun.linear.stored.fp8 import read_block
@@ -91,7 +92,9 @@ def _read_activations(group: Mapping[str, Any]) -> Activations:
         return "none"
     if not inputs.get("dynamic"):
         return "static"
-    return "token" if inputs.get("strategy") == "token" else "group"
+    if inputs.get("strategy") == "token":
+        return "token"
+    return "group" if inputs.get("group_size") in (None, BLOCK) else "none"
 
 
 def _read_float(weights: Mapping[str, Any], activations: Activations) -> Layout:

@@ -2,8 +2,8 @@
 
 A layout (byte_layouts.py and others here) says which tensors a matrix is stored in and which form they make. What that
 form is held in is the same for all: on GPUs E4M3 codes with a scale for each output feature go as they are to the
-products of trtrun.linear.quantization.fp8, and codes of 4 bits in groups to that of trtrun.linear.quantization.int4;
-everything else becomes dense as it is read. It does not know configurations.
+products of trtrun.linear.quantization.fp8, those with a scale for each block to that of fp8_block there, and codes of 4
+bits in groups to that of int4; everything else becomes dense as it is read. It does not know configurations.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from trtrun.linear.quantization.base import (
     TensorSpec,
     WeightSource,
 )
+from trtrun.linear.quantization.fp8_block import BLOCK, has_fp8_products
 from trtrun.linear.quantization.int4 import FEATURES, INPUTS, Int4, has_int4_products, int4_group
 
 if TYPE_CHECKING:
@@ -30,12 +31,9 @@ if TYPE_CHECKING:
 
     from trtrun.linear.stored.forms import StoredForm
 
-Codes = Literal["fp8"] | int
-"""What GPUs hold as it is: an Fp8Weight without blocks, or a PackedWeight of 4 bits, then how many columns have a scale
-of their own."""
-
-_NUMBERS_AT_A_TIME = 1 << 20
-"""Weights that become dense at once: 4 MiB each for a few copies."""
+Codes = Literal["fp8", "fp8_block"] | int
+"""What GPUs hold as it is: an Fp8Weight without blocks, or in blocks of 128 by 128; or a PackedWeight of 4 bits, then
+how many columns have a scale of their own."""
 
 
 class Layout(Protocol):
@@ -98,17 +96,33 @@ class StoredLinear:
         """What a layer holds as the files do; None where its weight becomes dense."""
         if not self.can_keep(dtype, device_type):
             return None
-        found = {self.layout.codes(part) for part in weight.parts if len(part.ranges[0])}
+        parts = [part for part in weight.parts if len(part.ranges[0])]
+        found = {self.layout.codes(part) for part in parts}
         (codes,) = found if len(found) == 1 else (None,)
         if isinstance(codes, int) and (weight.shape[0] % FEATURES or not has_int4_products(device_type)):
             return None
+        if codes == "fp8_block" and not (has_fp8_products(device_type) and _cut_block(parts) is None):
+            return None
         return codes
+
+    def why_dense(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> str | None:
+        """In words, what keeps a rank from holding a weight as others of its format; None where it is nothing of the
+        weight's own."""
+        parts = [part for part in weight.parts if len(part.ranges[0])]
+        if not self.can_keep(dtype, device_type) or {self.layout.codes(part) for part in parts} != {"fp8_block"}:
+            return None
+        rows = _cut_block(parts)
+        return None if rows is None else f"{rows} output features beside others are not whole blocks of {BLOCK}"
 
     def _held(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Quantization:
         codes = self.codes(weight, dtype, device_type)
-        return Int4(codes) if isinstance(codes, int) else self._held_codes() if codes else QUANTIZATIONS.get("none")
+        if codes is None:
+            return QUANTIZATIONS.get("none")
+        return Int4(codes) if isinstance(codes, int) else self._held_codes(in_blocks=codes == "fp8_block")
 
-    def _held_codes(self) -> Quantization:
+    def _held_codes(self, *, in_blocks: bool) -> Quantization:
+        if in_blocks:
+            return QUANTIZATIONS.get("fp8_block")
         return QUANTIZATIONS.get("fp8" if self.layout.rounds_activations else "fp8_weight_only")
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -134,12 +148,18 @@ class StoredLinear:
         codes = self.codes(source.weight, source.dtype, source.device_type)
         if codes is None:
             return self._load_dense(source)
-        return self._load_groups(source, codes) if isinstance(codes, int) else self._load_codes(source)
+        if isinstance(codes, int):
+            return self._load_groups(source, codes)
+        return self._load_blocks(source) if codes == "fp8_block" else self._load_codes(source)
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`."""
-        held = self._held_codes() if "codes" in tensors else QUANTIZATIONS.get("none")
-        return (Int4(INPUTS) if "words" in tensors else held).apply(tensors, bias, batch_invariant=batch_invariant)
+        held = QUANTIZATIONS.get("none")
+        if "words" in tensors:
+            held = Int4(INPUTS)
+        elif "codes" in tensors:
+            held = self._held_codes(in_blocks="block_scale" in tensors)
+        return held.apply(tensors, bias, batch_invariant=batch_invariant)
 
     def _read(self, source: WeightSource, part: TensorSlice) -> StoredForm:
         slices = self.layout.slices(part)
@@ -151,12 +171,14 @@ class StoredLinear:
 
     def _load_dense(self, source: WeightSource) -> Tensors:
         """Part by part, each with its own scales."""
+        from trtrun.tensors import numbers_at_a_time
+
         place, row = source.place(), 0
         for part in source.weight.parts:
             rows, columns = map(len, part.ranges)
             if not rows:
                 continue
-            form, step = self._read(source, part), max(1, _NUMBERS_AT_A_TIME // columns)
+            form, step = self._read(source, part), max(1, numbers_at_a_time(place.device) // columns)
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
                 source.put(part.name, place[row + start : row + stop], form.dequantize(slice(start, stop)))
@@ -183,16 +205,36 @@ class StoredLinear:
             row += rows
         return {"codes": codes, "scale": scale}
 
+    def _load_blocks(self, source: WeightSource) -> Tensors:
+        """As they are, with the parts' blocks one behind the other."""
+        import torch
+
+        from trtrun.linear.stored.forms import Fp8Weight
+
+        held = QUANTIZATIONS.get("fp8_block").create(source.weight, source.dtype, source.device_type)
+        codes = torch.zeros(held["codes"].shape, dtype=torch.float8_e4m3fn, device=source.device)
+        scale = torch.ones(held["block_scale"].shape, dtype=torch.float32, device=source.device)
+        row = 0
+        for part in source.weight.parts:
+            rows = len(part.ranges[0])
+            if rows:
+                form, block = self._read(source, part), row // BLOCK
+                assert isinstance(form, Fp8Weight)
+                codes[row : row + rows], scale[block : block + len(form.scale)] = form.codes, form.scale
+            row += rows
+        return {"codes": codes, "block_scale": scale}
+
     def _load_groups(self, source: WeightSource, size: int) -> Tensors:
         """Some features at a time, in the order that kernels read them. Scales become the dtype of activations."""
         import torch
 
         from trtrun.kernels.torch.int4 import pack
         from trtrun.linear.stored.forms import PackedWeight
+        from trtrun.tensors import numbers_at_a_time
 
         held = Int4(size).create(source.weight, source.dtype, source.device_type)
         made = {name: torch.zeros(it.shape, dtype=it.dtype, device=source.device) for name, it in held.items()}
-        step = max(FEATURES, _NUMBERS_AT_A_TIME // source.weight.shape[1] // FEATURES * FEATURES)
+        step = max(FEATURES, numbers_at_a_time(source.device) // source.weight.shape[1] // FEATURES * FEATURES)
         row = 0
         for part in source.weight.parts:
             rows = len(part.ranges[0])
@@ -209,6 +251,12 @@ class StoredLinear:
                     made[name][tile : tile + len(values)] = values
             row += rows
         return made
+
+
+def _cut_block(parts: Sequence[TensorSlice]) -> int | None:
+    """How many output features a part has that does not end where a block does, so that one of what is multiplied with
+    as one would have two scales; None where there is no such part."""
+    return next((len(part.ranges[0]) for part in parts[:-1] if len(part.ranges[0]) % BLOCK), None)
 
 
 def codes_of_groups(part: TensorSlice, bits: int, group_size: int | None) -> Codes | None:

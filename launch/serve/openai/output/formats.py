@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.serve.openai.output import harmony, hermes, llama3, mistral, qwen3_coder
+from launch.serve.openai.output import deepseek, harmony, hermes, llama3, mistral, qwen3_coder
 from launch.serve.openai.output.machine import Machine
 from trtrun.errors import nearest
 
@@ -84,6 +84,8 @@ _HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONST
 JSON = "json"
 """A list of calls alone: what a model without a family's form is made to write."""
 
+_DEEPSEEK = ToolFormat(lambda names, schemas: deepseek.DeepSeekParser(), deepseek.MARKS, has_bare_names=True)
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(lambda names, schemas: hermes.HermesParser(), (hermes.OPEN, hermes.CLOSE)),
     "llama3_json": ToolFormat(lambda names, schemas: llama3.Llama3Parser(names), (llama3.TAG,), "parameters"),
@@ -99,6 +101,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         has_bare_names=True,
         reads_schemas=True,
     ),
+    "llama_nemotron_json": ToolFormat(
+        lambda names, schemas: mistral.MarkedListParser(mistral.NEMOTRON, mistral.END_NEMOTRON),
+        (mistral.NEMOTRON, mistral.END_NEMOTRON),
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
     JSON: ToolFormat(lambda names, schemas: mistral.ListParser(names), argument_key="parameters"),
 }
 
@@ -149,12 +157,16 @@ def _tools_of(template: str) -> str:
     something else between them than an object."""
     if harmony.CHANNEL in template and harmony.START in template:
         return "gpt-oss"
+    if deepseek.CALL in template:
+        return "deepseek_v3" if deepseek.FENCE in template else "deepseek_v31"
     if all(mark in template for mark in (hermes.OPEN, qwen3_coder.FUNCTION, qwen3_coder.PARAMETER)):
         return "qwen3_coder"
     if hermes.OPEN in template and not any(mark in template for mark in ("<function=", "<arg_key>", "<tool_calls>")):
         return "hermes"
     if mistral.MARK in template:
         return "mistral"
+    if mistral.NEMOTRON in template:
+        return "llama_nemotron_json"
     if (
         llama3.TAG in template and "<function=" not in template
     ) or '"parameters": dictionary of argument name' in template:

@@ -10,16 +10,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from launch.serve.openai.output import harmony, hermes, llama3, mistral
+from launch.serve.openai.output import deepseek, harmony, hermes, llama3, mistral
 from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
 from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameter_rules import free_parameters, parameter_rules
 from launch.serve.openai.output.qwen3_coder import END, FUNCTION
-from launch.serve.openai.output.schemas import ANY, OPTIONS, arguments_schema, as_part, moved, without_notes
+from launch.serve.openai.output.schemas import ANY, arguments_schema, as_part, moved, without_notes
 from launch.serve.openai.tools import Tool
-from trtrun.core.guide import Guide
+from trtrun.core.guide import OPTIONS_KEY, Guide
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _call_or_object(wanted: Wanted, other: Any) -> str:
     # References are of a schema's own parts, which stand deeper now.
     placed = [moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
     placed += [moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
-    options = {OPTIONS: other[OPTIONS]} if isinstance(other, Mapping) and OPTIONS in other else {}
+    options = {OPTIONS_KEY: other[OPTIONS_KEY]} if isinstance(other, Mapping) and OPTIONS_KEY in other else {}
     return as_part({**options, "anyOf": placed})
 
 
@@ -201,6 +202,50 @@ def _mistral_free(lark: Lark, wanted: Wanted) -> str:
     return f"({lark.until(mistral.MARK)} listed | {lark.without(mistral.MARK)})"
 
 
+def _nemotron_calls(lark: Lark, wanted: Wanted) -> str:
+    return f"{lark.mark(mistral.NEMOTRON)} {_nemotron_rest(lark, wanted)}"
+
+
+def _nemotron_rest(lark: Lark, wanted: Wanted) -> str:
+    """What stands behind the first mark."""
+    call = _objects(lark, wanted, TOOL_FORMATS["llama_nemotron_json"].argument_key)
+    items = _repeated(call, '", "', wanted)
+    return lark.put("listed", f'"[" {items} "]" {lark.mark(mistral.END_NEMOTRON)}')
+
+
+def _nemotron_free(lark: Lark, wanted: Wanted) -> str:
+    return f"({lark.until(mistral.NEMOTRON)} listed | {lark.without(mistral.NEMOTRON)})"
+
+
+def _deepseek_calls(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+    return f"{lark.mark(deepseek.CALLS)} {_deepseek_rest(lark, wanted, is_fenced)}"
+
+
+def _deepseek_rest(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+    """What stands behind the first mark."""
+    separator, rules = lark.mark(deepseek.SEPARATOR), []
+    for number, tool in enumerate(wanted.tools):
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        name = json.dumps(tool.name, ensure_ascii=False)
+        if is_fenced:
+            head = json.dumps(f"{tool.name}\n{deepseek.FENCE}\n", ensure_ascii=False)
+            fence = json.dumps(f"\n{deepseek.END_FENCE}")
+            written = f'"{deepseek.KIND}" {separator} {head} {arguments} {fence}'
+        else:
+            written = f"{name} {separator} {arguments}"
+        rules.append(lark.put(f"call_{number}", written))
+    call = lark.put("call", f"{lark.mark(deepseek.CALL)} ({' | '.join(rules)}) {lark.mark(deepseek.END)}")
+    repeated = _repeated(call, '"\\n"' if is_fenced else "", wanted)
+    return lark.put("listed", f"{repeated} {lark.mark(deepseek.END_CALLS)}")
+
+
+def _deepseek_free(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+    """Without the mark in front of all there is no call: what stands in one would not be guided."""
+    listed = _deepseek_rest(lark, wanted, is_fenced)
+    marks = (deepseek.CALLS, deepseek.CALL)
+    return f"({lark.until(*marks)} {listed} | {lark.without(*marks)})"
+
+
 def _list_calls(lark: Lark, wanted: Wanted) -> str:
     items = _repeated(_objects(lark, wanted, TOOL_FORMATS[JSON].argument_key), '", "', wanted)
     return f'"[" {items} "]"'
@@ -216,6 +261,9 @@ _CALLS: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "llama3_json": _llama_calls,
     "mistral": _mistral_calls,
     "qwen3_coder": _qwen_calls,
+    "llama_nemotron_json": _nemotron_calls,
+    "deepseek_v3": partial(_deepseek_calls, is_fenced=True),
+    "deepseek_v31": partial(_deepseek_calls, is_fenced=False),
     JSON: _list_calls,
 }
 _FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
@@ -223,6 +271,9 @@ _FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "llama3_json": _llama_free,
     "mistral": _mistral_free,
     "qwen3_coder": _qwen_free,
+    "llama_nemotron_json": _nemotron_free,
+    "deepseek_v3": partial(_deepseek_free, is_fenced=True),
+    "deepseek_v31": partial(_deepseek_free, is_fenced=False),
     JSON: _list_free,
 }
 

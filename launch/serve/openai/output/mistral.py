@@ -1,21 +1,23 @@
 """Calls as Mistral's models write them behind `[TOOL_CALLS]`: a list of objects, or, newer, a name, `[ARGS]` and its
-arguments, once for each call. And a list of calls alone, as a model without a family's form is made to write it."""
+arguments, once for each call. And lists between other marks, as Nemotron's; and a list of calls
+alone, as a model without a family's form is made to write it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container
 
-from launch.serve.openai.output.events import Arguments, CallBegin
-from launch.serve.openai.output.json_values import CallObject, JsonObject
-from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
+from launch.serve.openai.output.json_values import CallObject
+from launch.serve.openai.output.machine import find_mark, may_become
+from launch.serve.openai.output.named_calls import NamedCallMachine
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+NEMOTRON, END_NEMOTRON = "<TOOLCALL>", "</TOOLCALL>"
 _NAME = re.compile(r"[^\s\[\]{}\"]{1,256}")
 _MOST_ID = 64
 
 
-class ListParser(CallMachine):
+class ListParser(NamedCallMachine):
     """Finds calls in an answer that is a list of objects. One that is none, and what follows it, is text."""
 
     def __init__(self, known: Container[str] | None = None) -> None:
@@ -26,7 +28,6 @@ class ListParser(CallMachine):
         """
         super().__init__()
         self._known = known
-        self._opening = ""
 
     def _begin(self) -> bool:
         if self._lacks_opening():
@@ -36,11 +37,6 @@ class ListParser(CallMachine):
             return self._go(self._read_item)
         self._say(self._opening)
         return self._go(self._read_text)
-
-    def _lacks_opening(self) -> bool:
-        """Go on behind blanks; whether more has to come before it is known what follows."""
-        self._opening += self._skip_blanks()
-        return not self._text and not self._is_over
 
     def _read_text(self) -> bool:
         return self._say_rest()
@@ -56,7 +52,10 @@ class ListParser(CallMachine):
             return self._go(self._begin_call)
         if self._text.startswith("]") and self._is_behind_call:
             self._take(1)
-        elif self._text or not self._is_behind_call:
+            return self._go(self._read_behind)
+        if self._is_behind_call and not self._opening.strip():  # an object without a list
+            return self._go(self._read_behind)
+        if self._text or not self._is_behind_call:
             self._say(self._opening)
         return self._go(self._read_text)
 
@@ -76,16 +75,26 @@ class ListParser(CallMachine):
         return False
 
 
-class MistralParser(ListParser):
-    """Finds them behind the mark, in both forms."""
+class MarkedListParser(ListParser):
+    """Finds lists of calls behind a mark, and objects without a list."""
+
+    def __init__(self, mark: str, end: str = "") -> None:
+        """Begin.
+
+        Args:
+            mark: in front of a list.
+            end: behind it, which may be missing.
+        """
+        super().__init__()
+        self._mark, self._end = mark, end
 
     def _begin(self) -> bool:
         return self._go(self._read_text)
 
     def _read_text(self) -> bool:
-        if not self._say_until(MARK):
+        if not self._say_until(self._mark):
             return False
-        self._opening, self._name = self._take(len(MARK)), ""
+        self._opening, self._name = self._take(len(self._mark)), ""
         return self._go(self._read_form)
 
     def _read_form(self) -> bool:
@@ -94,7 +103,30 @@ class MistralParser(ListParser):
         if self._text.startswith("["):
             self._opening += self._take(1)
             return self._go(self._read_item)
-        return self._go(self._begin_call if self._text.startswith("{") else self._read_name)
+        return self._go(self._begin_call if self._text.startswith("{") else self._read_other)
+
+    def _read_other(self) -> bool:
+        """What is neither a list nor an object."""
+        return self._give_up()
+
+    def _read_behind(self) -> bool:
+        self._skip_blanks()
+        if may_become(self._text, self._end):
+            if self._is_over:
+                self._take(len(self._text))  # a mark that was cut
+            return False
+        self._take(len(self._end) if self._text.startswith(self._end) else 0)
+        return self._go(self._read_text)
+
+
+class MistralParser(MarkedListParser):
+    """Finds them behind the mark, in both forms."""
+
+    def __init__(self) -> None:
+        super().__init__(MARK)
+
+    def _read_other(self) -> bool:
+        return self._go(self._read_name)
 
     def _read_name(self) -> bool:
         found = _NAME.match(self._text)
@@ -126,27 +158,4 @@ class MistralParser(ListParser):
             self._opening += self._take(len(ARGS))
         if self._lacks_opening():
             return False
-        self._object, self._held = JsonObject(), ""
-        return self._go(self._read_object)
-
-    def _read_object(self) -> bool:
-        taken = self._take(len(self._text))
-        was_begun = self._object.is_begun
-        told, rest = self._object.feed(taken)
-        if not was_begun:
-            self._held += taken
-        if self._object.is_begun and not was_begun:
-            self._tell([CallBegin(self._name)])
-        if self._object.is_begun:
-            self._tell([Arguments(told)])
-            self._text = rest
-            return self._go(self._read_text) if self._object.is_over else False
-        if self._object.is_failed or self._is_over:
-            self._text = self._held
-            return self._give_up()
-        return False
-
-    def _give_up(self) -> bool:
-        """No call: what was taken is text."""
-        self._say(self._opening)
-        return self._go(self._read_text)
+        return self._begin_arguments()

@@ -14,8 +14,9 @@ from typing import Any
 from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameters import resolved, types_of
 from launch.serve.openai.output.qwen3_coder import END_PARAMETER, PARAMETER
-from launch.serve.openai.output.schemas import OPTIONS, arguments_schema, as_part
+from launch.serve.openai.output.schemas import arguments_schema, as_part
 from launch.serve.openai.tools import Tool
+from trtrun.core.guide import OPTIONS_KEY
 from trtrun.errors import InvalidRequestError
 
 _KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
@@ -114,7 +115,7 @@ def _text(lark: Lark, pattern: str) -> str:
 
 
 def _json(lark: Lark, schema: Any, root: Mapping[str, Any]) -> str:
-    parts = {key: root[key] for key in ("$defs", "definitions", OPTIONS) if key in root}
+    parts = {key: root[key] for key in ("$defs", "definitions", OPTIONS_KEY) if key in root}
     whole = {**schema, **parts} if isinstance(schema, Mapping) else schema
     return lark.put(f"json_{lark.size}", as_part(whole))
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.serve.openai.tools import Tool
+from trtrun.core.guide import OPTIONS_KEY
 from trtrun.guiding.json_schemas import close
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -18,17 +19,15 @@ _NOTES = ("title", "description", "$comment", "examples", "default", "deprecated
 _VALUES = ("enum", "const")
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 ANY: Mapping[str, Any] = {"type": "object"}
-OPTIONS = "x-guidance"
-"""What of a schema tells how it is followed, such as where blanks may be; at its root alone."""
 
 
 def arguments_schema(tool: Tool) -> Any:
     """The schema of a tool's arguments. Of a tool that is not strict, keywords that cannot be followed are left out: it
     was not promised that its arguments are valid, and whoever offers it may not have written it."""
     schema = without_notes(tool.parameters, has_look_around=tool.is_strict)
-    options = schema.get(OPTIONS, {}) if isinstance(schema, dict) else None
+    options = schema.get(OPTIONS_KEY, {}) if isinstance(schema, dict) else None
     if not tool.is_strict and isinstance(options, dict):
-        return {**schema, OPTIONS: {"lenient": True, **options}}
+        return {**schema, OPTIONS_KEY: {"lenient": True, **options}}
     return schema
 
 

@@ -12,6 +12,7 @@ import pytest
 from chat_server import MARKS
 from checkpoints import make_tokenizer
 
+from launch.serve.openai.output import deepseek
 from launch.serve.openai.output.events import Arguments, CallBegin
 from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from launch.serve.openai.output.grammars import Wanted, as_lark, write_grammar
@@ -33,6 +34,11 @@ HERMES_F, HERMES_G = f"<tool_call>\n{F}\n</tool_call>", f"<tool_call>\n{G}\n</to
 CODER_F = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 CODER_G = "<tool_call>\n<function=g>\n<parameter=free>\n1\n</parameter>\n</function>\n</tool_call>"
 CODER_FREE = CODER_G.replace("</f", "<parameter=some>\nwords <b>\n\n</parameter>\n</f")
+V3_F = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
+V3_G = V3_F.replace("sep｜>f", "sep｜>g").replace(ARGUMENTS, '{"free": 1}')
+V31_F = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+V31_G = V31_F.replace(">f<", ">g<").replace(ARGUMENTS, '{"free": 1}')
+ALL, END_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 HEAD, CALL = "<|channel|>", " <|constrain|>json<|message|>"
 HARMONY_F = f"{HEAD}commentary to=functions.f{CALL}{ARGUMENTS}"
 HARMONY_G = f'{HEAD}commentary to=functions.g{CALL}{{"free": 1}}'
@@ -44,7 +50,12 @@ ANALYSIS = f"{HEAD}analysis<|message|>so<|end|><|start|>assistant"
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Marks are special tokens, such as Llama's; tokens that are added, and text, such as Qwen's; or no tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder, special=() if request.param == "text" else MARKS)
+    make_tokenizer(
+        folder,
+        special=()
+        if request.param == "text"
+        else (*MARKS, *deepseek.MARKS, *TOOL_FORMATS["llama_nemotron_json"].marks),
+    )
     if request.param == "added":
         file = folder / "tokenizer.json"
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -93,6 +104,16 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
      [LLAMA_F.replace(ARGUMENTS, WRONG), "{", f"{LLAMA_F} text", '{"name": "h"}']),
     ("mistral", [f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS] [{F}, {G}]"], ["", "text [1]", f"text [TOOL_CALLS][{F}]"],
      [f"[TOOL_CALLS][{F.replace(ARGUMENTS, WRONG)}]", "[TOOL_CALLS]", f"[TOOL_CALLS][{F}] text"]),
+    ("llama_nemotron_json", [f"<TOOLCALL>[{F}]</TOOLCALL>", f"<TOOLCALL>[{F}, {G}]</TOOLCALL>"],
+     ["", "text [1]", f"text <TOOLCALL>[{F}]</TOOLCALL>"],
+     [f"<TOOLCALL>[{F.replace(ARGUMENTS, WRONG)}]</TOOLCALL>", "<TOOLCALL>", f"<TOOLCALL>[{F}]"]),
+    ("deepseek_v3", [f"{ALL}{V3_F}{END_ALL}", f"{ALL}{V3_F}\n{V3_G}{END_ALL}"],
+     ["", "text", f"text{ALL}{V3_F}{END_ALL}"],
+     [f"{ALL}{V3_F.replace(ARGUMENTS, WRONG)}{END_ALL}", ALL, V3_F, f"{ALL}{V31_F}{END_ALL}", f"{ALL}{V3_F}",
+      f"{ALL}{V3_F.replace('>f', '>h')}{END_ALL}"]),
+    ("deepseek_v31", [f"{ALL}{V31_F}{END_ALL}", f"{ALL}{V31_F}{V31_G}{END_ALL}"],
+     ["", "text", f"text{ALL}{V31_F}{END_ALL}"],
+     [f"{ALL}{V31_F.replace(ARGUMENTS, WRONG)}{END_ALL}", ALL, V31_F, f"{ALL}{V3_F}{END_ALL}"]),
     ("json", [f"[{LLAMA_F}]", f"[{LLAMA_F}, {LLAMA_G}]"], ["", "text [1]", ARGUMENTS],
      ["[]", f"[{LLAMA_F}", f"[{LLAMA_F}] text", f"[{LLAMA_F.replace(ARGUMENTS, WRONG)}]"]),
     ("gpt-oss", [HARMONY_F, ANALYSIS + HARMONY_F, f"{COMMENTARY}{HARMONY_G}"],
@@ -124,7 +145,7 @@ def test_what_may_be_written_in_a_form(
         assert [event.name for event in events if isinstance(event, CallBegin)] == [
             name
             for name in ("f", "g")
-            if any(mark in text for mark in (f'"{name}"', f"functions.{name}", f"<function={name}>"))
+            if any(mark in text for mark in (f'"{name}"', f"functions.{name}", f"<function={name}>", f"｜>{name}"))
         ]
         assert all(json.loads(event.text) for event in events if isinstance(event, Arguments))
 

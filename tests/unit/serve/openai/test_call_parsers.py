@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from launch.serve.openai.output import deepseek
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
 from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.openai.output.parsing import ChatText, ChoiceParser, Parsing
@@ -81,6 +82,18 @@ MISTRAL: list[tuple[str, list[Event]]] = [
     ("[TOOL_CALLS]f[ARGS]{bad}", [Text("[TOOL_CALLS]f[ARGS]{bad}")]),
     ("[TOOL_CALLS]f[CALL_ID]" + "x" * 80, [Text("[TOOL_CALLS]f[CALL_ID]" + "x" * 80)]),
     ("a list [1] and [TOOL", [Text("a list [1] and [TOOL")]),
+]
+NEMOTRON: list[tuple[str, list[Event]]] = [
+    (
+        f'Yes. <TOOLCALL>[{{"name": "f", "arguments": {OBJECT}}}, {{"name": "g", "arguments": {{}}}}]</TOOLCALL>\nand',
+        [Text("Yes."), *call("f", OBJECT), *call("g"), Text("and")],
+    ),
+    ('<TOOLCALL>{"name": "f"} </TOOLCALL>', call("f")),
+    ('<TOOLCALL>[{"name": "f"}]</TOOLC', call("f")),
+    ('<TOOLCALL>[{"name": "f"}]<TOOLCALL>[{"name": "g"}] x', [*call("f"), *call("g"), Text("x")]),
+    ("<TOOLCALL>f[ARGS]{}</TOOLCALL>", [Text("<TOOLCALL>f[ARGS]{}</TOOLCALL>")]),
+    ('<TOOLCALL>[{"bad": 1}]</TOOLCALL>', [Text('<TOOLCALL>[{"bad": 1}]</TOOLCALL>')]),
+    ("<TOOLCALL>[]</TOOLCALL>", [Text("<TOOLCALL>[]</TOOLCALL>")]),
 ]
 LISTS: list[tuple[str, list[Event]]] = [
     (
@@ -158,7 +171,31 @@ QWEN3_CODER: list[tuple[str, list[Event]]] = [
     ("<tool_call><function=f><parameter=city>\n\n</parameter></function>", call("f", '{"city": ""}')),
     ("<tool_call><function=f><parameter=city></parameter></function>", call("f", '{"city": ""}')),
 ]
+CALLS, END_CALLS, CALL, SEP, END = deepseek.CALLS, deepseek.END_CALLS, deepseek.CALL, deepseek.SEPARATOR, deepseek.END
+DEEPSEEK: list[tuple[str, list[Event]]] = [
+    ("hello <｜  \n", [Text("hello <｜  \n")]),
+    (
+        f"I look.\n{CALLS}{CALL}function{SEP}f\n```json\n{OBJECT}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```"
+        f"{END}{END_CALLS} ```x```",
+        [Text("I look."), *call("f", OBJECT), *call("g"), Text("```x```")],
+    ),
+    (f"{CALLS}{CALL}f{SEP}{OBJECT}{END}{CALL}g{SEP}{{}}{END}{END_CALLS}", [*call("f", OBJECT), *call("g")]),
+    (f"{CALLS}{CALL}function{SEP}{{}}{END}{END_CALLS}", call("function")),
+    (f"so {CALL} f {SEP} {{}} ``` x", [Text("so"), *call("f"), Text("``` x")]),
+    (f'{CALL}f{SEP}{{"a": [1{END} b', [*call("f", '{"a": [1'), Text("b")]),
+    (f'{CALL}f{SEP}{{"a": 1 <｜tool▁c', call("f", '{"a": 1 <｜tool▁c')),
+    (f"{CALL}f{SEP}{{}}<｜tool▁calls▁e", call("f")),
+    (f"{CALLS}{CALLS}{CALL}f{SEP}{{}}", [Text(CALLS), *call("f")]),
+    (f"{CALLS}none", [Text(f"{CALLS}none")]),
+    (f"{CALL}f{SEP}none", [Text(f"{CALL}f{SEP}none")]),
+    (f"{CALL}function{SEP}f\n```python\nx", [Text(f"{CALL}function{SEP}f\n```python\nx")]),
+    (f"{CALL}function{SEP}f\n```json\n[1]", [Text(f"{CALL}function{SEP}f\n```json\n[1]")]),
+    (f"{CALL}{'n' * 300}{SEP}{{}}", [Text(f"{CALL}{'n' * 300}{SEP}{{}}")]),
+    (f"{CALL}f", [Text(f"{CALL}f")]),
+]
 TEXTS = [
+    *(("llama_nemotron_json", "", text, found) for text, found in NEMOTRON),
+    *(("deepseek_v3", "", text, found) for text, found in DEEPSEEK),
     *(("qwen3_coder", "", text, found) for text, found in QWEN3_CODER),
     *(("hermes", "", text, found) for text, found in HERMES),
     *(("llama3_json", "", text, found) for text, found in LLAMA),
@@ -183,11 +220,14 @@ PIECES = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
     "<|start|>", "analysis", "commentary to=functions.f", "f", '{"name": "f", "arguments": {', '{"name": "g"}', "}",
     "<function=", "<function=f>", "</function>", "<parameter=", "<parameter=city>", "<parameter=days>", "</parameter>",
+    "<TOOLCALL>", "</TOOLCALL>", *deepseek.MARKS, "```json", "```", "function", f"{deepseek.CALL}f{deepseek.SEPARATOR}",
     "]", "{", "[", '"', "\\", ": ", ", ", " ", "\n", ";", "<think>", "</think>", "{}", '"a": 1', "x", "é",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral", "json", "gpt-oss", "qwen3_coder", ""])
+@pytest.mark.parametrize(
+    "tools", ["hermes", "llama3_json", "mistral", "json", "gpt-oss", "qwen3_coder", "deepseek_v3", ""]
+)
 def test_nonsense_is_the_same_wherever_it_is_cut_and_nothing_of_it_is_lost(tools: str) -> None:
     for seed in range(150):
         draw = random.Random(seed)
@@ -303,6 +343,9 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ("<|python_tag|> <function=", "", ""),  # Functionary's
         ("<tool_call></tool_call> <tool_calls>[", "", ""),  # Apriel's
         ("<｜Assistant｜></think>", "", "deepseek_r1"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜> \n```json <｜Assistant｜></think>", "deepseek_v3", "deepseek_r1"),
+        ("<TOOLCALL>[{{", "llama_nemotron_json", ""),
+        ("<｜tool▁call▁begin｜>name<｜tool▁sep｜>", "deepseek_v31", ""),
         ("<|start|><|channel|>", "gpt-oss", "gpt-oss"),
         ("{{ messages }}", "", ""),
         (None, "", ""),

@@ -17,6 +17,8 @@ NEAR_CALLS = [
     ("llama3_json", '<|python_tag|>{"a":['),
     ("mistral", '[TOOL_CALLS][{"a":['),
     ("mistral", "[TOOL_CALLS]f[ARGS]{ "),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ "),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"),
 ]
 
 

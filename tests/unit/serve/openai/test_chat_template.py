@@ -329,13 +329,15 @@ def test_text_beside_thoughts_and_calls_is_a_thought_where_the_template_takes_on
     assert template_of(tmp_path, FIRST_CALL.replace("%s", refusal)).render([alone]) == "[Hm.|I look.]"
 
 
-def test_ids_of_other_programs_are_short_where_the_template_refuses_others(tmp_path: Path) -> None:
-    """As Mistral's do."""
+@pytest.mark.parametrize("others", ["!=", "<"])
+def test_ids_of_other_programs_are_short_where_the_template_refuses_others(tmp_path: Path, others: str) -> None:
+    """As Mistral's do; newer ones refuse those that are shorter."""
     ids = (
         "{% for message in messages %}{% for call in message.tool_calls or [] %}%s<{{ call.id }}>{% endfor %}"
         "{% if message.role == 'tool' %}<{{ message.tool_call_id }}>{% endif %}{% endfor %}"
     )
-    refusing = ids.replace("%s", "{% if call.id | length != 9 %}{{ raise_exception('of length 9') }}{% endif %}")
+    refusing = ids.replace("%s", "{% if call.id | length ?? 9 %}{{ raise_exception('of length 9') }}{% endif %}")
+    refusing = refusing.replace("??", others)
 
     def render(source: str, call_id: str) -> list[str]:
         call = {**CALLS[1]["tool_calls"][0], "id": call_id}  # type: ignore[index]
@@ -346,6 +348,7 @@ def test_ids_of_other_programs_are_short_where_the_template_refuses_others(tmp_p
     told, again = render(refusing, "call_1234567890")
     assert told == again and len(told) == 9 and told.isalnum()
     assert render(refusing, "call_1234567891")[0] != told
+    assert len(render(refusing, "call_1")[0]) == 9
     assert render(ids.replace("%s", ""), "call_1234567890") == ["call_1234567890"] * 2
 
 

@@ -48,6 +48,23 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tools",
     ),
     (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        'tools[0].function.parameters: its type must be "object", as arguments are one, not "array"',
+        "tools",
+    ),
+    (
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"x-guidance": {"whitespace_pattern": "x"}}},
+                }
+            ]
+        },
+        "tools[0].function.parameters: x-guidance.whitespace_pattern must be a regular expression of blanks",
+        "tools",
+    ),
+    (
         {
             "tools": [
                 {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}},

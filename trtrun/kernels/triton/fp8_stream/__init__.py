@@ -1,1 +1,1 @@
-"""Products of few rounded rows for GPUs of compute capability 9.0: the kernel, and who takes it."""
+"""Products of few rounded rows for GPUs of compute capability 9.0: the kernels, and who takes them."""

@@ -18,70 +18,27 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from trtrun.kernels.rounded_rows import RoundedRows
 from trtrun.kernels.triton import early_launch
+from trtrun.kernels.triton.fp8_stream.copying import (
+    GROUP,
+    GROUPS,
+    REGISTERS,
+    ROWS,
+    STAGES,
+    TILE,
+    copy_steps,
+    describe,
+    launch_next,
+    wait_for_all,
+)
 from trtrun.kernels.triton.support import multiprocessors
 
-_TILE = gl.constexpr(64)
-"""Features of a tile: what the matrix units take from four warps."""
-
-_ROWS = gl.constexpr(16)
-"""Of a product, at most."""
-
-_GROUP = gl.constexpr(128)
-"""Inputs that the matrix units sum up, as in fp8_matmul; and what they read of a row at once."""
-
-_GROUPS = gl.constexpr(4)
-"""Of a step: so many bytes that waiting for each other costs nothing beside reading them."""
-
-_STAGES = 5
-"""Steps on their way, of 40 KiB each. The small kernels that begin beside need a little shared memory, too."""
-
-_REGISTERS = 128
-"""Of a thread, in the mean. The group that multiplies takes most of those of the warp that copies."""
-
-_launch_next = gluon.jit(early_launch.launch_next.fn)
-_wait_for_all = gluon.jit(early_launch.wait_for_all.fn)
-
 
 @gluon.jit
-def _ask(matrix, first_row, step, per_tile, groups, ready):
-    """Have the groups of a step copied, of the rows from `first_row` on; zeros for what is outside of the matrix."""
-    stage = step % ready.shape[0]
-    for group in gl.static_range(_GROUPS):
-        place = [first_row, (step % per_tile * _GROUPS + group) * _GROUP]
-        tma.async_copy_global_to_shared(matrix, place, ready.index(stage), groups.index(stage * _GROUPS + group))
-
-
-@gluon.jit
-def _ask_weights(codes, x, step, per_tile, weights, ready):
-    """Have the weights of a step copied; its barrier then waits for the rows' groups, too."""
-    mbarrier.expect(ready.index(step % ready.shape[0]), _GROUPS * (codes.block_type.nbytes + x.block_type.nbytes))
-    tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
-    _ask(codes, tile * _TILE, step, per_tile, weights, ready)
-
-
-@gluon.jit
-def _copy(codes, x, weights, values, ready, free, steps, per_tile, EARLY: gl.constexpr):
-    """The warp that copies. Only the rows have to be waited for."""
-    stages: gl.constexpr = ready.shape[0]
-    ahead = gl.minimum(steps, stages)
-    for step in range(0, ahead):
-        _ask_weights(codes, x, step, per_tile, weights, ready)
-    _wait_for_all(EARLY)
-    for step in range(0, ahead):
-        _ask(x, 0, step, per_tile, values, ready)
-    for step in range(ahead, steps):
-        mbarrier.wait(free.index(step % stages), (step // stages + 1) & 1)
-        _ask_weights(codes, x, step, per_tile, weights, ready)
-        _ask(x, 0, step, per_tile, values, ready)
-
-
-@gluon.jit
-def _begin_group(place, weights, values, nothing):
+def begin_group(place, weights, values, nothing):
     """Begin to sum up a group."""
     theirs = values.index(place).permute((1, 0))
     return warpgroup_mma(weights.index(place), theirs, nothing, use_acc=False, is_async=True)
@@ -89,12 +46,12 @@ def _begin_group(place, weights, values, nothing):
 
 @gluon.jit
 def _add_step(total, stage, weights, values):
-    """Sums [_TILE, _ROWS] and what the four groups of a step add to them, one after the other."""
-    place, nothing = stage * _GROUPS, gl.zeros_like(total)
-    first = _begin_group(place, weights, values, nothing)
-    second = _begin_group(place + 1, weights, values, nothing)
-    third = _begin_group(place + 2, weights, values, nothing)
-    fourth = _begin_group(place + 3, weights, values, nothing)
+    """Sums [TILE, ROWS] and what the four groups of a step add to them, one after the other."""
+    place, nothing = stage * GROUPS, gl.zeros_like(total)
+    first = begin_group(place, weights, values, nothing)
+    second = begin_group(place + 1, weights, values, nothing)
+    third = begin_group(place + 2, weights, values, nothing)
+    fourth = begin_group(place + 3, weights, values, nothing)
     total += warpgroup_mma_wait(3, deps=(first,))
     total += warpgroup_mma_wait(2, deps=(second,))
     total += warpgroup_mma_wait(1, deps=(third,))
@@ -105,8 +62,8 @@ def _add_step(total, stage, weights, values):
 @gluon.jit
 def _write(total, x_scale, scale, bias, y, tile, rows, features, layout: gl.constexpr, ADDS: gl.constexpr):
     """Sums times their scales, plus the bias, to y [rows, features]; in the words of fp8_matmul's kernel."""
-    feature = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
-    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, layout))
+    feature = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     is_feature, is_row = feature < features, row < rows
     total *= gl.load(scale + feature, mask=is_feature, other=0.0)[:, None]
     factor = gl.load(x_scale + row, mask=is_row, other=0.0)[None, :]
@@ -127,10 +84,10 @@ def _multiply(
 ):  # fmt: skip
     """The group of four warps that multiplies, and writes one tile after the other."""
     stages: gl.constexpr = ready.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 32])
-    _wait_for_all(EARLY)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    wait_for_all(EARLY)
     for start in range(0, steps, per_tile):
-        total = gl.zeros([_TILE, _ROWS], gl.float32, layout=layout)
+        total = gl.zeros([TILE, ROWS], gl.float32, layout=layout)
         for step in range(start, start + per_tile):
             stage = step % stages
             mbarrier.wait(ready.index(stage), (step // stages) & 1)
@@ -148,21 +105,21 @@ def _stream_kernel(
 ):  # fmt: skip
     """Every tile of the weight, by as many programs as there are multiprocessors."""
     kind: gl.constexpr = codes.dtype
-    weights = gl.allocate_shared_memory(kind, [STAGES * _GROUPS, _TILE, _GROUP], codes.layout)
-    values = gl.allocate_shared_memory(kind, [STAGES * _GROUPS, _ROWS, _GROUP], x.layout)
+    weights = gl.allocate_shared_memory(kind, [STAGES * GROUPS, TILE, GROUP], codes.layout)
+    values = gl.allocate_shared_memory(kind, [STAGES * GROUPS, ROWS, GROUP], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
-    _launch_next(EARLY)
-    steps = gl.cdiv(gl.cdiv(features, _TILE) - gl.program_id(0), gl.num_programs(0)) * per_tile
+    launch_next(EARLY)
+    steps = gl.cdiv(gl.cdiv(features, TILE) - gl.program_id(0), gl.num_programs(0)) * per_tile
     gl.warp_specialize(
         [
             (_multiply, (
                 weights, values, ready, free, x_scale, scale, bias, y, rows, features, steps, per_tile, ADDS, EARLY,
             )),
-            (_copy, (codes, x, weights, values, ready, free, steps, per_tile, EARLY)),
+            (copy_steps, (codes, x, weights, values, ready, free, steps, per_tile, EARLY)),
         ],
         [1],
         [24],
@@ -180,25 +137,18 @@ class StreamedProduct:
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
-        self._described = _describe(codes, codes.shape[1], _TILE.value)
+        self._described = describe(codes, codes.shape[1], TILE.value)
 
     def __call__(self, x: RoundedRows) -> torch.Tensor:
         """One to 16 rounded rows of half precision, which begin at multiples of 16 bytes → [rows, out] in
         their dtype."""
         (features, inputs), rows = self._codes.shape, len(x.codes)
         y = torch.empty((rows, features), dtype=x.dtype, device=x.codes.device)
-        programs = min(multiprocessors(y.device), triton.cdiv(features, _TILE.value))
+        programs = min(multiprocessors(y.device), triton.cdiv(features, TILE.value))
         _stream_kernel[(programs,)](
-            self._described, _describe(x.codes, inputs, _ROWS.value), x.scale, self._scale,
+            self._described, describe(x.codes, inputs, ROWS.value), x.scale, self._scale,
             self._scale if self._bias is None else self._bias, y,
-            rows, features, triton.cdiv(inputs, _GROUP.value * _GROUPS.value),
-            STAGES=_STAGES, ADDS=self._bias is not None, num_warps=4, maxnreg=_REGISTERS, **early_launch.early(y),
+            rows, features, triton.cdiv(inputs, GROUP.value * GROUPS.value),
+            STAGES=STAGES, ADDS=self._bias is not None, num_warps=4, maxnreg=REGISTERS, **early_launch.early(y),
         )  # fmt: skip
         return y
-
-
-def _describe(codes: torch.Tensor, inputs: int, height: int) -> TensorDescriptor:
-    """What the copy engine has to know to bring `height` rows of a group."""
-    block = [height, _GROUP.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    return TensorDescriptor(codes, [codes.shape[0], inputs], [codes.stride(0), 1], block, layout)

@@ -1,7 +1,7 @@
-"""Which products go through the kernel of this folder: those of few rounded rows in graphs, where it has the bits of
-the general kernel. That is asked once for each kind of rows, by comparing.
+"""Which products go through the kernels of this folder: those of few rounded rows in graphs, where they have the bits
+of the general ones. That is asked once for each kind of rows and weights, by comparing.
 
-It knows no model, and imports the kernel when it is asked.
+It knows no model, and imports a kernel when it is asked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.rounded_rows import GROUP, RoundedRows
 from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 
@@ -24,9 +24,10 @@ _COMPARED = ((1, 4096), (5, 1040), (16, 528))
 """Rows and inputs: more steps than are on their way, and steps that the inputs do not fill."""
 
 Product = Callable[[RoundedRows, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Rounded rows, codes, scales and a bias to a result, as `fp8_matmul.chain_product`."""
+"""Rounded rows, codes, scales and a bias to a result, as `fp8_matmul.chain_product`, or
+`fp8_block_matmul.chain_block_product`."""
 
-_chosen: dict[tuple[torch.device, torch.dtype, bool], bool] = {}
+_chosen: dict[tuple[torch.device, torch.dtype, bool, bool], bool] = {}
 
 
 class Streamed:
@@ -34,7 +35,7 @@ class Streamed:
 
     Args:
         codes: [out, in] E4M3, contiguous.
-        scale: [out] float32.
+        scale: float32 [out], or of blocks [ceil(out / 128), ceil(in / 128)].
         bias: [out] in the dtype of activations, or None.
         reference: the general kernel.
     """
@@ -48,10 +49,11 @@ class Streamed:
         """Whether x is for it: few rows, in a graph. Elsewhere a launch counts, which takes the host twice as long."""
         if not self._suits or not 0 < len(x.codes) <= _MOST_ROWS:
             return False
-        kind = (x.codes.device, x.dtype, self._weight[2] is not None)
+        kind = (x.codes.device, x.dtype, self._weight[2] is not None, self._weight[1].dim() > 1)
         is_capturing = torch.cuda.is_current_stream_capturing()
         if kind not in _chosen and not is_capturing:  # nothing can be read back from a graph: what runs before it asks
-            is_equal = has_same_bits("product of few rounded rows", lambda: _compare(*kind, self._reference))
+            what = "product of few rounded rows" + (" with weights in blocks" if kind[-1] else "")
+            is_equal = has_same_bits(what, lambda: _compare(*kind, self._reference))
             if not is_collecting():
                 _chosen[kind] = is_equal
         return is_capturing and _chosen.get(kind, False)
@@ -59,15 +61,22 @@ class Streamed:
     def __call__(self, x: RoundedRows) -> torch.Tensor:
         """Rounded rows that it takes → [rows, out] in their dtype."""
         if self._product is None:
-            from trtrun.kernels.triton.fp8_stream.product import StreamedProduct
-
-            self._product = StreamedProduct(*self._weight)
+            self._product = _make(*self._weight)
         return self._product(x)
 
 
-def _compare(device: torch.device, dtype: torch.dtype, adds: bool, reference: Product) -> bool:
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+def _make(codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Callable[[RoundedRows], torch.Tensor]:
+    if scale.dim() > 1:
+        from trtrun.kernels.triton.fp8_stream.block_product import StreamedBlockProduct
+
+        return StreamedBlockProduct(codes, scale, bias)
     from trtrun.kernels.triton.fp8_stream.product import StreamedProduct
+
+    return StreamedProduct(codes, scale, bias)
+
+
+def _compare(device: torch.device, dtype: torch.dtype, adds: bool, has_blocks: bool, reference: Product) -> bool:
+    from trtrun.kernels.triton.fp8_rounding import round_activations
 
     generator = torch.Generator(device).manual_seed(0)
 
@@ -76,9 +85,10 @@ def _compare(device: torch.device, dtype: torch.dtype, adds: bool, reference: Pr
 
     features = 200
     for rows, inputs in _COMPARED:
-        x = round_activations(random(rows, inputs).to(dtype))
-        codes, scale = random(features, inputs).to(torch.float8_e4m3fn), random(features).abs()
-        bias = random(features).to(dtype) if adds else None
-        if not torch.equal(StreamedProduct(codes, scale, bias)(x), reference(x, codes, scale, bias)):
+        x = round_activations(random(rows, inputs).to(dtype), "group" if has_blocks else "row")
+        codes = random(features, inputs).to(torch.float8_e4m3fn)
+        shape = (-(-features // GROUP), -(-inputs // GROUP)) if has_blocks else (features,)
+        scale, bias = random(*shape).abs(), random(features).to(dtype) if adds else None
+        if not torch.equal(_make(codes, scale, bias)(x), reference(x, codes, scale, bias)):
             return False
     return True

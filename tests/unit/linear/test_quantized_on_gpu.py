@@ -1,4 +1,5 @@
-"""Targets of 4 bits on a GPU: speculative texts are plain decoding's, to the token, whatever the rows and the draft."""
+"""Targets of 4 bits, and of 8 in blocks, on a GPU: speculative texts are plain decoding's, to the token, whatever the
+rows and the draft."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ GPU = (("cuda:0",), ("cuda:0",))
         ("compressed-tensors W4A16 with zero points", "bfloat16"),
         ("awq", "float16"),
         ("gptq", "bfloat16"),
+        ("fp8 block", "bfloat16"),
+        ("compressed-tensors FP8 block", "float16"),
     ],
 )
 def test_texts_are_plain_decodings(tmp_path: Path, name: str, dtype: str) -> None:
