@@ -68,7 +68,7 @@ def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait(name: str)
         groups |= {node.name: node.body for node in module.body if isinstance(node, ast.FunctionDef)}
     begun = [statement for statement in ALL[name].body if "launch_next" in calls(statement)]
     assert [ast.unparse(statement) for statement in begun] == ["launch_next(EARLY)"]
-    assert not {"gl.load", "gl.store", "tma.async_copy_global_to_shared"} & calls(ALL[name])
+    assert not {"gl.load", "gl.store", "copy_to_shared"} & calls(ALL[name])
     before = {
         "_copy_steps" if "_copy_steps" in groups else "copy_steps": {"gl.minimum", "range", "_ask_weights"},
         "_multiply": {"gl.NVMMADistributedLayout", "_read_tile_scales"},

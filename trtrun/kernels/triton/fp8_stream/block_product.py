@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trtrun.kernels.rounded_rows import RoundedRows
@@ -33,6 +33,7 @@ from trtrun.kernels.triton.fp8_stream.copying import (
     wait_for_all,
 )
 from trtrun.kernels.triton.fp8_stream.product import begin_group
+from trtrun.kernels.triton.gluon_names import copy_to_shared
 from trtrun.kernels.triton.support import multiprocessors
 
 _WIDTH = gl.constexpr(32)
@@ -46,7 +47,7 @@ def _ask_row_scales(x_scale, step, per_tile, row_scales, ready):
     stage = step % ready.shape[0]
     for group in gl.static_range(GROUPS):
         place = [step % per_tile * GROUPS + group, 0]
-        tma.async_copy_global_to_shared(x_scale, place, ready.index(stage), row_scales.index(stage * GROUPS + group))
+        copy_to_shared(x_scale, place, ready.index(stage), row_scales.index(stage * GROUPS + group))
 
 
 @gluon.jit

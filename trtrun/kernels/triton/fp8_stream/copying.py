@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trtrun.kernels.triton import early_launch
+from trtrun.kernels.triton.gluon_names import copy_to_shared
 
 TILE = gl.constexpr(64)
 """Features of a tile: what the matrix units take from four warps."""
@@ -42,7 +43,7 @@ def ask(matrix, first_row, step, per_tile, groups, ready):
     stage = step % ready.shape[0]
     for group in gl.static_range(GROUPS):
         place = [first_row, (step % per_tile * GROUPS + group) * GROUP]
-        tma.async_copy_global_to_shared(matrix, place, ready.index(stage), groups.index(stage * GROUPS + group))
+        copy_to_shared(matrix, place, ready.index(stage), groups.index(stage * GROUPS + group))
 
 
 @gluon.jit

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from trtrun.kernels.triton import early_launch
+from trtrun.kernels.triton.gluon_names import copy_to_shared
 
 wait_for_all = gluon.jit(early_launch.wait_for_all.fn)
 
@@ -28,12 +29,8 @@ def copy_weights(words, scales, codes, factors, ready, free, steps, per_tile, ro
         for number in gl.static_range(TILES):
             place = (item // row_tiles * TILES + number) * per_tile + step % per_tile
             own = stage * TILES + number
-            tma.async_copy_global_to_shared(
-                words, [place * words.block_type.shape[0], 0], ready.index(stage), codes.index(own)
-            )
-            tma.async_copy_global_to_shared(
-                scales, [place * scales.block_type.shape[0], 0], ready.index(stage), factors.index(own)
-            )
+            copy_to_shared(words, [place * words.block_type.shape[0], 0], ready.index(stage), codes.index(own))
+            copy_to_shared(scales, [place * scales.block_type.shape[0], 0], ready.index(stage), factors.index(own))
 
 
 @gluon.jit
@@ -55,4 +52,4 @@ def copy_rows(x, values, ready, free, steps, per_tile, row_tiles, STEP: gl.const
         first = turn % (per_tile * turns) * together
         for part in gl.static_range(together):
             place = [item % row_tiles * height, (first + part) * width]
-            tma.async_copy_global_to_shared(x, place, ready.index(slot), values.index(slot * together + part))
+            copy_to_shared(x, place, ready.index(slot), values.index(slot * together + part))

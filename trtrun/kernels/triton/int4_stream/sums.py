@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, warpgroup_mma, warpgroup_mma_wait
 
 from trtrun.kernels.torch.int4 import GROUP, STEP, TILE
+from trtrun.kernels.triton.gluon_names import reinterpret
 from trtrun.kernels.triton.int4_stream.copying import wait_for_all
 from trtrun.kernels.triton.int4_stream.tiles import MOST_BY_WARPS, TURNS_AHEAD
 from trtrun.kernels.triton.int4_stream.words import (
@@ -206,7 +207,7 @@ def multiply_many(held, out, row_tiles, WHICH: gl.constexpr, ADDS: gl.constexpr,
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, height, 16])
     mine: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     nothing = gl.zeros([_TILE, height], gl.float32, layout=layout)
-    lines = codes._reinterpret(gl.int32, [codes.shape[0] * _GROUPS, LINE, LINE], codes.layout)
+    lines = reinterpret(codes, gl.int32, [codes.shape[0] * _GROUPS, LINE, LINE], codes.layout)
     wait_for_all(EARLY)
     for start in range(0, steps, per_tile):
         total = nothing

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from trtrun.kernels.triton.gluon_names import copy_to_shared, reinterpret
 from trtrun.kernels.triton.prompts.tiles import KEYS, extent, give_tile, tile_of
 
 PANEL = gl.constexpr(64)
@@ -28,7 +29,7 @@ def _copy_step(store, table, first, stop, shift, kv_head, kv_heads, ready, panel
         # The copy engine gives zeros for what is outside of the store.
         slot = gl.where(known, (block * kv_heads + kv_head) * BLOCK + shift, 0x7FFFFF00)
         for panel in gl.static_range(panels.shape[0] // blocks):
-            tma.async_copy_global_to_shared(store, [slot, panel * PANEL], ready, panels.index(panel * blocks + index))
+            copy_to_shared(store, [slot, panel * PANEL], ready, panels.index(panel * blocks + index))
 
 
 @gluon.jit
@@ -57,10 +58,10 @@ def _copy_tile(
     layout: gl.constexpr = store.layout
     for first in range(start, stop, KEYS):
         stage, phase = step % stages, (step // stages) & 1
-        panels = keys.index(stage)._reinterpret(kind, [pieces, BLOCK, PANEL], layout)
+        panels = reinterpret(keys.index(stage), kind, [pieces, BLOCK, PANEL], layout)
         mbarrier.wait(key_free.index(stage), phase ^ 1)
         _copy_step(store, table, first, stop, 0, kv_head, kv_heads, key_ready.index(stage), panels, BLOCK)
-        panels = values.index(stage)._reinterpret(kind, [pieces, BLOCK, PANEL], layout)
+        panels = reinterpret(values.index(stage), kind, [pieces, BLOCK, PANEL], layout)
         mbarrier.wait(value_free.index(stage), phase ^ 1)
         if (first + KEYS >= stop) & (stop % BLOCK != 0):
             # Behind the last position may be what another row has left: no number, and a weight of nothing times that

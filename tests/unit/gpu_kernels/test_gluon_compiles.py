@@ -1,0 +1,82 @@
+"""The kernels that are written in Gluon compile for compute capability 9.0 with the Triton that is installed, which
+needs no GPU. Gluon changes from one version to the next, and what does not compile is left to slower kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import json, sys
+from typing import Any
+import torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+from trtrun.kernels.torch import int4
+from trtrun.kernels.triton import early_launch
+from trtrun.kernels.triton.collecting import collecting
+from trtrun.kernels.triton.compile_processes import CompileProcesses
+from trtrun.kernels.triton.fp8_rounding import empty_rows
+from trtrun.kernels.triton.fp8_stream import block_product, product
+from trtrun.kernels.triton.int4_stream import product as int4_product
+from trtrun.kernels.triton.prompts import attention
+
+early_launch._options = lambda device: {"EARLY": True, "launch_pdl": True}
+for module in (block_product, product, int4_product, attention):
+    module.multiprocessors = lambda device: 132
+
+def fp8():
+    codes, x = torch.zeros((256, 1024), dtype=torch.float8_e4m3fn), torch.zeros((3, 1024), dtype=torch.bfloat16)
+    product.StreamedProduct(codes, torch.ones(256), None)(empty_rows(3, 1024, x))
+    block_product.StreamedBlockProduct(codes, torch.ones(2, 8), None)(empty_rows(3, 1024, x, "group"))
+
+def four_bits():
+    weight = int4.quantize(torch.zeros((128, 1024), dtype=torch.bfloat16), 128)
+    multiply = int4_product.StreamedProduct(weight["words"], weight["scales"], None)
+    for height in (8, 64):
+        multiply(torch.zeros((height, 1024), dtype=torch.bfloat16), height)
+
+def prompts():
+    query = torch.zeros((64, 8, 64), dtype=torch.bfloat16)
+    store = torch.zeros((2, 8, 2, 16, 64), dtype=torch.bfloat16)
+    whole = torch.zeros((1, 8), dtype=torch.int64), torch.zeros((1, 64), dtype=torch.int64)
+    attention.attend(query, store, *whole, 0.1, 1 << 30, 256, torch.empty_like(query))
+
+asked: list[Any] = []
+with collecting(asked.append):
+    {"fp8": fp8, "four_bits": four_bits, "prompts": prompts}[sys.argv[1]]()
+processes = CompileProcesses(1)
+for kernel in asked:
+    processes.submit({**vars(kernel), "target": {"backend": "cuda", "arch": 90, "warp_size": 32}})
+print(json.dumps([sorted(kernel.name for kernel in asked), processes.wait()]))
+processes.close()
+"""
+KERNELS = {
+    "fp8": ["_stream_blocks_kernel", "_stream_kernel"],
+    "four_bits": ["_stream_kernel", "_stream_kernel"],
+    "prompts": ["_prompt_kernel"],
+}
+
+
+@pytest.mark.parametrize("what", KERNELS)
+def test_a_kernel_compiles(what: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, what], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [KERNELS[what], len(KERNELS[what])], done.stderr

@@ -1,0 +1,18 @@
+"""What Gluon calls otherwise from one version of Triton to the next: since 3.9 the copy engine's load, and looking at
+shared memory in another shape.
+
+It knows Triton's versions. It does not know kernels.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+_memory = gl.shared_memory_descriptor
+
+copy_to_shared = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""A descriptor, coordinates, the barrier that waits for it, and a place in shared memory."""
+
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+"""Shared memory, and the dtype, shape and layout that it is to have."""
