@@ -56,6 +56,8 @@ SETTINGS = (
     Setting("MKL_ENABLE_INSTRUCTIONS", None, limited={"avx2": "AVX2", "avx512": "AVX512"}),
     # So do those of cuBLAS on GPUs, and cuBLASLt can be asked not to (trtrun.kernels.torch.cublas).
     Setting("TORCH_BLAS_PREFER_CUBLASLT", "1"),
+    # Triton 3.9 warns where nobody says whether a product and a sum may be one operation, as they always could.
+    Setting("TRITON_DEFAULT_FP_FUSION", "1", others=("TRITON_FORCE_DISABLE_FP_FUSION",)),
     # By default a thread that waits for the others of its team spins for longer than the system lets it run at a time.
     # Beside other programs it so uses up the turn of the very thread that it waits for, once in every parallel region:
     # a hundred times slower. This is 30 to 100 microseconds, enough for the next region of a forward.

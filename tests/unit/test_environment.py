@@ -48,7 +48,7 @@ def test_a_child_knows_what_its_parent_has_set_and_what_was_changed_since() -> N
     assert environment[OURS].split(",") == NAMES
     settle(environment)
     assert environment[OURS].split(",") == NAMES
-    environment |= {"THP_MEM_ALLOC_ENABLE": "0", "OMP_WAIT_POLICY": "active"}
+    environment |= {"THP_MEM_ALLOC_ENABLE": "0", "OMP_WAIT_POLICY": "active", "TRITON_FORCE_DISABLE_FP_FUSION": "1"}
     settle(environment)
     assert environment["THP_MEM_ALLOC_ENABLE"] == "0"
     assert "GOMP_SPINCOUNT" not in environment  # the policy decides, and the count would override it

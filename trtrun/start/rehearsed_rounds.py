@@ -51,6 +51,9 @@ _MOST_PRACTISED = 16
 
 _PROMPT = 16
 """Tokens of a prompt there."""
+
+_LONGEST_PROMPT = 4096
+"""Of one that fills a round: more would make the start of a large model seconds longer."""
 _NONE = np.zeros(0, dtype=np.int32)
 _NOTHING = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NONE, _NONE, max_context=1)
 """A round in which nobody runs."""
@@ -88,7 +91,8 @@ def measure_round_costs(
 
 
 def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
-    """Run a round of each draft_len, of a row that decodes and a prompt beside it, for each way to choose.
+    """Run a prompt that fills a round, and a round of each draft_len, of a row that decodes and a prompt beside it, for
+    each way to choose.
 
     Args:
         ranks: all up, with no plan out and no row admitted.
@@ -102,6 +106,7 @@ def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
         return
     rehearsal = _Rehearsal(ranks, limits, _row_length(limits, len(lens)), time.perf_counter)
     with ranks.stepping():
+        rehearsal.practise_longest_prompt()
         for sampling in _PRACTISED:
             for draft_len in lens:
                 rehearsal.practise(draft_len, sampling)
@@ -112,7 +117,7 @@ def count_practised_rounds(limits: SchedulerLimits) -> int:
     """Rounds that `practise_rounds` runs, but for the one that drops rows."""
     lens = _practised_lens(limits)
     beside = _has_prompt(limits, _row_length(limits, len(lens)))
-    return len(_PRACTISED) * len(lens) * (2 if beside else 1)
+    return len(_PRACTISED) * len(lens) * (2 if beside else 1) + (1 if lens else 0)
 
 
 def count_measured_rounds(limits: SchedulerLimits) -> int:
@@ -135,8 +140,12 @@ def _measured_lens(limits: SchedulerLimits) -> list[int]:
 
 def _row_length(limits: SchedulerLimits, rounds: int) -> int:
     """Tokens of a made-up row with room behind them for so many rounds."""
-    contexts = min(context for context in (limits.max_seq_len, limits.draft_max_seq_len) if context is not None)
-    return min(_LENGTH, contexts - rounds * (limits.draft_len + 1))
+    return min(_LENGTH, _context(limits) - rounds * (limits.draft_len + 1))
+
+
+def _context(limits: SchedulerLimits) -> int:
+    """Tokens of a row of targets and drafts."""
+    return min(context for context in (limits.max_seq_len, limits.draft_max_seq_len) if context is not None)
 
 
 def _has_prompt(limits: SchedulerLimits, length: int) -> bool:
@@ -184,6 +193,19 @@ class _Rehearsal:
             times.append(received - max(last, published.popleft()))
             last = received
         return statistics.median(times[1:])
+
+    def practise_longest_prompt(self) -> None:
+        """One that fills a round. After it the allocator has the memory of such a round, and sums over ranks have their
+        links for such sizes, for which the first user would wait."""
+        length = min(self._limits.max_num_tokens, _context(self._limits) - 1, _LONGEST_PROMPT)
+        alone = self._plan(1, 0, 0)
+        tokens = np.zeros(length, dtype=np.int32)
+        admission = replace(alone.admissions[0], tokens=tokens, num_prompt_tokens=length)
+        chunk = PrefillChunk(0, 0, length, is_last=True, followed=admission.followed)
+        nobody = {"decode_rows": _NONE, "draft_lens": _NONE, "catch_up": _NONE}
+        plan = replace(alone, admissions=(admission,), prefill=(chunk,), max_context=length + 1, **nobody)
+        self._ranks.publish(plan)
+        self._await_verdict()
 
     def practise(self, draft_len: int, sampling: SamplingParams) -> None:
         """A round of a row that drafts `draft_len` tokens, and one with a prompt that ends in it."""

@@ -52,7 +52,7 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
     monkeypatch.setattr(policies, "measure_round_costs", lambda *_: None)
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1) if name.startswith("draft") else None
-    settings = {"speculation": METHODS[name], "scheduler": {"max_batch_size": max_rows}}
+    settings = {"speculation": METHODS[name], "scheduler": {"max_batch_size": max_rows, "max_num_tokens": 200}}
     with make_llm(target, draft, **settings) as llm:
         config = configuration(target, draft, **settings)
         limits = SchedulerLimits.of(config, 2048, 2048 if draft else None, 9)
@@ -62,7 +62,9 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
         assert len({(kind.temperature, kind.top_k, kind.top_p) for kind in kinds}) == 3, "greedy, sampled, cut"
         assert {kind.is_greedy for kind in kinds if kind.guided} == {True, False}, "and guided"
         assert {max(plan.draft_lens, default=0) for plan in plans} == set(range(drafted + 1))
-        assert any(chunk.is_last for plan in plans for chunk in plan.prefill) == (max_rows > 1)
+        first, *others = plans
+        assert [chunk.length for chunk in first.prefill] == [200], "a prompt that fills a round"
+        assert any(chunk.is_last for plan in others for chunk in plan.prefill) == (max_rows > 1)
         held = set[int]()
         for plan in plans:
             held = held - {*plan.dropped_rows} | {admission.row for admission in plan.admissions}
