@@ -202,8 +202,15 @@ class _Rehearsal:
         tokens = np.zeros(length, dtype=np.int32)
         admission = replace(alone.admissions[0], tokens=tokens, num_prompt_tokens=length)
         chunk = PrefillChunk(0, 0, length, is_last=True, followed=admission.followed)
-        nobody = {"decode_rows": _NONE, "draft_lens": _NONE, "catch_up": _NONE}
-        plan = replace(alone, admissions=(admission,), prefill=(chunk,), max_context=length + 1, **nobody)
+        plan = replace(
+            alone,
+            admissions=(admission,),
+            prefill=(chunk,),
+            decode_rows=_NONE,
+            draft_lens=_NONE,
+            catch_up=_NONE,
+            max_context=length + 1,
+        )
         self._ranks.publish(plan)
         self._await_verdict()
 
