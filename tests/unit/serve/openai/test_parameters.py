@@ -12,6 +12,8 @@ from checkpoints import make_tokenizer
 
 from launch.serve.openai.output.events import Arguments
 from launch.serve.openai.output.grammars import Wanted, write_grammar
+from launch.serve.openai.output.lark import Lark
+from launch.serve.openai.output.parameter_rules import parameter_rules
 from launch.serve.openai.output.parameters import ALL_TYPES, as_json, types_of
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
 from launch.serve.openai.tools import Choice, read_tools
@@ -44,6 +46,19 @@ ROOT = {"$defs": {"kind": {"enum": ["a", "5"]}, "loop": {"$ref": "#/$defs/loop"}
 )
 def test_types_are_what_a_schema_says(schema: Any, types: set[str]) -> None:
     assert types_of(schema, ROOT) == types
+
+
+def test_alternatives_that_many_name_are_looked_at_once() -> None:
+    """Each of ten, of which each may be any of the next ten; and one that is ten times itself."""
+    defs: dict[str, Any] = {f"a{place}": {"anyOf": [{"$ref": f"#/$defs/a{place + 1}"}] * 10} for place in range(7)}
+    defs |= {"a7": {"type": ["string", "null"]}, "self": {"anyOf": [{"$ref": "#/$defs/self"}] * 10}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": defs}
+    assert types_of({"$ref": "#/$defs/self"}, schema) == ALL_TYPES
+    assert types_of({"$ref": "#/$defs/a0"}, schema) == {"string", "null"}
+    [tool] = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}).tools
+    lark = Lark({})
+    parameter_rules(lark, tool)
+    assert lark.size < 200
 
 
 @pytest.mark.parametrize(
