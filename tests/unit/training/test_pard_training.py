@@ -173,7 +173,7 @@ def test_what_a_run_that_is_done_was_may_be_damaged(tmp_path: Path, damaged: str
     file.finish({"settings": "{}"}, {"steps": 1})
     assert file.finished_settings() == {"settings": "{}"}
     (file.folder / "settings.json").write_text(damaged)
-    with pytest.raises(CheckpointError, match="settings.json cannot be used: "):
+    with pytest.raises(CheckpointError, match=r"settings\.json cannot be used: "):
         file.finished_settings()
 
 
