@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,17 @@ def test_alternatives_that_many_name_are_looked_at_once() -> None:
     lark = Lark({})
     parameter_rules(lark, tool)
     assert lark.size < 200
+
+
+def test_a_grammar_ends_where_it_is_too_long() -> None:
+    """Each parameter has a rule with all that the schema defines: a short request would be gigabytes."""
+    properties = {f"p{number}": {"type": "array", "items": {"$ref": "#/$defs/a"}} for number in range(1000)}
+    schema = {"type": "object", "properties": properties, "$defs": {"a": {"enum": ["a" * 10_000]}}}
+    tracemalloc.start()
+    with pytest.raises(InvalidRequestError, match="tools: what guides the answer is longer than 131072 characters"):
+        grammar_of(schema)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
