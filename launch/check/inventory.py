@@ -130,19 +130,7 @@ def take_inventory(
             problems.append(f"{name}: {section.model} cannot be read: {error.strerror or error}")
     if rank in topology.worker_ranks and not problems:
         try:
-            model = read_model_config(config.target.model)
-            heads = read_target_heads(config, model)
-            if heads is not None and config.heads_apart and rank in topology.draft_ranks:
-                check_ends(config.target, model, heads.ends_of(model))
-            if config.translates_drafts and rank in topology.draft_ranks:
-                read_draft_vocabularies(config)
-            if rank in topology.target_ranks:
-                for name, path in config.adapters.items():
-                    open_adapter(name, path, model, config.adapter_slots.max_rank)
-            if config.draft is not None and config.draft_adapters and rank in topology.draft_ranks:
-                draft = read_model_config(config.draft.model)
-                for name, path in config.draft_adapters.items():
-                    open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
+            _read_beside(config, topology, rank)
         except TrtrunError as error:
             problems.append(str(error))
     snapshots = {
@@ -200,6 +188,27 @@ def _read_model(section: ModelSection, is_held: bool) -> str:
 
 def _read_built(path: Path) -> str:
     return hashlib.sha256((path / ENGINE_FILE).read_bytes()).hexdigest()[:16] if is_engine(path) else "none"
+
+
+def _read_beside(config: RuntimeConfig, topology: Topology, rank: int) -> None:
+    """Look at what a rank loads beside its models: heads, vocabularies, adapters.
+
+    Raises:
+        TrtrunError: one is wrong.
+    """
+    model = read_model_config(config.target.model)
+    heads = read_target_heads(config, model)
+    if heads is not None and config.heads_apart and rank in topology.draft_ranks:
+        check_ends(config.target, model, heads.ends_of(model))
+    if config.translates_drafts and rank in topology.draft_ranks:
+        read_draft_vocabularies(config)
+    if rank in topology.target_ranks:
+        for name, path in config.adapters.items():
+            open_adapter(name, path, model, config.adapter_slots.max_rank)
+    if config.draft is not None and config.draft_adapters and rank in topology.draft_ranks:
+        draft = read_model_config(config.draft.model)
+        for name, path in config.draft_adapters.items():
+            open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
 
 
 def _look_at_device(inventory: RankInventory, config: RuntimeConfig, topology: Topology, rank: int) -> RankInventory:

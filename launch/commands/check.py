@@ -17,8 +17,9 @@ def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     """Start the ranks without weights and prove that they can do the job.
 
     Every rank must be on its host, with one version of the software, its device, its model directory and enough memory;
-    every link between ranks is tried with checksummed messages, and timed. Ends within launch.check_seconds, and names
-    the ranks that are stuck by then.
+    every link between ranks is tried with checksummed messages, and timed. Engines are read whole and compared with
+    what was built. Ends within launch.check_seconds, and a second for each 100 MB of engines, and names the ranks that
+    are stuck by then.
     """
     from launch.mpi.job import Job
     from launch.mpi.start_progress import has_parent

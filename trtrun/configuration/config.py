@@ -272,8 +272,10 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """Read a YAML file and apply overrides, without checking what the values mean.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML, or no mapping.
+        ConfigError: the file cannot be read, is no YAML, or no mapping; or what was given is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a configuration must be a RuntimeConfig or a YAML file's path, not {describe_kind(path)}")
     file = Path(path)
     try:
         with file.open(encoding="utf-8") as opened:

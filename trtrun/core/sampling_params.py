@@ -131,6 +131,9 @@ NO_LISTS = TokenLists(_no_integers(), _no_integers(), np.empty(0), TokenSequence
 LARGEST_COUNT = 2**31 - 1
 """Where max_tokens, min_tokens and top_k are cut off: beyond any context and any vocabulary, within what travels."""
 
+MOST_LOGPROBS = 20
+"""Tokens of a position whose log probabilities are told beside its own, at most."""
+
 MOST_TOKENS = 1 << 19
 """Token ids in one list: more than any vocabulary has."""
 
@@ -315,11 +318,11 @@ class SamplingParams:
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "between 1e-6 and 1e6"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, _OF_LOGPROBS),
             (
                 "prompt_logprobs",
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20,
-                "between 0 and 20",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_LOGPROBS,
+                _OF_LOGPROBS,
             ),
             ("draft_len", self.draft_len is None or 0 <= self.draft_len < 2**31, "0 (plain decoding) to 2**31 - 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
@@ -351,4 +354,5 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+_OF_LOGPROBS = f"between 0 and {MOST_LOGPROBS}"
 _FIELDS = fields(SamplingParams)

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan
+from trtrun.core.sampling_params import MOST_LOGPROBS
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.runner import Engine
 from trtrun.engine.start_forwards import Mixed, Prompts, StartLimits, draft_steps
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
-
-_MOST_LOGPROBS = 20
 
 _LAST_ROUNDS = 8
 """Up to which draft_len rounds of one row are run, one for each: every request's end may need any of them."""
@@ -135,8 +134,8 @@ def _rank(engine: Engine) -> None:
     """Rank alternatives for log probabilities, in each number that kernels are compiled for."""
     logits = torch.zeros((1, 1, engine.vocab_size), device=engine.device)
     tokens = torch.zeros((1, 1), dtype=torch.int64, device=engine.device)
-    for place in range((_MOST_LOGPROBS - 1).bit_length() + 1):
-        engine.rows.sampling.top_logprobs(logits, tokens, min(1 << place, _MOST_LOGPROBS, engine.vocab_size))
+    for place in range((MOST_LOGPROBS - 1).bit_length() + 1):
+        engine.rows.sampling.top_logprobs(logits, tokens, min(1 << place, MOST_LOGPROBS, engine.vocab_size))
 
 
 def _run_sizes(engine: Engine, length: int, limits: StartLimits, *, verifies: bool, in_parallel: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.core.sampling_params import MOST_LOGPROBS
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.prompt_logprobs import positions_at_once
@@ -38,7 +39,7 @@ _GRAPH_LAYER_BYTES = 64 << 10
 Half of it was seen, of a model of 32 layers on an H100."""
 
 _FLOAT = 4
-_MOST_NAMED = 21
+_MOST_NAMED = 1 + MOST_LOGPROBS
 """Tokens whose log probabilities are reported of a position: its own, and the most likely ones."""
 
 _SAMPLING_TENSORS = 8

@@ -99,7 +99,10 @@ class StateFile:
         if not self.result_path.exists() or not self._finished_path.exists():
             return None
         with reading(self._finished_path, CheckpointError):
-            return dict(json.loads(self._finished_path.read_text(encoding="utf-8")))
+            found = dict(json.loads(self._finished_path.read_text(encoding="utf-8")))
+            if not isinstance(json.loads(found.get("settings", "null")), dict):
+                raise ValueError("it says nothing of the settings")
+            return found
 
     def keep_metrics(self, step: int) -> list[dict[str, Any]]:
         """Forget metrics of steps behind `step`, which are to come again; returns the others."""

@@ -43,6 +43,9 @@ def test_a_configuration_may_be_a_files_path(folder: Path, tmp_path: Path) -> No
         assert tokens_of(llm.generate(["abc"])) == tokens_of(other.generate(["abc"]))
     with pytest.raises(ConfigError, match=r"none\.yaml"):
         LLM(config=str(tmp_path / "none.yaml"))
+    wrong: Any = {"target": {"model": folder / "target"}}
+    with pytest.raises(ConfigError, match="must be a RuntimeConfig or a YAML file's path, not a mapping"):
+        LLM(config=wrong)
 
 
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from checkpoints import make_checkpoint
 from fp8_products import numbers
 from paged import PagedModel
 from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtrun import SamplingParams
 from trtrun.errors import ConfigError
@@ -90,6 +92,42 @@ def test_products_are_right_and_rows_do_not_depend_on_their_number(
         assert torch.equal(matmul(x[:rows]), found[:rows])
         assert torch.equal(matmul(x[-rows:]), found[-rows:])
     assert matmul(x[:0]).shape == (0, features)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of all that operations make within, and the most that there were at a time."""
+
+    def __init__(self, *there: torch.Tensor) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in there}
+        self.bytes = self.most = 0
+
+    def _forget(self, storage: int, num_bytes: int) -> None:
+        self._known.discard(storage)
+        self.bytes -= num_bytes
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        storage = result.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.bytes += storage.nbytes()
+            self.most = max(self.most, self.bytes)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return result
+
+
+@pytest.mark.parametrize(("rows", "features", "inputs"), [(1, 300, 200), (1, 2000, 128), (70, 300, 200), (500, 3, 64)])
+def test_a_product_takes_no_more_memory_than_is_reckoned(
+    rows: int, features: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are widened in pieces are there one piece at a time."""
+    monkeypatch.setattr(fp8_block, "_NUMBERS_AT_A_TIME", 20_000)
+    held, x, bias = quantized(features, inputs), numbers(rows, inputs, seed=2), numbers(features, seed=3)
+    matmul = TorchFp8BlockMatmul(**held, bias=bias)
+    with PeakMemory(*held.values(), x, bias) as peak:
+        found = matmul(x)
+    assert found.nbytes < peak.most <= found.nbytes + matmul.working_bytes(rows, features, inputs)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])

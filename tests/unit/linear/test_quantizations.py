@@ -65,3 +65,15 @@ def test_layers_multiply_with_what_they_hold(name: str, with_bias: bool, monkeyp
         assert layer(x).dtype is torch.bfloat16
         share = 0.06 if name.startswith("fp8") else 0.03  # of eight bits fp8 has three for the mantissa
         assert torch.allclose(layer(x).float(), expected, atol=share * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_memory_is_set_aside_for_what_multiplies_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's operations where matrix units do not take E4M3, which widen numbers to float64."""
+    quantization, weight = QUANTIZATIONS.get(name), Ready(torch.zeros(64, 300)).weight
+    with_kernels = quantization.working_bytes(weight, 1000, torch.bfloat16, "cuda")
+    assert 1000 * 300 < with_kernels < 1000 * 400
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("trtrun.kernels.triton.support.multiplies_fp8", lambda device: False)
+    by_torch = quantization.working_bytes(weight, 1000, torch.bfloat16, "cuda")
+    assert by_torch == quantization.working_bytes(weight, 1000, torch.bfloat16, "cpu") > 1000 * 300 * 16

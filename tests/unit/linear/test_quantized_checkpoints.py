@@ -264,10 +264,15 @@ def test_blocks_are_kept_where_a_gpu_has_their_product(tmp_path: Path, monkeypat
     assert StoredLinear(kept).codes(weight, bfloat16, "cuda") is None
     path = make_pair(tmp_path, "compressed-tensors FP8 block")[0]
     groups = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]
-    groups["group_0"]["input_activations"]["group_size"] = 64
-    edit_quantization(path, config_groups=groups)
-    held = read_model_config(path).quantization_of(read_model_config(path).layers[0].weights()[2], DENSE)
-    assert isinstance(held, StoredLinear) and held.layout == replace(kept, name=held.layout.name, activations="none")
+    given = groups["group_0"]["input_activations"]
+    others = ({"group_size": 64}, {"strategy": "tensor", "group_size": None}, {"strategy": None, "group_size": None})
+    for changes in ({}, {"strategy": None}, *others):  # without a strategy it is that of the size, as its package reads
+        groups["group_0"]["input_activations"] = given | changes
+        edit_quantization(path, config_groups=groups)
+        held = read_model_config(path).quantization_of(read_model_config(path).layers[0].weights()[2], DENSE)
+        rounds = "none" if changes in others else "group"
+        assert isinstance(held, StoredLinear)
+        assert held.layout == replace(kept, name=held.layout.name, activations=rounds)
 
 
 def test_a_head_of_codes_that_are_kept_has_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from training_runs import MASK, make_heads_loop, make_loop, make_method, rows_of
 from transformers import AutoModelForCausalLM
 
 from parallel.transports import open_communicator
-from trtrun.errors import ConfigError
+from trtrun.errors import CheckpointError, ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.training.data import DataRow, batch_indexes, read_data
 from trtrun.training.evaluation import measure, walk
@@ -163,6 +163,18 @@ def test_metrics_behind_the_last_checkpoint_are_forgotten(tmp_path: Path) -> Non
     assert [line["step"] for line in file.keep_metrics(4)] == [1, 2, 3, 4]
     file.add_metrics({"step": 5, "loss": [2.0]})
     assert [line["loss"] for line in file.read_metrics()] == [[1.0]] * 4 + [[2.0]]
+
+
+@pytest.mark.parametrize("damaged", ["", "[1]", "{}", '{"settings": 5}', '{"settings": "5"}'])
+def test_what_a_run_that_is_done_was_may_be_damaged(tmp_path: Path, damaged: str) -> None:
+    file = StateFile(tmp_path)
+    file.folder.mkdir()
+    assert file.finished_settings() is None
+    file.finish({"settings": "{}"}, {"steps": 1})
+    assert file.finished_settings() == {"settings": "{}"}
+    (file.folder / "settings.json").write_text(damaged)
+    with pytest.raises(CheckpointError, match=r"settings\.json cannot be used: "):
+        file.finished_settings()
 
 
 @pytest.mark.parametrize(

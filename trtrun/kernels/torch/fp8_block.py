@@ -81,26 +81,29 @@ class TorchFp8BlockMatmul:
         features, inputs = self._codes.shape
         values, own = round_in_groups(x)
         values, own = values.double(), own.double()
-        scale = self._scale.double()
         y = x.new_empty((x.shape[0], features))
         step = _features_at_once(inputs)
         for first in range(0, features, step):
             part = slice(first, min(first + step, features))
-            weights = widen(self._codes[part])
-            of_feature = scale[torch.arange(part.start, part.stop, device=x.device) // GROUP]
-            total = values.new_zeros((x.shape[0], part.stop - part.start))
-            for group in range(scale.shape[1]):
-                inside = slice(group * GROUP, (group + 1) * GROUP)
-                sums = values[:, inside] @ weights[:, inside].T
-                # One after the other: what fuses a product and a sum may do so for some numbers alone.
-                sums *= of_feature[:, group]
-                sums *= own[:, group : group + 1]
-                total += sums
-            result = total.float()
-            if self._bias is not None:
-                result += self._bias[part]
-            y[:, part] = result
+            y[:, part] = self._multiply(values, own, part)
         return y
+
+    def _multiply(self, values: torch.Tensor, own: torch.Tensor, part: slice) -> torch.Tensor:
+        """Some output features, float32: apart, so that nothing of those before them is held any more."""
+        weights = widen(self._codes[part])
+        of_feature = self._scale[torch.arange(part.start, part.stop, device=values.device) // GROUP].double()
+        total = values.new_zeros((len(values), len(weights)))
+        for group in range(self._scale.shape[1]):
+            inside = slice(group * GROUP, (group + 1) * GROUP)
+            sums = values[:, inside] @ weights[:, inside].T
+            # One after the other: what fuses a product and a sum may do so for some numbers alone.
+            sums *= of_feature[:, group]
+            sums *= own[:, group : group + 1]
+            total += sums
+        result = total.float()
+        if self._bias is not None:
+            result += self._bias[part]
+        return result
 
 
 def _features_at_once(inputs: int) -> int:

@@ -42,6 +42,16 @@ _ROW_BYTES = 32
 """Beside the codes of a rounded row: its scale, and what aligns them."""
 
 
+def has_fp8_products(device_type: str) -> bool:
+    """Whether codes are multiplied as they are: on GPUs whose matrix units take E4M3. Where there is none, as where a
+    plan is made for another host, one like that is meant."""
+    import torch
+
+    from trtrun.kernels.triton.support import multiplies_fp8
+
+    return device_type == "cuda" and (not torch.cuda.is_available() or multiplies_fp8(torch.device("cuda")))
+
+
 class Fp8:
     """Two tensors, "codes" [out, in] E4M3 and "scale" [out] float32: a weight is codes * scale; see `Quantization`.
 
@@ -80,11 +90,12 @@ class Fp8:
         }
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
-        """See `Quantization`: rounded activations on GPUs; on CPUs what rounding takes, or torch's operations."""
+        """See `Quantization`: rounded activations on GPUs that multiply codes; elsewhere what rounding takes, or
+        torch's operations."""
         from trtrun.kernels.torch.fp8 import TorchFp8Matmul
 
         inputs = weight.shape[1]
-        if device_type == "cuda":
+        if has_fp8_products(device_type):
             return rows * (inputs + _ROW_BYTES)
         return TorchFp8Matmul.working_bytes(rows, inputs)
 

@@ -31,6 +31,7 @@ from trtrun.linear.quantization.base import (
     WeightSource,
     check_half_precision,
 )
+from trtrun.linear.quantization.fp8 import has_fp8_products
 
 if TYPE_CHECKING:
     import torch
@@ -40,16 +41,6 @@ BLOCK = 128
 
 _ROUNDED_TOGETHER = 16
 """Rows whose scales lie beside each other in memory, and bytes that codes of a row are aligned to."""
-
-
-def has_fp8_products(device_type: str) -> bool:
-    """Whether codes are multiplied as they are: on GPUs whose matrix units take E4M3. Where there is none, as where a
-    plan is made for another host, one like that is meant."""
-    import torch
-
-    from trtrun.kernels.triton.support import multiplies_fp8
-
-    return device_type == "cuda" and (not torch.cuda.is_available() or multiplies_fp8(torch.device("cuda")))
 
 
 class Fp8Block:
@@ -82,11 +73,12 @@ class Fp8Block:
         }
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
-        """See `Quantization`: rounded activations on GPUs; elsewhere what torch's operations take."""
+        """See `Quantization`: rounded activations on GPUs that multiply codes; elsewhere what torch's operations
+        take."""
         from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul
 
         features, inputs = weight.shape
-        if device_type == "cuda":
+        if has_fp8_products(device_type):
             scales = -(-inputs // BLOCK) * 4
             return rows * (inputs + scales + _ROUNDED_TOGETHER) + _ROUNDED_TOGETHER * scales
         return TorchFp8BlockMatmul.working_bytes(rows, features, inputs)

@@ -92,9 +92,11 @@ def _read_activations(group: Mapping[str, Any]) -> Activations:
         return "none"
     if not inputs.get("dynamic"):
         return "static"
-    if inputs.get("strategy") == "token":
+    size = inputs.get("group_size")
+    strategy = inputs.get("strategy") or ("tensor" if size is None else "group")
+    if strategy == "token":
         return "token"
-    return "group" if inputs.get("group_size") in (None, BLOCK) else "none"
+    return "group" if strategy == "group" and size in (None, BLOCK) else "none"
 
 
 def _read_float(weights: Mapping[str, Any], activations: Activations) -> Layout:

@@ -23,7 +23,8 @@ from trtrun.linear.quantization.base import (
     TensorSpec,
     WeightSource,
 )
-from trtrun.linear.quantization.fp8_block import BLOCK, has_fp8_products
+from trtrun.linear.quantization.fp8 import has_fp8_products
+from trtrun.linear.quantization.fp8_block import BLOCK
 from trtrun.linear.quantization.int4 import FEATURES, INPUTS, Int4, has_int4_products, int4_group
 
 if TYPE_CHECKING:

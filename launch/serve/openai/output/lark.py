@@ -9,6 +9,9 @@ import json
 import re
 from collections.abc import Mapping
 
+from trtrun.core.guide import MOST_GUIDE_CHARACTERS
+from trtrun.errors import InvalidRequestError
+
 
 class Lark:
     """Rules of a grammar, as they are put down."""
@@ -16,6 +19,7 @@ class Lark:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._rules: dict[str, str] = {"TEXT": r"/(.|\n)*/", "BLANKS": r"/\s*/"}
+        self._characters = 0
 
     @property
     def size(self) -> int:
@@ -23,7 +27,17 @@ class Lark:
         return len(self._rules)
 
     def put(self, name: str, rule: str) -> str:
-        """Put down a rule; returns its name."""
+        """Put down a rule; returns its name.
+
+        Raises:
+            InvalidRequestError: all are longer than a grammar may be: not written first, as each parameter of a tool
+                may have a rule that holds all that its schema defines.
+        """
+        self._characters += len(rule) - len(self._rules.get(name, ""))
+        if self._characters > MOST_GUIDE_CHARACTERS:
+            raise InvalidRequestError(
+                f"tools: what guides the answer is longer than {MOST_GUIDE_CHARACTERS} characters, which are the most"
+            )
         self._rules[name] = rule
         return name
 

@@ -56,18 +56,28 @@ def parameter_rules(lark: Lark, tool: Tool) -> str:
     for name in required:
         if is_strict and name not in properties:
             raise _unfollowed(where, f"requires {name!r}, which is not among its properties")
-    rules = []
+    rules: list[str] = []
+    choices: dict[int, str] = {}
     for name, schema in properties.items():
         if not _KEY.fullmatch(name):
             raise _unfollowed(where, f"has a name with blanks or brackets, {name!r}")
         opening = json.dumps(f"{PARAMETER}{name}>\n", ensure_ascii=False)
-        rule = f"{opening} {_value(lark, f'{where}.properties.{name}', schema, parameters, is_strict)}"
+        value = _value(lark, f"{where}.properties.{name}", schema, parameters, is_strict, choices)
+        rule = f"{opening} {value}"
         rules.append(rule if name in required else f"({rule})?")
     return " ".join(rules)
 
 
-def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any], is_strict: bool, depth: int = 0) -> str:
-    """A value, and the mark behind it."""
+def _value(
+    lark: Lark,
+    where: str,
+    schema: Any,
+    root: Mapping[str, Any],
+    is_strict: bool,
+    known: dict[int, str],
+    depth: int = 0,
+) -> str:
+    """A value, and the mark behind it. `known`: rules of alternatives, put down once, as many others may name them."""
     if depth > _MOST_DEEP:
         raise _unfollowed(where, f"has anyOf within anyOf, {_MOST_DEEP} deep or within itself")
     types = types_of(schema, root)
@@ -87,7 +97,10 @@ def _value(lark: Lark, where: str, schema: Any, root: Mapping[str, Any], is_stri
         return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in told)}) {_CLOSED}"
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return f"({' | '.join(_value(lark, where, item, root, is_strict, depth + 1) for item in schema[key])})"
+            if id(schema) not in known:
+                items = [_value(lark, where, item, root, is_strict, known, depth + 1) for item in schema[key]]
+                known[id(schema)] = lark.put(f"choice_{lark.size}", " | ".join(items))
+            return known[id(schema)]
     if types != {"string"} and set(schema) & {"minLength", "maxLength", "pattern"}:
         if is_strict:
             raise _unfollowed(where, "is a text among others, with lengths or a pattern")

@@ -50,12 +50,19 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return None
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Names of the JSON types that values may have; all where a schema does not say."""
+    return _types_of(schema, root, 0, {})
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]) -> frozenset[str]:
+    """`known`: of schemas that were looked at, or are, each once: alternatives may name each other, and themselves."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _MOST_STEPS:
         return ALL_TYPES
-    found = ALL_TYPES
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = found = ALL_TYPES
     told = schema.get("type")
     if isinstance(told, str | list):
         found = frozenset([told] if isinstance(told, str) else map(str, told))
@@ -64,7 +71,8 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         found &= frozenset(_TYPE_NAMES[type(value)] for value in values)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            found &= frozenset().union(*(types_of(item, root, depth + 1) for item in schema[key]))
+            found &= frozenset().union(*(_types_of(item, root, depth + 1, known) for item in schema[key]))
+    known[id(schema)] = found
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from checkpoints import make_tokenizer
 
 from launch.serve.openai.output.events import Arguments
 from launch.serve.openai.output.grammars import Wanted, write_grammar
+from launch.serve.openai.output.lark import Lark
+from launch.serve.openai.output.parameter_rules import parameter_rules
 from launch.serve.openai.output.parameters import ALL_TYPES, as_json, types_of
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
 from launch.serve.openai.tools import Choice, read_tools
@@ -44,6 +47,30 @@ ROOT = {"$defs": {"kind": {"enum": ["a", "5"]}, "loop": {"$ref": "#/$defs/loop"}
 )
 def test_types_are_what_a_schema_says(schema: Any, types: set[str]) -> None:
     assert types_of(schema, ROOT) == types
+
+
+def test_alternatives_that_many_name_are_looked_at_once() -> None:
+    """Each of ten, of which each may be any of the next ten; and one that is ten times itself."""
+    defs: dict[str, Any] = {f"a{place}": {"anyOf": [{"$ref": f"#/$defs/a{place + 1}"}] * 10} for place in range(7)}
+    defs |= {"a7": {"type": ["string", "null"]}, "self": {"anyOf": [{"$ref": "#/$defs/self"}] * 10}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": defs}
+    assert types_of({"$ref": "#/$defs/self"}, schema) == ALL_TYPES
+    assert types_of({"$ref": "#/$defs/a0"}, schema) == {"string", "null"}
+    [tool] = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}).tools
+    lark = Lark({})
+    parameter_rules(lark, tool)
+    assert lark.size < 200
+
+
+def test_a_grammar_ends_where_it_is_too_long() -> None:
+    """Each parameter has a rule with all that the schema defines: a short request would be gigabytes."""
+    properties = {f"p{number}": {"type": "array", "items": {"$ref": "#/$defs/a"}} for number in range(1000)}
+    schema = {"type": "object", "properties": properties, "$defs": {"a": {"enum": ["a" * 10_000]}}}
+    tracemalloc.start()
+    with pytest.raises(InvalidRequestError, match="tools: what guides the answer is longer than 131072 characters"):
+        grammar_of(schema)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
