@@ -135,7 +135,8 @@ def test_the_draft_model_does_nothing_for_rows_that_are_not_drafted_for(pair: tu
     ("draft_len", "line"),
     [
         (MOST + 1, "draft_len is 5, more than speculation.draft_len, which is 4: give that or less, or leave it out"),
-        (-1, r"draft_len must be 0 \(plain decoding\) or more, not -1"),
+        (-1, r"draft_len must be 0 \(plain decoding\) to 2\*\*31 - 1, not -1"),
+        (1 << 64, r"draft_len must be 0 \(plain decoding\) to 2\*\*31 - 1, not 18446744073709551616"),
         ("3", 'draft_len must be a whole number, not "3"'),
         (True, "draft_len must be a whole number, not true"),
     ],
