@@ -148,6 +148,13 @@ def _context(limits: SchedulerLimits) -> int:
     return min(context for context in (limits.max_seq_len, limits.draft_max_seq_len) if context is not None)
 
 
+def _longest_prompt(limits: SchedulerLimits) -> int:
+    """Tokens of a prompt that fills a round: whole tiles, as rounds read them, where there is more than one."""
+    bounds = (limits.max_num_tokens, limits.most_chunk, _context(limits) - 1, _LONGEST_PROMPT)
+    length, tile = min(bound for bound in bounds if bound is not None), limits.prompt_tile or 1
+    return length - length % tile if length > tile else length
+
+
 def _has_prompt(limits: SchedulerLimits, length: int) -> bool:
     """Whether a prompt is practised beside a row of `length` tokens."""
     return limits.max_batch_size > 1 and length > _PROMPT
@@ -197,7 +204,7 @@ class _Rehearsal:
     def practise_longest_prompt(self) -> None:
         """One that fills a round. After it the allocator has the memory of such a round, and sums over ranks have their
         links for such sizes, for which the first user would wait."""
-        length = min(self._limits.max_num_tokens, _context(self._limits) - 1, _LONGEST_PROMPT)
+        length = _longest_prompt(self._limits)
         alone = self._plan(1, 0, 0)
         tokens = np.zeros(length, dtype=np.int32)
         admission = replace(alone.admissions[0], tokens=tokens, num_prompt_tokens=length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
         llm.check_idle()
     reference = Reference(target)
     assert found == [reference.greedy(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 2000),
+        ({"prompt_tile": 64}, 1984),
+        ({"most_chunk": 100, "prompt_tile": 64}, 64),
+        ({"most_chunk": 40, "prompt_tile": 64}, 40),
+        ({"draft_max_seq_len": 501}, 500),
+        ({"max_num_tokens": 99999, "max_seq_len": 99999}, 4096),
+    ],
+)
+def test_a_prompt_that_fills_a_round_is_one_that_rounds_read(
+    tmp_path: Path, changes: dict[str, int], length: int
+) -> None:
+    settings = {"scheduler": {"max_num_tokens": 2000}}
+    limits = SchedulerLimits.of(configuration(make_checkpoint(tmp_path, seed=1), None, **settings), 9000, None, 9)
+    assert rehearsed_rounds._longest_prompt(replace(limits, **changes)) == length
 
 
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 64), (9, 512)])
