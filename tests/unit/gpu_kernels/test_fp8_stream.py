@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -135,6 +136,27 @@ def test_few_rows_in_graphs_are_for_it(has_same_bits: bool, in_blocks: bool, mon
     odd, scale = quantize(torch.randn(64, 72)).values()
     streamed = suitability.Streamed(odd, scale, None, never)
     assert not takes(1, 72)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("has_blocks", [False, True])
+@pytest.mark.parametrize("wrong_from", [None, 0, 2 * 64])
+def test_the_second_tile_of_a_program_is_compared_too(
+    wrong_from: int | None, has_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtrun.kernels.triton.fp8_stream import suitability
+
+    def expected(x: RoundedRows, codes: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.zeros(len(x.codes), len(codes))
+
+    def make(codes: torch.Tensor, *_: object) -> Callable[[RoundedRows], torch.Tensor]:
+        made = (torch.arange(len(codes)) >= (len(codes) if wrong_from is None else wrong_from)).float()
+        return lambda x: made.expand(len(x.codes), -1) * (len(codes) > 200 or wrong_from == 0)
+
+    monkeypatch.setattr(suitability, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(suitability, "_make", make)
+    agrees = suitability._compare(torch.device("cpu"), torch.float16, False, has_blocks, expected)
+    assert agrees == (wrong_from is None)
 
 
 def test_it_is_not_for_the_cpu() -> None:

@@ -13,6 +13,7 @@ import torch
 from trtrun.kernels.rounded_rows import GROUP, RoundedRows
 from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
+from trtrun.kernels.triton.support import multiprocessors
 
 _MOST_ROWS = 16
 """With 32 and more, fewer steps of weights have room on their way, and the general kernel is as fast."""
@@ -20,8 +21,12 @@ _MOST_ROWS = 16
 _ALIGNED = 16
 """The copy engine reads rows that begin at a multiple of so many bytes."""
 
-_COMPARED = ((1, 4096), (5, 1040), (16, 528))
-"""Rows and inputs: more steps than are on their way, and steps that the inputs do not fill."""
+_COMPARED = ((1, 4096, False), (5, 1040, False), (16, 528, True))
+"""Rows, inputs, and whether some program has several tiles: more steps than are on their way, and steps that the inputs
+do not fill."""
+
+_FEATURES = 200
+"""Of the weights that are compared: tiles that they do not fill."""
 
 Product = Callable[[RoundedRows, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Rounded rows, codes, scales and a bias to a result, as `fp8_matmul.chain_product`, or
@@ -77,14 +82,15 @@ def _make(codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -
 
 def _compare(device: torch.device, dtype: torch.dtype, adds: bool, has_blocks: bool, reference: Product) -> bool:
     from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fp8_stream.copying import TILE
 
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    features = 200
-    for rows, inputs in _COMPARED:
+    for rows, inputs, has_turns in _COMPARED:
+        features = _FEATURES + (TILE.value * multiprocessors(device) if has_turns else 0)
         x = round_activations(random(rows, inputs).to(dtype), "group" if has_blocks else "row")
         codes = random(features, inputs).to(torch.float8_e4m3fn)
         shape = (-(-features // GROUP), -(-inputs // GROUP)) if has_blocks else (features,)
