@@ -27,54 +27,17 @@ from trtrun.kernels.triton.fp8_stream.copying import (
     ROWS,
     STAGES,
     TILE,
-    ask,
+    copy_steps,
     describe,
     launch_next,
     wait_for_all,
 )
 from trtrun.kernels.triton.fp8_stream.product import begin_group
-from trtrun.kernels.triton.gluon_names import copy_to_shared
 from trtrun.kernels.triton.support import multiprocessors
 
 _WIDTH = gl.constexpr(32)
 """Scales of rows that are brought together: 128 bytes, at which shared memory for the copy engine begins; behind the
 last row zeros."""
-
-
-@gluon.jit
-def _ask_row_scales(x_scale, step, per_tile, row_scales, ready):
-    """Have the rows' scales of a step's groups copied; zeros behind the last group."""
-    stage = step % ready.shape[0]
-    for group in gl.static_range(GROUPS):
-        place = [step % per_tile * GROUPS + group, 0]
-        copy_to_shared(x_scale, place, ready.index(stage), row_scales.index(stage * GROUPS + group))
-
-
-@gluon.jit
-def _ask_weights(codes, x, x_scale, step, per_tile, weights, ready):
-    """Have the weights of a step copied; its barrier then waits for the rows' groups and scales, too."""
-    of_group: gl.constexpr = codes.block_type.nbytes + x.block_type.nbytes + x_scale.block_type.nbytes
-    mbarrier.expect(ready.index(step % ready.shape[0]), GROUPS * of_group)
-    tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
-    ask(codes, tile * TILE, step, per_tile, weights, ready)
-
-
-@gluon.jit
-def _copy_steps(codes, x, x_scale, weights, values, row_scales, ready, free, steps, per_tile, EARLY: gl.constexpr):
-    """The warp that copies, as `copy_steps`, with the scales of rows."""
-    stages: gl.constexpr = ready.shape[0]
-    ahead = gl.minimum(steps, stages)
-    for step in range(0, ahead):
-        _ask_weights(codes, x, x_scale, step, per_tile, weights, ready)
-    wait_for_all(EARLY)
-    for step in range(0, ahead):
-        ask(x, 0, step, per_tile, values, ready)
-        _ask_row_scales(x_scale, step, per_tile, row_scales, ready)
-    for step in range(ahead, steps):
-        mbarrier.wait(free.index(step % stages), (step // stages + 1) & 1)
-        _ask_weights(codes, x, x_scale, step, per_tile, weights, ready)
-        ask(x, 0, step, per_tile, values, ready)
-        _ask_row_scales(x_scale, step, per_tile, row_scales, ready)
 
 
 @gluon.jit
@@ -176,8 +139,8 @@ def _stream_blocks_kernel(
                 weights, values, row_scales, ready, free, scale, bias, y, rows, features, groups, steps, per_tile,
                 ADDS, EARLY,
             )),
-            (_copy_steps, (
-                codes, x, x_scale, weights, values, row_scales, ready, free, steps, per_tile, EARLY,
+            (copy_steps, (
+                codes, x, x_scale, weights, values, row_scales, ready, free, steps, per_tile, True, EARLY,
             )),
         ],
         [1],

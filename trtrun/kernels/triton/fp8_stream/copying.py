@@ -38,7 +38,7 @@ wait_for_all = gluon.jit(early_launch.wait_for_all.fn)
 
 
 @gluon.jit
-def ask(matrix, first_row, step, per_tile, groups, ready):
+def _ask(matrix, first_row, step, per_tile, groups, ready):
     """Have the groups of a step copied, of the rows from `first_row` on; zeros for what is outside of the matrix."""
     stage = step % ready.shape[0]
     for group in gl.static_range(GROUPS):
@@ -47,27 +47,49 @@ def ask(matrix, first_row, step, per_tile, groups, ready):
 
 
 @gluon.jit
-def _ask_weights(codes, x, step, per_tile, weights, ready):
-    """Have the weights of a step copied; its barrier then waits for the rows' groups, too."""
-    mbarrier.expect(ready.index(step % ready.shape[0]), GROUPS * (codes.block_type.nbytes + x.block_type.nbytes))
-    tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
-    ask(codes, tile * TILE, step, per_tile, weights, ready)
+def _ask_row_scales(x_scale, step, per_tile, row_scales, ready):
+    """Have the rows' scales of a step's groups copied; zeros behind the last group."""
+    stage = step % ready.shape[0]
+    for group in gl.static_range(GROUPS):
+        place = [step % per_tile * GROUPS + group, 0]
+        copy_to_shared(x_scale, place, ready.index(stage), row_scales.index(stage * GROUPS + group))
 
 
 @gluon.jit
-def copy_steps(codes, x, weights, values, ready, free, steps, per_tile, EARLY: gl.constexpr):
-    """The warp that copies. Only the rows have to be waited for."""
+def _ask_weights(codes, step, per_tile, weights, ready, GROUP_BYTES: gl.constexpr):
+    """Have the weights of a step copied; its barrier then waits for what else its groups need, too."""
+    mbarrier.expect(ready.index(step % ready.shape[0]), GROUPS * GROUP_BYTES)
+    tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
+    _ask(codes, tile * TILE, step, per_tile, weights, ready)
+
+
+@gluon.jit
+def _ask_rows(x, x_scale, step, per_tile, values, row_scales, ready, IN_GROUPS: gl.constexpr):
+    _ask(x, 0, step, per_tile, values, ready)
+    if IN_GROUPS:
+        _ask_row_scales(x_scale, step, per_tile, row_scales, ready)
+
+
+@gluon.jit
+def copy_steps(
+    codes, x, x_scale, weights, values, row_scales, ready, free, steps, per_tile,
+    IN_GROUPS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """The warp that copies. Only the rows have to be waited for. Where they are rounded IN_GROUPS, their scales come
+    with them; else nobody looks at `x_scale` and `row_scales`."""
     stages: gl.constexpr = ready.shape[0]
+    scale_bytes: gl.constexpr = x_scale.block_type.nbytes if IN_GROUPS else 0
+    group_bytes: gl.constexpr = codes.block_type.nbytes + x.block_type.nbytes + scale_bytes
     ahead = gl.minimum(steps, stages)
     for step in range(0, ahead):
-        _ask_weights(codes, x, step, per_tile, weights, ready)
+        _ask_weights(codes, step, per_tile, weights, ready, group_bytes)
     wait_for_all(EARLY)
     for step in range(0, ahead):
-        ask(x, 0, step, per_tile, values, ready)
+        _ask_rows(x, x_scale, step, per_tile, values, row_scales, ready, IN_GROUPS)
     for step in range(ahead, steps):
         mbarrier.wait(free.index(step % stages), (step // stages + 1) & 1)
-        _ask_weights(codes, x, step, per_tile, weights, ready)
-        ask(x, 0, step, per_tile, values, ready)
+        _ask_weights(codes, step, per_tile, weights, ready, group_bytes)
+        _ask_rows(x, x_scale, step, per_tile, values, row_scales, ready, IN_GROUPS)
 
 
 def describe(codes: torch.Tensor, inputs: int, height: int) -> TensorDescriptor:

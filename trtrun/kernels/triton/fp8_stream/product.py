@@ -119,7 +119,7 @@ def _stream_kernel(
             (_multiply, (
                 weights, values, ready, free, x_scale, scale, bias, y, rows, features, steps, per_tile, ADDS, EARLY,
             )),
-            (copy_steps, (codes, x, weights, values, ready, free, steps, per_tile, EARLY)),
+            (copy_steps, (codes, x, x, weights, values, values, ready, free, steps, per_tile, False, EARLY)),
         ],
         [1],
         [24],
