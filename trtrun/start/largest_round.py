@@ -30,6 +30,10 @@ _MUCH_PADDING = 17
 _GRAPH_TENSORS_BYTES = 1 << 17
 """What a graph reads and writes of its own; block tables are all graphs' together."""
 
+_MOST_GRAPH_BYTES = 1 << 26
+"""A graph takes less beside torch's allocator: kilobytes for each of its kernels. Free memory is the whole GPU's, so
+that more than that is what another process has taken meanwhile."""
+
 _FEW_ROWS = 8
 """Rows whose contexts attention splits (kernels/triton/attention_tiles.py), for which it keeps results of shares."""
 
@@ -263,8 +267,8 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
             rehearsal.play(small_round(shape))
             torch.cuda.synchronize(device)
             more = rehearsal.num_graphs - captured
-            beside = max(0, _elsewhere(device, free, reserved) - elsewhere) // max(1, more)
-            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * rehearsal.most_graphs
+            beside = graph_bytes(_elsewhere(device, free, reserved) - elsewhere, more)
+            for_graphs = beside * rehearsal.most_graphs
         peak = torch.cuda.max_memory_reserved(device) - reserved
     finally:
         rehearsal.close()
@@ -272,6 +276,12 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
         gc.collect()
         torch.cuda.empty_cache()
     return peak + max(0, elsewhere) + for_graphs
+
+
+def graph_bytes(taken: int, num_graphs: int) -> int:
+    """Bytes that a graph takes beside what all compute in, where `taken` bytes fewer were free on the GPU behind
+    `num_graphs` more of them."""
+    return min(max(0, taken) // max(1, num_graphs), _MOST_GRAPH_BYTES) + _GRAPH_TENSORS_BYTES
 
 
 def _elsewhere(device: torch.device, free: int, reserved: int) -> int:

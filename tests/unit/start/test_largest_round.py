@@ -318,3 +318,13 @@ def test_the_reckoned_bytes_are_no_less_than_a_round_takes(tmp_path: Path, use_l
     assert taken <= reckoned
     logits = 32 * 5 * 30_000 * 4
     assert taken > 2 * logits, "the measure sees logits and what sampling makes of them"
+
+
+@pytest.mark.parametrize(
+    ("taken", "num_graphs", "expected"), [(6 << 20, 3, 2 << 20), (40 << 30, 2, 64 << 20), (-(1 << 30), 2, 0), (5, 0, 5)]
+)
+def test_what_another_process_takes_is_not_counted_for_each_graph(taken: int, num_graphs: int, expected: int) -> None:
+    """Free memory is the whole GPU's."""
+    tensors = largest_round.graph_bytes(0, 1)
+    assert 0 < tensors < MIB
+    assert largest_round.graph_bytes(taken, num_graphs) == expected + tensors
