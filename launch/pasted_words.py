@@ -1,17 +1,19 @@
 """Command lines of TensorRT-LLM's examples as web pages print them: pasted into a shell, they are read all the same.
 
-It knows words. It does not know options.
+It knows words, and that options have other names there. It does not know options.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import click
 
-from trtrun.errors import nearest
+from trtrun.errors import ConfigError, nearest
 
 DASHES = "\u2013\u2014"
 OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
@@ -42,7 +44,8 @@ class PastedParser(argparse.ArgumentParser):
 
 
 def mend_words(words: Sequence[str]) -> list[str]:
-    """Undo what web pages do to a command line: `–option`, `--option = value`, and “quotes” that no shell sees.
+    """Undo what web pages do to a command line: `–option`, `-- option` where a line was broken between them,
+    `--option = value`, and “quotes” that no shell sees.
 
     Words that the shell has split inside such quotes are put together again, with single spaces. A prompt that was
     quoted for the shell keeps every character.
@@ -53,6 +56,8 @@ def mend_words(words: Sequence[str]) -> list[str]:
         word = rest.pop(0)
         if word[:1] in tuple(DASHES) and word[1:2].isalpha():
             word = "--" + word[1:]
+        if word == "--" and rest and rest[0].partition("=")[0].isidentifier():
+            word += rest.pop(0)
         if word.startswith("--") and rest[:1] == ["="] and len(rest) > 1:
             word += "=" + rest[1]
             rest = rest[2:]
@@ -63,6 +68,23 @@ def mend_words(words: Sequence[str]) -> list[str]:
             rest = rest[closing_at + 1 :]
         mended.append(word)
     return mended
+
+
+@contextmanager
+def naming_options(names: Mapping[str, str]) -> Iterator[None]:
+    """Have what is wrong said with the options that were typed.
+
+    Args:
+        names: by the names that trtrun's own command has for them.
+
+    Raises:
+        ConfigError: as it was raised inside, with other names of options.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        message = re.sub(r"(?<![\w/-])--[\w-]+", lambda found: names.get(found[0], found[0]), str(error))
+        raise ConfigError(message) from None
 
 
 def _part(word: str, known: Sequence[str]) -> str:

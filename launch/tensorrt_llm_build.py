@@ -17,7 +17,7 @@ import click
 from launch.cli import guarded, leave
 from launch.commands.build import BuildOptions, run_build
 from launch.commands.written_models import make_folders_above
-from launch.pasted_words import PastedParser
+from launch.pasted_words import PastedParser, naming_options
 from trtrun.building.settings import BuildSettings
 from trtrun.configuration.engine_directory import Limits
 from trtrun.configuration.model_paths import find_model
@@ -48,6 +48,13 @@ IDLE = (
 )
 """Options of the original that there is nothing to do for: plugins, profiles and caches of its compiler, a paged cache
 that there always is, and log probabilities, which requests ask for."""
+
+OPTIONS = {
+    **{"--checkpoint": "--checkpoint_dir", "--output": "--output_dir", "--tp": "--tp_size"},
+    **{"--max-batch-size": "--max_batch_size", "--max-num-tokens": "--max_num_tokens"},
+    **{"--max-seq-len": "--max_seq_len", "--max-draft-len": "--max_draft_len"},
+}
+"""By the names that trtrun's own command has for them."""
 
 UNSUPPORTED = ("lora_plugin", "lora_dir", "model_config", "build_config", "auto_parallel", "model_cls_file")
 
@@ -124,7 +131,11 @@ def _max_seq_len(arguments: argparse.Namespace) -> int | None:
 
 def run(words: Sequence[str]) -> int:
     """Build what the command line asks for; returns the exit status."""
-    arguments = parse_arguments(words)
+    with naming_options(OPTIONS):
+        return _build(parse_arguments(words))
+
+
+def _build(arguments: argparse.Namespace) -> int:
     options = make_options(arguments)
     given = [*IDLE, "speculative_decoding_mode", *(["max_input_len"] if arguments.max_output_len is None else [])]
     idle = [f"--{name}" for name in given if getattr(arguments, name) is not None]

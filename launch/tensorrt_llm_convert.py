@@ -15,7 +15,7 @@ import click
 from launch.cli import guarded, leave
 from launch.commands.convert import ConvertOptions, run_conversion
 from launch.commands.written_models import make_folders_above
-from launch.pasted_words import PastedParser
+from launch.pasted_words import PastedParser, naming_options
 
 QUANTIZING = (
     "use_weight_only",
@@ -35,6 +35,10 @@ IDLE = (
     *("use_parallel_embedding", "embedding_sharding_dim", "use_embedding_sharing"),
 )
 """Options that there is nothing to do for: however an embedding lies in the files, ranks read their share of it."""
+
+
+OPTIONS = {"--model": "--model_dir", "--output": "--output_dir", "--tp-size": "--tp_size"}
+"""By the names that trtrun's own command has for them."""
 
 
 def parse_arguments(words: Sequence[str]) -> ConvertOptions:
@@ -83,9 +87,10 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def run(words: Sequence[str]) -> int:
     """Convert what the command line asks for; returns the exit status."""
-    options = parse_arguments(words)
-    make_folders_above(options.output)
-    return run_conversion(options)
+    with naming_options(OPTIONS):
+        options = parse_arguments(words)
+        make_folders_above(options.output)
+        return run_conversion(options)
 
 
 def main() -> None:

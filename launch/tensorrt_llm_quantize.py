@@ -16,7 +16,7 @@ import click
 from launch.cli import guarded, leave
 from launch.commands.quantize import run_quantization
 from launch.commands.written_models import make_folders_above
-from launch.pasted_words import PastedParser
+from launch.pasted_words import PastedParser, naming_options
 from launch.quantize.options import QuantizeOptions, parse_device_names
 from trtrun.errors import nearest
 from trtrun.quantizing.settings import QuantizingSettings
@@ -26,6 +26,14 @@ FORMATS = {"fp8": "fp8", "fp8_pb_wo": "fp8_block", "int4_awq": "int4_awq", "int8
 
 DATA_SETS = ("cnn_dailymail", "ccdv/cnn_dailymail", "pileval", "wikitext", "minipile")
 """Names that the original downloads; the first is its default."""
+
+
+OPTIONS = {
+    **{"--model": "--model_dir", "--output": "--output_dir", "--format": "--qformat", "--kv-cache": "--kv_cache_dtype"},
+    **{"--calibration": "--calib_dataset", "--samples": "--calib_size", "--max-length": "--calib_max_seq_length"},
+    **{"--group-size": "--awq_block_size", "--tp-size": "--tp_size"},
+}
+"""By the names that trtrun's own command has for them."""
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -99,9 +107,10 @@ def make_options(arguments: argparse.Namespace) -> QuantizeOptions:
 
 def run(words: Sequence[str]) -> int:
     """Quantize what the command line asks for; returns the exit status."""
-    options = make_options(parse_arguments(words))
-    make_folders_above(options.output)
-    return run_quantization(options)
+    with naming_options(OPTIONS):
+        options = make_options(parse_arguments(words))
+        make_folders_above(options.output)
+        return run_quantization(options)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine
+from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine, was_built
 from trtrun.configuration.hub_cache import mend_download
 from trtrun.errors import CheckpointError, one_line, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
@@ -76,6 +76,8 @@ def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
                 return {}
             if command := find_unfinished(path):
                 raise CheckpointError(f"{path} has no {name}: `trtrun {command}` has not ended there: run it again")
+            if was_built(path):
+                raise CheckpointError(f"{path} has {ENGINE_FILE}, but no {name}: copy the engine again")
             way = mend_download(path, "give a Hugging Face model directory")
             raise CheckpointError(f"{path} has no {name}; {way}")
         if file.stat().st_size > _MOST_JSON_BYTES:

@@ -37,7 +37,8 @@ def find_section(path: Path, values: Mapping[str, Any]) -> tuple[str, Any]:
     Raises:
         CheckpointError: ModelOpt's file is damaged.
     """
-    if section := values.get("quantization_config"):
+    section = values.get("quantization_config")
+    if section is not None and section != {}:
         return "config.json", section
     beside = read_json(path, QUANTIZATION_FILE, required=False)
     return QUANTIZATION_FILE, {"quant_method": "modelopt", **beside} if beside else None
@@ -54,11 +55,13 @@ def read_quantization(path: Path, values: Mapping[str, Any]) -> tuple[str | None
         CheckpointError: it is quantized in a way that is not supported.
     """
     file, section = find_section(path, values)
-    if not section:
+    if section is None:
         return None, None
-    method = section.get("quant_method", "unknown") if isinstance(section, dict) else section
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{path / file}: 'quantization_config' must be an object, not {shorten(section)}")
+    method = section.get("quant_method", "unknown")
     try:
-        if not isinstance(section, dict) or str(method) not in STORED_QUANTIZATIONS:
+        if str(method) not in STORED_QUANTIZATIONS:
             raise CheckpointError(
                 f"quantized weights ({shorten(method)}) are not supported; known: {', '.join(STORED_QUANTIZATIONS)}, "
                 "and models in float32, float16 or bfloat16"

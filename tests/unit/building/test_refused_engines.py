@@ -119,7 +119,8 @@ def edit(engine: Path, **changes: Any) -> None:
         (lambda engine: edit(engine, kv_scales={"a": [[1.0], [1.0]]}), r"engine\.json is not the file that was built"),
         (lambda engine: edit(engine, sha256=""), r"engine\.json is not the file that was built"),
         (change_config, r"config\.json is not the file that was built: copy the engine again, or build it again"),
-        (lambda engine: (engine / "config.json").unlink(), r"has no config\.json"),
+        (lambda engine: (engine / "config.json").unlink(),
+         r"engine has engine\.json, but no config\.json: copy the engine again"),
     ],
 )  # fmt: skip
 def test_what_is_damaged_is_refused_before_ranks_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -12,7 +13,8 @@ from engines import build_engine
 from hub_caches import fill_cache
 from huggingface_hub import constants
 
-from launch.pasted_words import mend_words
+from launch import tensorrt_llm_build, tensorrt_llm_convert, tensorrt_llm_quantize
+from launch.pasted_words import mend_words, naming_options
 from launch.tensorrt_llm import (
     make_runtime_config,
     parse_arguments,
@@ -28,6 +30,8 @@ from trtrun.errors import ConfigError
     [
         (["\u2013engine_dir", "x"], ["--engine_dir", "x"]),
         (["--a", "=", "b"], ["--a=b"]),
+        (["--", "max_output_len", "100", "--", "a=b", "--"], ["--max_output_len", "100", "--a=b", "--"]),
+        (["--", "a prompt", "--", "4"], ["--", "a prompt", "--", "4"]),
         (["\u2013a", "=", "\u201c[10,[0],", "False]\u201d", "c"], ["--a=[10,[0], False]", "c"]),
         (["--input_text=\u201cHow", "does", "it?\u201d"], ["--input_text=How does it?"]),
         (["\u201cHello\u201d, she said"], ["\u201cHello\u201d, she said"]),
@@ -37,6 +41,45 @@ from trtrun.errors import ConfigError
 )
 def test_what_web_pages_do_is_undone_and_prompts_stay(written: list[str], read: list[str]) -> None:
     assert mend_words(written) == read
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "message"),
+    [
+        (tensorrt_llm_convert.run, "--model_dir nowhere --output_dir out", "^--model_dir: no such directory"),
+        (tensorrt_llm_convert.run, "--model_dir asset:target --output_dir .", r"^--output_dir \."),
+        (tensorrt_llm_build.run, "--checkpoint_dir asset:draft --output_dir out --tp_size 0", "^--tp_size is 0"),
+        (
+            tensorrt_llm_build.run,
+            "--checkpoint_dir asset:draft --output_dir out --max_num_tokens 2 --max_batch_size 4",
+            "^--max_num_tokens is 2, too .*, or --max_batch_size smaller",
+        ),
+        (
+            tensorrt_llm_quantize.run,
+            "--model_dir asset:draft --output_dir out --qformat fp8 --awq_block_size 12",
+            "^--awq_block_size is 12",
+        ),
+        (
+            tensorrt_llm_quantize.run,
+            "--model_dir asset:draft --output_dir out --qformat int4_awq --calib_dataset texts",
+            "^--calib_dataset texts: no such file",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_options_that_were_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Sequence[str]], int], words: str, message: str
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        run(words.split())
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_options_in_paths_keep_their_names() -> None:
+    message = r"^--model_dir /hub/models--model/--model and --models: no --force$"
+    with pytest.raises(ConfigError, match=message), naming_options({"--model": "--model_dir"}):
+        raise ConfigError("--model /hub/models--model/--model and --models: no --force")
 
 
 def test_the_draft_configuration_is_read_as_literals() -> None:

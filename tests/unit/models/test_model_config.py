@@ -108,7 +108,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a positive number, not None"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' must be a positive number"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
-    ({"quantization_config": "gptq"}, r"quantized weights \('gptq'\) are not supported"),
+    ({"quantization_config": "gptq"}, r"config\.json: 'quantization_config' must be an object, not 'gptq'"),
+    ({"quantization_config": []}, r"config\.json: 'quantization_config' must be an object, not \[\]"),
     (
         {"hidden_size": 10**30},
         "'hidden_size' is 1000000000000000000000000000000, more than any model has: at most 10485",
