@@ -160,6 +160,20 @@ def test_what_is_wrong_is_said_in_a_line(server: Server) -> None:
     assert not [line for line in server.lines if "Traceback" in line]
 
 
+def test_what_never_ends_is_ended_elsewhere_than_in_the_front(server: Server) -> None:
+    """Each pattern doubles what the library does, more than once: a few hundred characters are hours of work."""
+    patterns = [{"pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(5, 25)]
+    schema = {"type": "string", "allOf": patterns}
+    named = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
+    for path, body in (
+        (COMPLETIONS, {"prompt": PROMPT, "guided_json": schema}),
+        (GENERATE, {"text_input": PROMPT, **named}),
+    ):
+        answer = server.post(path, {**body, "max_tokens": 2})
+        assert answer.status_code in (400, 413), answer.text
+        assert re.search("processor time|more memory", answer.text), answer.text
+
+
 def test_triton_clients_ask_by_their_names(server: Server, llm: LLM) -> None:
     assert llm.tokenizer is not None
     for kind, guide, guided in (

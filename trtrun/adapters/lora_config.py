@@ -42,6 +42,11 @@ _HARMLESS = (
     "ephemeral_gpu_offload", "qalora_group_size", "velora_config",
 )  # fmt: skip
 """Of how it was trained, or about files."""
+_BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""How names of starts begin that take out of the base what they put into the adapter. PEFT does so again where it loads
+such an adapter; of one that it has converted it writes true."""
+_MOST_SAID = 60
+"""Characters of a key."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,18 @@ def _check_kind(file: Path, values: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file}: use_rslora must be true or false, not {shorten(values['use_rslora'])}")
     if values.get("fan_in_fan_out"):
         raise CheckpointError(f"{file}: fan_in_fan_out is true, which the linear layers of these models are not")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
+        raise CheckpointError(
+            f"{file}: init_lora_weights is {shorten(start, 60)}, which changes the base model, too: save it with "
+            "path_initial_model_for_weight_conversion, which makes a usual one of it"
+        )
     for key, value in values.items():
         if key not in _USED and key not in _HARMLESS and value not in (None, False, "", [], {}):
-            raise CheckpointError(f"{file}: {key} is {shorten(value, 60)}, which is not supported: train without it")
+            named = key if key.isprintable() else shorten(key)
+            raise CheckpointError(
+                f"{file}: {named[:_MOST_SAID]} is {shorten(value, 60)}, which is not supported: train without it"
+            )
 
 
 def _read_patterns(

@@ -17,6 +17,9 @@ from trtrun.models.config import ModelConfig
 PREFIX = "base_model.model."
 """In front of the names of modules."""
 
+_MOST_HEADER_BYTES = 1 << 22
+"""Some 30,000 tensors, ten times those of the largest models."""
+
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -43,6 +46,8 @@ class LoraFiles:
         """
         self.path = path
         self.config = read_lora_config(path)
+        with reading(path, CheckpointError):
+            _check_header(path / WEIGHTS_FILE)
         self.tensors = Checkpoint(path, (WEIGHTS_FILE,), "adapter")
         with reading(path, CheckpointError):
             if self.tensors.list_files() != [path / WEIGHTS_FILE]:
@@ -98,6 +103,18 @@ class LoraFiles:
                     f"{self.tensors.file(name)}: tensor '{name}' has dtype {self.tensors.dtype_code(name)}; known: "
                     f"{', '.join(FLOATS)}"
                 )
+
+
+def _check_header(file: Path) -> None:
+    """Refuse a file that names far more tensors than an adapter has: rounds wait while it is read."""
+    if file.is_file():
+        with file.open("rb") as weights:
+            size = int.from_bytes(weights.read(8), "little")
+        if _MOST_HEADER_BYTES < size < file.stat().st_size:  # a longer one is no header
+            raise CheckpointError(
+                f"{file} has a header of {size} bytes; {_MOST_HEADER_BYTES} are the most of an adapter: save it with "
+                "PEFT again"
+            )
 
 
 def open_adapter(name: str, path: Path, model: ModelConfig, max_rank: int, key: str = "adapters") -> LoraFiles:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -19,7 +19,7 @@ from llguidance import LLParserLimits
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
 
-_MOST_RULES = 500
+_MOST_RULES = 600
 _MOST_REMAINDERS = 10_000
 _RULE = re.compile(r":+=?")
 _SCHEMA = re.compile(r"%json\s*")
@@ -96,7 +96,7 @@ def _check_multiples(numbers: Iterable[str]) -> None:
             _, digits, _ = Decimal(number).as_tuple()
         except InvalidOperation:
             continue  # the grammar engine says what is wrong
-        common = math.lcm(common, _without_tens(int("".join(map(str, digits)))))
+        common = math.lcm(common, _without_tens(digits))
         if common > _MOST_REMAINDERS:
             raise InvalidRequestError(
                 "guided: multipleOf takes too much: least common multiple of its numbers, without zeros at the end, "
@@ -104,11 +104,11 @@ def _check_multiples(numbers: Iterable[str]) -> None:
             )
 
 
-def _without_tens(number: int) -> int:
-    """A number without its zeros at the end, which take a state each; 1 of 0."""
-    while number and number % 10 == 0:
-        number //= 10
-    return number or 1
+def _without_tens(digits: Sequence[int]) -> int:
+    """A number without its zeros at the end, which take a state each; 1 of 0. Of one with more digits than may be, the
+    first ones, which are too many already: Python makes no number of thousands of digits."""
+    kept = "".join(map(str, digits)).strip("0")[: len(str(_MOST_REMAINDERS)) + 1]
+    return int(kept or 1)
 
 
 def _pairs(schema: Any) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -26,7 +27,9 @@ WORDS = {
     "grammar": "grammar",
 }
 _MOST_LOOKED_AT = 200
-"""Parts of a schema that are tried on their own to find the one that is wrong."""
+_MOST_SECONDS = 1.0
+"""Parts of a schema that are tried on their own to find the one that is wrong, and processor time after which no other
+one is: each may take as long as the whole."""
 _MOST_SAID = 300
 _ROOT = "its root"
 _SHOWN = re.compile(r"\d+ \|")
@@ -66,13 +69,14 @@ def in_words(error: str) -> str:
 def _find_wrong_part(text: str, said: str) -> tuple[str, str]:
     """A pointer to the innermost part of a schema of which by itself the same is said as of the whole, and that."""
     where, part, budget, found = "", json.loads(text), _MOST_LOOKED_AT, True
+    deadline = time.thread_time() + _MOST_SECONDS
     beside = _beside(text)
     if _kind(_error_of(beside)) == _kind(said):  # of what holds for all parts
         return _ROOT, said
     while found:
         found = False
         for step, inner in _parts(part):
-            if budget <= 0:
+            if budget <= 0 or time.thread_time() > deadline:
                 break
             if inner is False:  # which forbids what it is of, and is right where that may be left out
                 continue

@@ -106,7 +106,6 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         section.max_body_bytes,
     )
     prompts = PromptReader(model, tokenizer)
-    prompts.prepare_guides()  # while the engine starts
     front = Front(
         name,
         prompts,

@@ -263,7 +263,7 @@ class Front:
             sampling: of all of them, or of each, with the same `n`. A seed is drawn for each object without one.
             arrived: when its body was there, in seconds of `time.perf_counter`: its time runs from then on.
             are_read: prompts are the model's tokens, and it can follow the parameters, whatever their length (`reading`
-                has looked at them); else the request is short.
+                has looked at them); else the request is short, and nothing guides its text.
 
         Raises:
             Refusal: it is wrong, or there is no room.
@@ -298,10 +298,9 @@ class Front:
         """Prompts as tokens, with parameters that the model can follow. All of them are short, for this is the event
         loop."""
         for parameters in distinct(sampling):
-            if parameters.guided is None:
-                self._prompts.check(parameters)
-            else:  # a grammar may take a tenth of a second, in which the event loop serves others
-                await asyncio.to_thread(self._prompts.check, parameters)
+            # A grammar may take any time and memory, which only another process can be held to.
+            assert parameters.guided is None, "what is guided is read elsewhere"
+            self._prompts.check(parameters)
         with self._arrivals.coming():
             return await self._tokens.encode(prompts)
 

@@ -133,6 +133,8 @@ class KServeService:
             if is_stopping(request):
                 return Begun(body, _stop(sent.model, body.request_id, beside, counted))
             rows = read_row_requests(request, self._facts)
+            if any(row.sampling.guided is not None for row in rows):
+                return await self._begin_long(sent, arrived, beside, counted)
             prompts, sampling = [row.prompt for row in rows], [row.sampling for row in rows]
             generation = await self.front.begin(prompts, sampling, arrived)
             return Begun(body, Run(request, rows, generation, self.front, self._block_size, counted))
@@ -141,7 +143,7 @@ class KServeService:
             raise
 
     async def _begin_long(self, sent: Sent, arrived: float, beside: Places | None, counted: ModelRequest) -> Begun:
-        """The same for one that is read beside the event loop."""
+        """The same for one that is read beside the event loop: for its length, or for what its guide may take."""
         found = await self.front.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
         if isinstance(found, ReadAnswer):
             counted.num_inferences = found.num_inferences

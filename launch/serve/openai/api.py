@@ -131,6 +131,8 @@ class OpenAIApi:
         if len(body) > READ_HERE:
             return await self._read_aside("completion", request, body, arrived)
         call = read_completion(parse_json(body), self._front.model_name, self._front.adapters)
+        if call.answering.sampling.guided is not None:
+            return await self._read_aside("completion", request, body, arrived)
         if not call.encoding.is_needed:
             return _Asked(call.prompts, call.answering)
         return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)

@@ -100,6 +100,10 @@ class Reader:
             facts.lora_tasks,
         )
 
+    def prepare(self) -> None:
+        """Have read what guides need, before the first request."""
+        self._prompts.prepare_guides()
+
     def read(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
         """What a request asks for, and the blocks that go with it; a refusal where it is wrong."""
         try:
@@ -218,7 +222,10 @@ def main() -> None:
     with socket.socket(fileno=os.dup(0)) as front:
         facts = unpack(_read(front, HEAD_BYTES), Facts)
         os.nice(facts.niceness)
-        _read_on(front, _make_reader(facts), facts)
+        reader = _make_reader(facts)
+        if reader is not None:
+            reader.prepare()
+        _read_on(front, reader, facts)
 
 
 def _make_reader(facts: Facts) -> Reader | None:

@@ -87,6 +87,9 @@ def test_ranks_and_scales_of_modules(tmp_path: Path, target: Path) -> None:
         ({"trainable_token_indices": [3]}, "trainable_token_indices is [3]"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is [[0, 1]]"),
         ({"something_new": {"x": 1}}, "something_new is {'x': 1}, which is not supported"),
+        ({"some\nthing": 1}, r"'some\nthing' is 1, which is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base model"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA', which changes the base model"),
         ({"r": 0}, "r must be a rank between 1 and 256, not 0"),
         ({"r": True}, "r must be a rank"),
         ({"lora_alpha": "much"}, "lora_alpha must be a finite number, not 'much'"),
@@ -132,6 +135,12 @@ def test_what_tensors_may_not_be(
     path = edit_adapter(make_adapter(tmp_path / "a", target, modules=["q_proj"]), change)
     with pytest.raises(CheckpointError, match=re.escape(line)):
         files_of(path, target)
+
+
+def test_a_header_that_takes_long_is_not_read(tmp_path: Path, target: Path) -> None:
+    path = make_adapter(tmp_path / "a", target, modules=["q_proj"])
+    with pytest.raises(CheckpointError, match=r"has a header of \d+ bytes; 4194304 are the most"):
+        files_of(edit_adapter(path, lambda tensors: tensors.update({"x" * (1 << 22): torch.ones(1)})), target)
 
 
 def test_what_is_no_adapter(tmp_path: Path, target: Path) -> None:

@@ -17,6 +17,7 @@ from trtrun import SamplingParams
 from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide
 from trtrun.core.nouns import Draft, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
+from trtrun.guiding import complaints
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostDraft
@@ -145,7 +146,7 @@ def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None
         ({"json": {"type": "string", "pattern": r"<\|endoftext\|>"}}, "the JSON schema has <|endoftext|>"),
         ({"grammar": r'root ::= "\"<|endoftext|>" [0-9]'}, "the grammar has <|endoftext|> in a text"),
         ({"grammar": r"start: /a<\|endoftext\|>/"}, "the grammar has <|endoftext|> in a text"),
-        ({"json": {"$ref": "#/$defs/0", "$defs": REFERENCES}}, "refers to 4000 parts; 500 are the most"),
+        ({"json": {"$ref": "#/$defs/0", "$defs": REFERENCES}}, "refers to 4000 parts; 600 are the most"),
         (
             {"grammar": "start: a0\n" + "\n".join(f'a{n}: "x" | a{n + 1}' for n in range(4000))},
             "the grammar has 4001 rules",
@@ -154,6 +155,7 @@ def test_what_is_no_guide_is_refused_in_a_line(value: object, said: str) -> None
         ({"json": {"type": "integer", "multipleOf": 1048576}}, "multipleOf takes too much"),
         ({"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (7, 11, 1.3, 17)]}}, "multipleOf takes"),
         ({"grammar": 'start: %json {"type": "integer", "multiple\\u004ff": 999983}'}, "multipleOf takes too much"),
+        ({"grammar": f'start: %json {{"multipleOf": {"7" * 5000}}}'}, "multipleOf takes too much"),
         ({"json": {**BESIDE, "properties": {"a": {"$ref": "#/x/y"}, "b": WRONG}}}, "at /properties/b: Unimplemented"),
         ({"json": {**BESIDE, "$defs": {"a": NOTHING}, "patternProperties": {"^[a%]": WRONG}}}, "/^[a%]: Unimplemented"),
         ({"json": {"$id": "http://x/y", "items": {"$ref": "http://x/y#/z"}, "z": WRONG}}, "at /items: Unimplemented"),
@@ -187,6 +189,14 @@ def test_a_schema_that_is_nested_deep_and_wrong_is_refused(grammars: Grammars) -
     depth = 300
     with pytest.raises(InvalidRequestError, match="cannot be followed at"):
         grammars.check(Guide("json", '{"items":' * depth + json.dumps(WRONG) + "}" * depth))
+
+
+def test_no_part_is_tried_any_more_once_that_has_taken_long(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(complaints, "_MOST_SECONDS", -1.0)
+    with pytest.raises(InvalidRequestError, match="at its root: Unimplemented"):
+        grammars.check(guide_of({"json": {"properties": {"unseen": WRONG}}}))
 
 
 def test_each_of_many_choices_can_be_written(grammars: Grammars, tokenizer: Tokenizer) -> None:

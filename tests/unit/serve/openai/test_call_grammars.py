@@ -122,6 +122,17 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("form", [form for form, *_ in FORMS])
+def test_as_many_tools_may_be_offered_as_openai_takes(tokenizer: Tokenizer, form: str) -> None:
+    offered = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": {"type": "object"}}} for n in range(128)
+    ]
+    use = read_tools({"tools": offered, "tool_choice": "required"})
+    assert use is not None
+    must = write(tokenizer, form, "", False, Wanted(use.callable, True, True))
+    assert not allows(tokenizer, must, "text")  # and is no grammar that is refused
+
+
 @pytest.mark.parametrize(("form", "calls", "free", "wrong"), FORMS, ids=[form for form, *_ in FORMS])
 def test_what_may_be_written_in_a_form(
     tokenizer: Tokenizer, form: str, calls: list[str], free: list[str], wrong: list[str]

@@ -96,7 +96,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
             "tools": [{"type": "function", "function": {"name": f"f{number}"}} for number in range(200)],
             "tool_choice": "required",
         },
-        "500 are the most; give fewer than 200 tools",
+        "600 are the most; give fewer than 200 tools",
         "tools",
     ),
     ({"functions": [{"name": "f"}]}, "functions is not supported here: give tools", "functions"),
