@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig, read_values
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.topology import make_topology
 
@@ -81,6 +81,7 @@ def load(
     speculation: str | None,
     is_front: bool = False,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
+    read: Callable[[Path, Sequence[str]], dict[str, Any]] = read_values,
 ) -> RuntimeConfig:
     """The configuration of this run, the same on every rank. Inside a command that starts ranks, logging begins here.
 
@@ -90,6 +91,7 @@ def load(
         speculation: the method, where an option of its own names it.
         is_front: whether this process is the front of a server, and so never a rank.
         place_ranks: who sits where.
+        read: of the path and the overrides makes what the file holds.
 
     Raises:
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
@@ -101,13 +103,13 @@ def load(
     context = click.get_current_context(silent=True)
     options = context.meta if context is not None else {}
     if _VERBOSITY not in options:
-        return load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks)
+        return load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks, read)
     if options[_LOG_DIRECTORY] is not None:
         extra.append(f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}")
     from launch.logs import quiet_libraries
 
     quiet_libraries(options[_VERBOSITY])
-    config = load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks)
+    config = load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks, read)
     _begin_log(path, config, place_ranks(config), options[_VERBOSITY], is_front)
     return config
 

@@ -80,7 +80,7 @@ def submit(
 
     inner = parse_inner(words, config_path, overrides)
     changes = {name: value for name, value in settings.items() if value is not None}
-    resources = read_resources(config_path, inner.overrides, changes, inner.place_ranks)
+    resources = read_resources(config_path, inner.overrides, changes, inner.place_ranks, inner.read)
     job = make_job(inner, resources, config_path, overrides, array)
     script = render_script(job)
     if dry_run:

@@ -25,9 +25,9 @@ from launch.commands.serve import check_extra, check_served, serve, server_overr
 from launch.commands.train_drafter import train_drafter, train_options
 from launch.slurm.resources import SlurmResources
 from launch.slurm.script import Array, BatchJob, Word, part_output
-from launch.train.job import place_training_ranks
+from launch.train.job import place_training_ranks, read_training_values
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig, read_values
 from trtrun.configuration.topology import make_topology
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, nearest
@@ -72,6 +72,10 @@ class Inner:
     def place_ranks(self, config: RuntimeConfig) -> Topology:
         """Who sits where when the command runs."""
         return place_training_ranks(config) if self.name == "train-drafter" else make_topology(config)
+
+    def read(self, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+        """What the YAML file holds for the command."""
+        return read_training_values(path, overrides) if self.name == "train-drafter" else read_values(path, overrides)
 
 
 def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str]) -> Inner:

@@ -12,7 +12,7 @@ import click
 from launch.commands.common import load, with_config
 from launch.exit_codes import ExitCode, describe_exit_codes
 from launch.mpi.drain import Drain, EndedAtStart, leave_starting_ranks
-from launch.train.job import TrainingJob, place_training_ranks
+from launch.train.job import TrainingJob, place_training_ranks, read_training_values
 from launch.train.options import TrainOptions
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.training.methods.table import METHODS, find_method
@@ -118,7 +118,8 @@ def train_drafter(
     drain = Drain()
     try:
         with drain.listening():
-            status = _train(load(config_path, overrides, speculation, place_ranks=place_training_ranks), options, drain)
+            config = load(config_path, overrides, speculation, False, place_training_ranks, read_training_values)
+            status = _train(config, options, drain)
     except EndedAtStart:
         line = f"ended by {drain.cause} before the first step; the same command with --resume begins it"
         print(f"trtrun: {line}", file=sys.stderr, flush=True)

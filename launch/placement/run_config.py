@@ -36,6 +36,7 @@ from trtrun.errors import ConfigError, PlacementError
 DEFAULT_HOST = "default"
 
 Check = Callable[[Mapping[str, Any], str], None]
+Read = Callable[[Path, Sequence[str]], dict[str, Any]]
 
 
 def load_run_config(
@@ -43,6 +44,7 @@ def load_run_config(
     overrides: Sequence[str],
     check: Check = lambda values, where: None,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
+    read: Read = read_values,
 ) -> RuntimeConfig:
     """Return the configuration of this run: read here, or from rank 0 where mpirun started several ranks.
 
@@ -54,6 +56,7 @@ def load_run_config(
         check: called with what the file holds and its name, where it is read; raises ConfigError for what is wrong in
             sections that the runtime does not read.
         place_ranks: who sits where.
+        read: of the path and the overrides makes what the file holds.
 
     Raises:
         ConfigError: one line that names the file and the key.
@@ -63,7 +66,7 @@ def load_run_config(
     check_started_together(place, os.environ)
     source: dict[str, Any] | None = None
     if place is None or place.rank == 0:
-        values = read_values(path, overrides)
+        values = read(path, overrides)
         check(values, str(path))
         try:
             values = name_places(values)

@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.placement.allocation import is_local
 from launch.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
-from launch.placement.run_config import DEFAULT_HOST, is_model_here, make_run_config
+from launch.placement.run_config import DEFAULT_HOST, Read, is_model_here, make_run_config
 from launch.slurm.section import SlurmSection, read_slurm_section
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
@@ -65,6 +65,7 @@ def read_resources(
     overrides: Sequence[str],
     changes: Mapping[str, object] | None = None,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
+    read: Read = read_values,
 ) -> SlurmResources:
     """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
 
@@ -73,11 +74,12 @@ def read_resources(
         overrides: `key.path=value` strings.
         changes: keys of launch.slurm that command line options set.
         place_ranks: who sits where.
+        read: of the path and the overrides makes what the file holds.
 
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    values, slurm = _read_slurm(read_values(path, overrides), changes or {}, str(path))
+    values, slurm = _read_slurm(read(path, overrides), changes or {}, str(path))
     values = spell_hosts(values)
     named = tuple(_named_hosts(values))
     # Devices without a host are those of the node that the batch script runs on: the allocation's first.

@@ -96,13 +96,16 @@ def find_start(config: RuntimeConfig, options: TrainOptions) -> Path | None:
     """The checkpoint that the drafter starts from, if there is one.
 
     Raises:
-        ConfigError: `--from` names none.
+        ConfigError: `--from` names none, or the method needs one and nothing does.
     """
-    if not find_method(options.settings.method).starts_from_draft:
+    method = options.settings.method
+    if not find_method(method).starts_from_draft:
         return None
     if options.start is not None:
         return find_model(options.start, None, "--from")
-    return config.draft.model if config.draft is not None else None
+    if config.draft is None:
+        raise ConfigError(f"--method {method} starts from a draft model: give a 'draft' section, or --from DIR")
+    return config.draft.model
 
 
 def read_training_data(options: TrainOptions, target_vocab_size: int) -> TrainingData:

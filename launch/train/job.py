@@ -5,11 +5,14 @@ It knows devices and how a job is started (`launch.mpi.job`). It does not know w
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from launch.mpi.job import Job
 from parallel.topology import Slot, Topology
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig, read_values
 from trtrun.configuration.topology import make_topology
 
 
@@ -21,6 +24,20 @@ class TrainingTopology(Topology):
         """Name a rank for messages."""
         slot = self.slots[rank]
         return f"training rank {rank} ({f'{slot.host} {slot.device}'.strip()})"
+
+
+def read_training_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """`read_values` for a training run: a file without a draft is one whose target runs alone, as the drafter is yet to
+    be made.
+
+    Raises:
+        ConfigError: see `read_values`.
+    """
+    values = read_values(path, overrides)
+    speculation = values.get("speculation") or {}
+    if values.get("draft") is None and isinstance(speculation, dict):
+        values["speculation"] = {**speculation, "method": "none"}
+    return values
 
 
 def place_training_ranks(config: RuntimeConfig) -> Topology:

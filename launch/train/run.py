@@ -17,6 +17,7 @@ import torch
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.drain import Drain
 from launch.mpi.job import finish_mpi
+from launch.mpi.start_progress import DONE, StartProgress
 from launch.terminal import Bar
 from launch.train.checks import describe_models, find_start, read_training_data
 from launch.train.job import place_training_ranks
@@ -24,6 +25,7 @@ from launch.train.options import TrainOptions
 from parallel.communicator import Communicator
 from parallel.mpi_rank import find_mpi_rank
 from parallel.transports import open_communicator
+from parallel.watchdog.blame import FIRST_STEP
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import hash_tokenizer_files
@@ -61,8 +63,11 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
-    communicator = open_communicator(device, world, "training")
-    run = _prepare(config, options, device, communicator, state_file)
+    with StartProgress() as teller:  # the parent ends a job whose ranks do not tell that they are done with their start
+        teller.tell(FIRST_STEP + 1, "loading models and data")
+        communicator = open_communicator(device, world, "training")
+        run = _prepare(config, options, device, communicator, state_file)
+        teller.tell(DONE, "the start")
     drain.start_running()
     try:
         with Bar("steps") as bar:

@@ -6,23 +6,27 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import ONE_PROCESS, Configs, Run, error_line, write_rows
+from commands import ONE_PROCESS, Configs, Run, command_words, error_line, write_rows
 from drains import wait_until
 from engines import build_engine
 from output_rows import read_rows, without_drafting
 from safetensors.torch import load_file, save_file
+
+from launch.mpi.start_progress import VARIABLE, StartWatch
 
 TEXTS = ["def main(", "import os\n", "class Tree:", "for i in range(", "# The", "return ", "if x:\n    ", "try:\n"]
 PROMPTS = [{"prompt": TEXTS[index % 8] * (1 + index // 8)} for index in range(16)]
 PARD_TOKEN = 256
 """Of the pair's vocabulary of 260 the tokenizer knows 257: this is its end of text, which no text holds."""
 
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 TWO_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 SMALL = (
     *("--num-tokens", 3, "--batch-size", 4, "--micro-batch-size", 2, "--max-length", 64, "--heldout-rows", 2),
@@ -159,6 +163,17 @@ def test_an_eagle3_head_that_is_trained_on_two_ranks_drafts(
     assert drafted.stdout == plain.stdout
 
 
+def test_ranks_tell_the_parent_that_they_have_started(data: Path, config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    """One that does not hear it ends a run of more than launch.start_seconds as one whose start hangs."""
+    train = ("--method", "medusa", "--data", data, *SMALL, "--steps", 1, "--output", tmp_path / "heads")
+    by_hand = [*MPIRUN, "-n", "2", *command_words()]
+    done = trtrun("train-drafter", "--config", config(TWO_RANKS), *train, env={VARIABLE: "1"}, words=by_hand)
+    assert done.returncode == 0, done.stderr
+    watch = StartWatch(str, 2, 0, "the start")
+    watch.feed(done.stderr)
+    assert watch.all_are_done
+
+
 @pytest.mark.parametrize(("devices", "number"), [(ONE_PROCESS, signal.SIGKILL), (TWO_RANKS, signal.SIGTERM)])
 def test_a_killed_run_comes_to_the_same_weights(
     data: Path,
@@ -232,6 +247,11 @@ def test_what_is_wrong_is_one_line_before_anything_is_written(
             ),
             "is an engine, and training reads checkpoints: name the one it is of",
         ),
+    ]
+    alone = ("--config", config({"target": ["cpu:0"]}), "--output", output)
+    cases += [
+        ((*alone, "--data", data), "give a 'draft' section, or --from DIR"),
+        ((*alone, "--data", foreign, "--method", "medusa"), "is another vocabulary's: line 1 holds token 260"),
     ]
     for words, said in cases:
         done = trtrun("train-drafter", "--config", path, *more, *words)

@@ -162,6 +162,11 @@ class RuntimeConfig(Section):
         rows = self.scheduler.max_batch_size
         width = 1 + self.draft_size(self.draft_len).nodes
         if self.scheduler.max_num_tokens < rows * width:
+            if "max_num_tokens" not in self.scheduler.model_fields_set:
+                # Pydantic wants a validator of a whole model to return that model.
+                roomier = self.scheduler.model_copy(update={"max_num_tokens": rows * width})
+                object.__setattr__(self, "scheduler", roomier)
+                return self
             raise ValueError(
                 f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
                 f"each of {rows} rows: set it to {rows * width} or more, or lower scheduler.max_batch_size"

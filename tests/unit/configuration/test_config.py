@@ -128,6 +128,14 @@ def test_refusals_name_the_key_and_the_remedy(folder: Path, override: str, said:
     assert said in refusal(folder, PAIR, override)
 
 
+def test_drafts_of_all_rows_have_room_where_no_limit_is_set(folder: Path) -> None:
+    """As the README's lookahead of [7, 7, 7] needs more than the default; a limit that is set stays."""
+    tree = ("speculation.method=lookahead", "speculation.lookahead_config=[7, 7, 7]")
+    assert load_config(write(folder, PAIR), tree).scheduler.max_num_tokens == 32 * 84
+    assert load_config(write(folder, PAIR), [*tree, "scheduler.max_batch_size=2"]).scheduler.max_num_tokens == 2048
+    assert "is too small to verify 84 tokens" in refusal(folder, PAIR, *tree, "scheduler.max_num_tokens=2048")
+
+
 def test_an_unknown_key_is_told_before_a_missing_one(folder: Path) -> None:
     assert "did you mean 'target'?" in refusal(folder, "targt: {model: target, devices: [0]}")
 

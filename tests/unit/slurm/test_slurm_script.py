@@ -39,7 +39,7 @@ def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | N
     Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
     path = Path("run.yaml")
     inner = parse_inner(words, path, ())
-    resources = read_resources(path, inner.overrides, place_ranks=inner.place_ranks)
+    resources = read_resources(path, inner.overrides, place_ranks=inner.place_ranks, read=inner.read)
     return render_script(make_job(inner, resources, path, (), array))
 
 
@@ -286,6 +286,10 @@ def test_a_drafter_is_trained_on_a_rank_a_device_and_gone_on_with(here: Path) ->
     steps = here / "drafter" / "training" / "metrics.jsonl"
     assert json.loads(again.split("# trtrun-job: ")[1].splitlines()[0])["steps"] == str(steps)
     assert f"cat {shlex.quote(str(steps))}" in again
+    without = ("--set", "draft=null")
+    assert "#   training rank 0 " in script_of(*train, *without, "--method", "medusa")
+    with pytest.raises(ConfigError, match="give a 'draft' section, or --from DIR"):
+        script_of(*train, *without)
     with pytest.raises(ConfigError, match=r"nothing\.jsonl cannot be read"):
         script_of(*train, "--data", "nothing.jsonl")
     with pytest.raises(ConfigError, match="--steps is -1"):

@@ -50,12 +50,11 @@ class PardMethod:
 
     Raises:
         CheckpointError: transformers cannot load that checkpoint.
-        ConfigError: there is none, or the mask token is none that it can read.
+        ConfigError: the mask token is none that it can read.
     """
 
     def __init__(self, context: MethodContext) -> None:
-        if context.draft is None:
-            raise ConfigError("--method pard starts from a draft model: give a 'draft' section, or --from DIR")
+        assert context.draft is not None
         self._settings, self._device, self._target = context.settings, context.device, context.target
         self._draft = context.draft
         self.model = load_model(context.draft, torch.float32).to(context.device)
