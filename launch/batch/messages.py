@@ -55,7 +55,8 @@ class Refusals:
 def summarize(num_rows: int, refused: int, elapsed: float, statistics: Mapping[str, Any]) -> str:
     """The figures of a run that came to its end; `elapsed` is in seconds, without loading."""
     tokens = statistics["num_tokens"]
-    line = f"{num_rows} prompts, {tokens} tokens in {elapsed:.2f} s ({tokens / max(elapsed, 1e-9):.1f} tokens/s)"
+    prompts = "1 prompt" if num_rows == 1 else f"{num_rows} prompts"
+    line = f"{prompts}, {tokens} tokens in {elapsed:.2f} s ({tokens / max(elapsed, 1e-9):.1f} tokens/s)"
     if statistics["num_draft_tokens"]:
         line += f", mean acceptance length {statistics['mean_acceptance_length']:.2f}"
     line += f", {statistics['num_rounds']} rounds"

@@ -128,6 +128,12 @@ def _prepare(
         begun = f"goes on behind step {loop.step} of {whole}" if loop.step else f"begins {whole}"
         ranks = "1 rank" if communicator.size == 1 else f"{communicator.size} ranks"
         tell(f"{settings.method}: {begun}, with {len(data.rows)} rows on {ranks}")
+        if data.num_left_out:
+            were = "1 row was" if data.num_left_out == 1 else f"{data.num_left_out} rows were"
+            tell(
+                f"{were} left out: refused, or without a completion within --max-length {settings.max_length}, to "
+                "which longer rows are cut"
+            )
     return Run(training, loop, state_file)
 
 

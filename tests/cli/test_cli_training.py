@@ -147,12 +147,17 @@ def test_two_ranks_train_what_one_trains_and_the_drafter_drafts(
 def test_an_eagle3_head_that_is_trained_on_two_ranks_drafts(
     data: Path, config: Configs, trtrun: Run, tmp_path: Path
 ) -> None:
-    """For a target of three layers, with the draft model of the configuration left alone."""
-    train = ("--method", "eagle3", "--data", data, *SMALL, "--steps", 4, "--draft-vocab-size", 100)
+    """For a target of three layers, with the draft model of the configuration left alone. Rows that teach nothing are
+    told."""
+    more = tmp_path / "refused.jsonl"
+    row = json.loads(data.read_text().splitlines()[0])
+    more.write_text(json.dumps({**row, "token_ids": []}) + "\n")
+    train = ("--method", "eagle3", "--data", data, "--data", more, *SMALL, "--steps", 4, "--draft-vocab-size", 100)
     words = (*train, "--precision", "bfloat16", "--output", tmp_path / "head")
     done = trtrun("train-drafter", "--config", config(TWO_RANKS), *words)
     found = result_of(done)
     assert "eagle3: begins 4 steps, with 14 rows on 2 ranks" in done.stderr
+    assert "1 row was left out: refused, or without a completion within --max-length" in done.stderr
     assert (found["num_tokens"], len(found["acceptance_by_depth"])) == (3, 3)
     assert len(load_file(tmp_path / "head" / "model.safetensors")["d2t"]) == 100
     prompt = ("--prompt", "def main(", "--max-tokens", 40)

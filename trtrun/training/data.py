@@ -42,11 +42,13 @@ class TrainingData:
         rows: to train on.
         heldout: kept out of it.
         digest: SHA-256 of the files.
+        num_left_out: rows of the files that neither has: refused ones, and prompts without a completion in the length.
     """
 
     rows: Sequence[DataRow]
     heldout: Sequence[DataRow]
     digest: str
+    num_left_out: int
 
 
 def read_data(paths: Sequence[Path], max_length: int, heldout_rows: int, vocab_size: int, seed: int) -> TrainingData:
@@ -63,15 +65,20 @@ def read_data(paths: Sequence[Path], max_length: int, heldout_rows: int, vocab_s
         ConfigError: a file cannot be read or is another vocabulary's, or there is no row to train on.
     """
     rows: list[DataRow] = []
+    num_left_out = 0
     digest = hashlib.sha256()
     for path in paths:
         with reading(f"the data file {path}", ConfigError), open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 digest.update(line)
-                row = _read_row(path, number, line, max_length) if line.strip() else None
-                if row is not None:
-                    _check_vocabulary(path, row, vocab_size)
-                    rows.append(row)
+                if not line.strip():
+                    continue
+                row = _read_row(path, number, line, max_length)
+                if row is None:
+                    num_left_out += 1
+                    continue
+                _check_vocabulary(path, row, vocab_size)
+                rows.append(row)
     names = ", ".join(map(str, paths))
     if not rows:
         raise ConfigError(f"{names}: no row to train on; make some with trtrun generate-data")
@@ -81,7 +88,8 @@ def read_data(paths: Sequence[Path], max_length: int, heldout_rows: int, vocab_s
         )
     order = numpy.random.default_rng([seed, 0]).permutation(len(rows))
     heldout = [rows[index] for index in sorted(order[:heldout_rows])]
-    return TrainingData([rows[index] for index in sorted(order[heldout_rows:])], heldout, digest.hexdigest())
+    trained = [rows[index] for index in sorted(order[heldout_rows:])]
+    return TrainingData(trained, heldout, digest.hexdigest(), num_left_out)
 
 
 def _check_vocabulary(path: Path, row: DataRow, vocab_size: int) -> None:

@@ -43,6 +43,7 @@ def test_rows_are_read_and_what_cannot_be_learned_is_left_out(tmp_path: Path) ->
         {**GOOD, "prompt_token_ids": list(range(10))}, {**GOOD, "token_ids": list(range(30))},
     )  # fmt: skip
     assert [row.number for row in found.rows] == [1, 5, 7]
+    assert found.num_left_out == 3
     assert [row.is_greedy for row in found.rows] == [True, False, True]
     assert found.rows[0].tokens == (1, 2, 3, 4, 5)
     assert len(found.rows[2].tokens) == 10
