@@ -87,4 +87,8 @@ class RowGuide:
         """A mask took so long, and all rows wait for it: where that is not the exception nothing may follow."""
         self._num_slow += seconds > SLOW_SECONDS
         if self._num_slow > _MOST_SLOW:
-            self._begun = None
+            self.end()
+
+    def end(self) -> None:
+        """Nothing may follow from here on."""
+        self._begun = None

@@ -229,10 +229,11 @@ class RowGuides:
         if not guided:
             return None
         self.settle()
-        matchers = [self._rows[rows[place]].matcher for place in guided]
+        guides = [self._rows[rows[place]] for place in guided]
+        matchers = [guide.matcher for guide in guides]
         forks = [None if matcher is None else matcher.deep_copy() for matcher in matchers]
         maker = self._maker or MaskMaker(self._vocab_size, 1)  # where no grammar could be read, and none is followed
-        return Walk(maker, len(rows), guided, forks, self._device)
+        return Walk(maker, len(rows), guided, forks, self._device, lambda line: guides[line].end())
 
     def _make_masks(
         self,
@@ -263,6 +264,8 @@ class RowGuides:
             failed = self._maker.fill(bits, jobs)
             if time.perf_counter() - started > SLOW_SECONDS:
                 _look_for_slow(guides, torch.empty_like(bits[:1]))
+            for line in self._maker.slow_lines:
+                guides[line // width].end()
             for job in failed:
                 # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
                 if job.is_first:

@@ -8,7 +8,7 @@ It knows matchers and bits. It does not know how drafts are made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from llguidance import LLMatcher
@@ -28,12 +28,15 @@ class Walk:
         guided: Sequence[int],
         forks: Sequence[LLMatcher | None],
         device: torch.device,
+        end: Callable[[int], None] = lambda line: None,
     ) -> None:
-        """Begin with `forks` of the rows at places `guided` of `num_rows`: nobody else's."""
+        """Begin with `forks` of the rows at places `guided` of `num_rows`: nobody else's. `end` is told the index in
+        `guided` of a row that holds the others up."""
         self._maker = maker
         self._guided = guided
         self._forks = dict(enumerate(forks))
         self._device = device
+        self._end = end
         places = torch.full((num_rows, 1), -1, dtype=torch.int32)
         places[list(guided), 0] = torch.arange(len(guided), dtype=torch.int32)
         self._places = places.to(device, non_blocking=True)
@@ -60,5 +63,7 @@ class Walk:
             shape = len(self._guided), self._maker.words
             self._bits = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         allowed = self._maker.fill_next(self._bits, matchers)
+        for line in self._maker.slow_lines:
+            self._end(line)
         self._forks = {line: matchers.get(line) if line in allowed else None for line in self._forks}
         return TokenMasks(self._places, self._bits.to(self._device, non_blocking=True))
