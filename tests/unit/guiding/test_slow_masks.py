@@ -1,0 +1,81 @@
+"""Rows whose masks take long: all others wait for them, so that they end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from guided_rows import PLAN, VOCABULARY, guide_of, tokens_of
+
+from trtrun import SamplingParams
+from trtrun.core.nouns import RowAdmission, Verdict
+from trtrun.guiding import masks as masks_module
+from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.masks import MaskJob, MaskMaker
+from trtrun.guiding.row_guide import RowGuide
+from trtrun.guiding.row_guides import RowGuides
+from trtrun.tokens.text import Tokenizer
+
+
+def test_a_row_that_holds_others_up_ends(grammars: Grammars) -> None:
+    guide = RowGuide(grammars.matcher(guide_of({"choice": ["no"]})))
+    for seconds in (1.0, 0.01, 1.0, 1.0, 0.02, 1.0):
+        guide.count_slow(seconds)
+        assert guide.matcher is not None, "the first masks of a grammar may take long"
+    guide.count_slow(1.0)
+    assert guide.matcher is None
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_one_mask_that_takes_far_too_long_ends_its_row(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, drafts: bool
+) -> None:
+    """Whether it is a draft's or not; other rows go on."""
+    guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
+    sampling = SamplingParams(guided=guide_of({"regex": "[xqz]*"}))
+    admissions = [RowAdmission(row, row, np.array([1], dtype=np.int32), 1, 0, False, sampling) for row in (3, 4)]
+    guides.begin_round(replace(PLAN, admissions=tuple(admissions)))
+
+    def allows() -> list[bool]:
+        masks = guides.masks([3, 4], 0)
+        assert masks is not None
+        return [bool(tokens_of(line)) for line in masks.bits]
+
+    (letter,) = tokenizer.encode("x", add_special_tokens=False)
+    assert allows() == [True, True]
+    with monkeypatch.context() as patched:
+        patched.setattr(masks_module._Watch, "note", lambda watch, line: watch.slow_lines.extend([1] * line))
+        if drafts:
+            walk = guides.walk([3, 4])
+            assert walk is not None
+            assert [bool(tokens_of(line)) for line in walk.masks().bits] == [True, True]
+        else:
+            assert allows() == [True, True], "a mask that is there is good"
+    guides.note_verdict([3, 4], Verdict(torch.tensor([1, 1]), torch.tensor([[letter], [letter]])))
+    assert allows() == [True, False]
+
+
+def test_who_takes_far_too_long_is_looked_for_by_one_thread(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads cannot tell."""
+    maker = MaskMaker(VOCABULARY, 2)
+    bits = torch.zeros((6, maker.words), dtype=torch.int32)
+
+    def slow_lines() -> list[int]:
+        matchers = [grammars.matcher(guide_of({"choice": ["no"]})) for _ in range(6)]
+        maker.fill(bits, [MaskJob(matcher, line, [], is_first=True) for line, matcher in enumerate(matchers)])
+        of_jobs = [*maker.slow_lines]
+        maker.fill_next(bits, dict(enumerate(matchers)))
+        assert of_jobs == [*maker.slow_lines]
+        return of_jobs
+
+    assert slow_lines() == slow_lines() == []
+    monkeypatch.setattr(masks_module, "_MOST_SECONDS", -1.0)
+    maker.fill(bits, [MaskJob(grammars.matcher(guide_of({"choice": ["no"]})), line, [], True) for line in range(6)])
+    assert [*maker.slow_lines] == [], "that was several threads"
+    assert slow_lines() == slow_lines() == [0, 1, 2, 3, 4, 5]
+    monkeypatch.undo()
+    assert slow_lines() == []
