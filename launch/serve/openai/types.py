@@ -137,6 +137,9 @@ def _read_fields(values: object, endpoint: Endpoint, model_name: str, adapters: 
             given[name] = int(value)
         if given[name] == _UNSET.get(name):
             del given[name]
+    seed = given.get("seed")
+    if type(seed) is int and -(2**63) <= seed < 0:  # OpenAI's seeds are any integers of 64 bits
+        given["seed"] = seed % 2**63
     for name in ("max_tokens", "max_completion_tokens"):
         if given.get(name) == -1:
             given[name] = LARGEST_COUNT

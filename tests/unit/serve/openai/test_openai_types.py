@@ -26,6 +26,8 @@ def chat_of(*messages: dict[str, Any], **fields: Any) -> Any:
         ({"top_k": -1}, {}),
         ({"top_k": 40.0, "n": 2.0, "min_tokens": 1.0}, {"top_k": 40, "n": 2, "min_tokens": 1}),
         ({"seed": -1}, {}),
+        ({"seed": -2}, {"seed": 2**63 - 2}),
+        ({"seed": -(2**63)}, {"seed": 0}),
         ({"seed": 7.0}, {"seed": 7}),
         ({"max_tokens": -1}, {"max_tokens": LARGEST_COUNT}),
         ({"max_tokens": 4.0}, {"max_tokens": 4}),
