@@ -46,7 +46,8 @@ def check_echo(llm: LLM, prompt: str, text: str, logprobs: Any, output: RequestO
     assert first is None and no_top is None
     own = [entry.logprob for entry in completion.logprobs or ()]
     assert values == pytest.approx(values_of(output) + own, abs=1e-4)
-    assert all(1 <= len(top) <= 2 for top in tops) and len(tops) == len(values)
+    assert all(1 <= len(top) <= 3 for top in tops) and len(tops) == len(values)
+    assert all(token in top for token, top in zip(logprobs["tokens"][1:], tops, strict=True)), "beside the likeliest"
     offsets = logprobs["text_offset"]
     assert len(offsets) == len(tokens) and offsets[0] == 0
     assert all(text[begin:].startswith(token) for begin, token in zip(offsets, logprobs["tokens"], strict=True))

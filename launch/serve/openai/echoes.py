@@ -97,7 +97,8 @@ class EchoedPrompts:
 def tell_logprobs(
     tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], begins: Sequence[int], spell: Spell
 ) -> dict[str, Any]:
-    """Log probabilities as OpenAI's completions have them; null where there are none, as of a prompt's first token.
+    """Log probabilities as OpenAI's completions have them, each token's own beside the top ones; null where there are
+    none, as of a prompt's first token.
 
     Args:
         tokens: that they are of.
@@ -109,7 +110,9 @@ def tell_logprobs(
         "tokens": list(map(spell, tokens)),
         "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
         "top_logprobs": [
-            None if entry is None else {spell(token): value for token, value in reversed(entry.alternatives)}
+            None
+            if entry is None
+            else {spell(token): value for token, value in ((entry.token_id, entry.logprob), *entry.alternatives[::-1])}
             for entry in entries
         ],
         "text_offset": list(begins),

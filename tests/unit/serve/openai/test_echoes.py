@@ -60,7 +60,8 @@ def test_what_comes_before_a_prompts_log_probabilities_waits_for_them(tokenizer:
     for first, second in zip(choices[::2], choices[1::2], strict=True):
         told, tokens = first["logprobs"], prompts[first["index"] // 2]
         assert told["token_logprobs"] == [None, *(-float(place) for place in range(1, len(tokens)))]
-        assert told["top_logprobs"] == [None, *[{tokenizer.decode([7]): -0.5}] * (len(tokens) - 1)]
+        own = [{tokenizer.decode([token]): -float(place)} for place, token in enumerate(tokens)]
+        assert told["top_logprobs"] == [None, *({**one, tokenizer.decode([7]): -0.5} for one in own[1:])]
         assert second["logprobs"]["text_offset"] == [len(first["text"])]
 
 
