@@ -216,11 +216,15 @@ def _check_model(role: str, section: ModelSection) -> ModelConfig:
         share = Share(0, len(section.devices))
         check_split(config, share, resolve_dtype_name(section, config), kind, default)
     except (CheckpointError, ConfigError, ParallelError) as error:
-        raise CheckpointError(f"{role}: {_of_heads(section.model) or error}") from None
+        raise CheckpointError(f"{role}: {_of_heads(role, section.model) or error}") from None
     return config
 
 
-def _of_heads(path: Path) -> str | None:
+def _of_heads(role: str, path: Path) -> str | None:
     """What to say of a directory with heads that is taken for a model's."""
     told = tell_heads(path)
-    return None if told is None else f"{path}: {told}, and leave draft.devices out or null"
+    if told is None:
+        return None
+    if role == "target":
+        return f"{path}: it has heads, which only draft: name the model that they were trained for"
+    return f"{path}: {told}, and leave draft.devices out or null"

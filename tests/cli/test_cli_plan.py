@@ -174,6 +174,8 @@ def test_heads_are_planned_on_the_targets_ranks_and_looked_at(
     assert "has 4 Medusa heads, and each drafts one token: set speculation.draft_len to 4 or less, not 5" in wrong
     devices = error_line(trtrun("plan", "--config", file, "--set", "draft.devices=[cpu:3]"))
     assert "draft.devices: heads of method medusa sit on the target's devices" in devices
+    mistaken = error_line(trtrun("plan", "--config", file, "--set", f"target.model={tmp_path / 'heads'}"))
+    assert "target: " in mistaken and "it has heads, which only draft: name the model that they were tr" in mistaken
     (tmp_path / "heads" / "medusa_lm_head.safetensors").unlink()
     assert "the heads' weights were not looked at, for they are not here" in trtrun("plan", "--config", file).stdout
     assert "has no weights: neither medusa_lm_head.safetensors" in error_line(
