@@ -13,6 +13,7 @@ from typing import Any
 from launch.mpi.job import Job
 from parallel.topology import Slot, Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.drafting_methods import is_unknown
 from trtrun.configuration.topology import make_topology
 
 
@@ -35,7 +36,8 @@ def read_training_values(path: str | os.PathLike[str], overrides: Sequence[str] 
     """
     values = read_values(path, overrides)
     speculation = values.get("speculation") or {}
-    if values.get("draft") is None and isinstance(speculation, dict):
+    # What is no method stays, for the configuration to say so.
+    if values.get("draft") is None and isinstance(speculation, dict) and not is_unknown(speculation):
         values["speculation"] = {**speculation, "method": "none"}
     return values
 

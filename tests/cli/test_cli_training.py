@@ -257,6 +257,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_written(
     cases += [
         ((*alone, "--data", data), "give a 'draft' section, or --from DIR"),
         ((*alone, "--data", foreign, "--method", "medusa"), "is another vocabulary's: line 1 holds token 260"),
+        ((*alone, "--data", data, "--set", "speculation.method=eagel3"), "unknown method 'eagel3'"),
     ]
     for words, said in cases:
         done = trtrun("train-drafter", "--config", path, *more, *words)

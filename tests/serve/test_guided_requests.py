@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import jsonschema
 import openai
 import pydantic
 import pytest
-from servers import PATIENCE, Server
+from servers import PATIENCE, Server, wait_until
 
 from trtrun import LLM, SamplingParams
 
@@ -160,18 +162,41 @@ def test_what_is_wrong_is_said_in_a_line(server: Server) -> None:
     assert not [line for line in server.lines if "Traceback" in line]
 
 
+NEVER_ENDS = {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(5, 25)]}
+"""Each pattern doubles what the library does, more than once: a few hundred characters are hours of work."""
+TRITON_NEVER_ENDS = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(NEVER_ENDS)}
+NEVER_ENDING: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2, "guided_json": NEVER_ENDS}),
+    (GENERATE, {"text_input": PROMPT, "max_tokens": 2, **TRITON_NEVER_ENDS}),
+]
+
+
 def test_what_never_ends_is_ended_elsewhere_than_in_the_front(server: Server) -> None:
-    """Each pattern doubles what the library does, more than once: a few hundred characters are hours of work."""
-    patterns = [{"pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(5, 25)]
-    schema = {"type": "string", "allOf": patterns}
-    named = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
-    for path, body in (
-        (COMPLETIONS, {"prompt": PROMPT, "guided_json": schema}),
-        (GENERATE, {"text_input": PROMPT, **named}),
-    ):
-        answer = server.post(path, {**body, "max_tokens": 2})
+    for path, body in NEVER_ENDING:
+        answer = server.post(path, body)
         assert answer.status_code in (400, 413), answer.text
-        assert re.search("processor time|more memory", answer.text), answer.text
+        assert re.search("(processor time|more memory).*: send less at once, or a simpler", answer.text), answer.text
+
+
+@pytest.mark.parametrize(("model", "path", "body"), [("pair", *NEVER_ENDING[0]), ("ensemble", *NEVER_ENDING[1])])
+def test_no_guide_is_built_for_a_client_that_has_gone(
+    server: Server, model: str, path: str, body: dict[str, Any]
+) -> None:
+    def count(name: str, **labels: str) -> float:
+        wanted = ",".join(f'{label}="{value}"' for label, value in {"model": model, **labels, "version": "1"}.items())
+        return server.metrics().get(f"nv_inference_{name}{{{wanted}}}", 0.0)  # before its first request
+
+    server.wait_idle()
+    given_up = count("request_failure", reason="CANCELED")
+    content = json.dumps(body).encode()
+    address = urlsplit(server.url)
+    assert address.hostname is not None and address.port is not None
+    with socket.create_connection((address.hostname, address.port), PATIENCE) as client:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        client.sendall(head.encode() + content)
+        wait_until(lambda: count("pending_request_count") or None, "the request is read")
+    wait_until(lambda: not count("pending_request_count") or None, "the request is over")
+    assert count("request_failure", reason="CANCELED") == given_up + 1
 
 
 def test_triton_clients_ask_by_their_names(server: Server, llm: LLM) -> None:

@@ -45,6 +45,8 @@ _HARMLESS = (
 _BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """How names of starts begin that take out of the base what they put into the adapter. PEFT does so again where it loads
 such an adapter; of one that it has converted it writes true."""
+_NOT_CONVERTED = "loftq"
+"""The one of which PEFT makes no usual adapter."""
 _MOST_SAID = 60
 """Characters of a key."""
 
@@ -126,9 +128,11 @@ def _check_kind(file: Path, values: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file}: fan_in_fan_out is true, which the linear layers of these models are not")
     start = values.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
+        remedy = "save it with path_initial_model_for_weight_conversion, which makes a usual one of it"
+        if start.lower().startswith(_NOT_CONVERTED):
+            remedy = "train without it"
         raise CheckpointError(
-            f"{file}: init_lora_weights is {shorten(start, 60)}, which changes the base model, too: save it with "
-            "path_initial_model_for_weight_conversion, which makes a usual one of it"
+            f"{file}: init_lora_weights is {shorten(start, 60)}, which changes the base model, too: {remedy}"
         )
     for key, value in values.items():
         if key not in _USED and key not in _HARMLESS and value not in (None, False, "", [], {}):

@@ -16,13 +16,11 @@ from trtrun.configuration.drafting_methods import needs_draft_model
 from trtrun.configuration.engine_directory import ANYWHERE, EngineDescription, read_engine
 from trtrun.configuration.model_paths import find_model
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.configuration.round_sections import MOST_TOKENS, SchedulerSection
+from trtrun.configuration.round_sections import SchedulerSection
 from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import ConfigError, TrtrunError
 
 _SCHEDULER = ("max_batch_size", "max_num_tokens", "max_seq_len")
-_ROUND_TOKENS = 2048
-"""What scheduler.max_num_tokens is without a limit."""
 
 Engines = Mapping[str, EngineDescription]
 """By role: "target", "draft"."""
@@ -89,15 +87,12 @@ def take_over(values: Mapping[str, Any], engines: Engines, where: str) -> dict[s
 
 
 def _defaults(engines: Engines) -> dict[str, int]:
-    """Limits of the scheduler that engines have, each the least of them; and room to verify drafts of all rows."""
+    """Limits of the scheduler that engines have, each the least of them."""
     found = {}
     for key in _SCHEDULER:
         limits = [limit for engine in engines.values() if (limit := getattr(engine.limits, key)) is not None]
         if limits:
             found[key] = min(limits)
-    if "max_batch_size" in found and "max_num_tokens" not in found:
-        draft_len = max(engine.limits.max_draft_len or 0 for engine in engines.values())
-        found["max_num_tokens"] = min(MOST_TOKENS, max(_ROUND_TOKENS, found["max_batch_size"] * (1 + draft_len)))
     return found
 
 

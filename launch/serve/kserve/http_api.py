@@ -25,7 +25,7 @@ from launch.serve.kserve.http_bodies import dump, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
 from launch.serve.kserve.requests import InferResponse, find_model, fixed_models, no_shared_memory
 from launch.serve.kserve.runs import Run
-from launch.serve.kserve.service import Begun, KServeService, is_long
+from launch.serve.kserve.service import Begun, KServeService
 from launch.serve.reading.readers import ReadAnswer
 
 PREFIX = "/v2"
@@ -143,9 +143,9 @@ class KServeHttpApi:
         return EventStream(close, self._events(work), self._service.front.ping_seconds)
 
     async def _begin(self, request: Request, sent: Sent, arrived: float) -> Begun:
-        """Let a request in; one that takes long to read is given up when its client goes away."""
-        beginning = self._service.begin(sent, arrived)
-        return await (unless_gone(request, beginning) if is_long(sent) else beginning)
+        """Let a request in; it is given up when its client goes away while it is read, which may take long: a guide may
+        be in any."""
+        return await unless_gone(request, self._service.begin(sent, arrived))
 
     async def _begin_generate(self, request: Request) -> Begun:
         model = _model(request)

@@ -126,7 +126,7 @@ class KServeService:
         counted = self.front.metrics.models.begin(sent.model.name)
         try:
             self._check_text(sent.model)
-            if is_long(sent):
+            if _is_long(sent):
                 return await self._begin_long(sent, arrived, beside, counted)
             body = read_body(sent)
             request = check_request(sent.model, body.request_id, body.tensors, body.outputs, self.max_batch_size)
@@ -174,8 +174,9 @@ class KServeService:
             )
 
 
-def is_long(sent: Sent) -> bool:
-    """Whether a request is read beside the event loop: for its length, or for what a word of it may become."""
+def _is_long(sent: Sent) -> bool:
+    """Whether a request is read beside the event loop without a look at it: for its length, or for what a word of it
+    may become."""
     return len(sent.raw) > READ_HERE or sent.model.is_processing
 
 

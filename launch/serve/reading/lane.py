@@ -143,8 +143,11 @@ class Child:
         with suppress(subprocess.TimeoutExpired, RuntimeError):  # the latter where there is no thread to be had
             status = await asyncio.to_thread(self._process.wait, GRACE_SECONDS)
         if status == -signal.SIGPROF:
-            line = f"reading the request takes more than {task.seconds:.0f} s of processor time: send less at once"
-            return Refusal(Kind.TOO_LARGE, line)
+            return Refusal(
+                Kind.TOO_LARGE,
+                f"reading the request takes more than {task.seconds:.0f} s of processor time: send less at once, or a "
+                "simpler guide",
+            )
         if status == -signal.SIGABRT:  # how libraries that are not Python's end where there is no memory
             return too_much_memory()
         if not self._is_killed:

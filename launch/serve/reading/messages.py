@@ -148,7 +148,8 @@ class Reply(_Message, frozen=True, tag="reply"):
 
 def too_much_memory() -> Refusal:
     """What a request is told that cannot be read within the memory of a process."""
-    return Refusal(Kind.TOO_LARGE, "reading the request takes more memory than it may: send less at once")
+    line = "reading the request takes more memory than it may: send less at once, or a simpler guide"
+    return Refusal(Kind.TOO_LARGE, line)
 
 
 HEAD_BYTES = 4

@@ -197,7 +197,10 @@ def test_what_an_engine_says_takes_the_place_of_defaults(tmp_path: Path) -> None
             "speculation": {"draft_len": 1, "method": "none"},
         }
     )
-    assert config.scheduler.max_batch_size == 4000 <= config.scheduler.max_num_tokens
+    assert config.scheduler.max_batch_size == config.scheduler.max_num_tokens == 4000
+    tree = {"method": "lookahead", "lookahead_config": [7, 7, 7]}
+    config = make_config({"target": {"model": str(rows), "devices": ["cpu:0"]}, "speculation": tree})
+    assert config.scheduler.max_num_tokens == 4000 * 84
 
 
 def test_a_plan_counts_the_bytes_of_each_shard(tmp_path: Path) -> None:
