@@ -129,7 +129,7 @@ def inspect_weights(
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {str(error).removeprefix(f'{role}: ')}")
         except CheckpointError as error:
-            told = _of_heads(section.model) if role == "draft" else None
+            told = _of_heads(role, section.model) if role == "draft" else None
             problem = CheckpointError(f"{role}: {told or str(error).removeprefix(f'{role}: ')}")
         reports.append(WeightsReport(role, hosts, is_held, problem))
     return reports

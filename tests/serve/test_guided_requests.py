@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -178,25 +179,42 @@ def test_what_never_ends_is_ended_elsewhere_than_in_the_front(server: Server) ->
         assert re.search("(processor time|more memory).*: send less at once, or a simpler", answer.text), answer.text
 
 
-@pytest.mark.parametrize(("model", "path", "body"), [("pair", *NEVER_ENDING[0]), ("ensemble", *NEVER_ENDING[1])])
-def test_no_guide_is_built_for_a_client_that_has_gone(
-    server: Server, model: str, path: str, body: dict[str, Any]
-) -> None:
-    def count(name: str, **labels: str) -> float:
-        wanted = ",".join(f'{label}="{value}"' for label, value in {"model": model, **labels, "version": "1"}.items())
-        return server.metrics().get(f"nv_inference_{name}{{{wanted}}}", 0.0)  # before its first request
+def count(server: Server, model: str, name: str, **labels: str) -> float:
+    """A counter of a model, 0 before its first request."""
+    wanted = ",".join(f'{label}="{value}"' for label, value in {"model": model, **labels, "version": "1"}.items())
+    return server.metrics().get(f"nv_inference_{name}{{{wanted}}}", 0.0)
 
+
+@contextmanager
+def being_read(server: Server, model: str, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """Send a request that takes long to read; within the block it is read, behind it the client has gone."""
     server.wait_idle()
-    given_up = count("request_failure", reason="CANCELED")
     content = json.dumps(body).encode()
     address = urlsplit(server.url)
     assert address.hostname is not None and address.port is not None
     with socket.create_connection((address.hostname, address.port), PATIENCE) as client:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
         client.sendall(head.encode() + content)
-        wait_until(lambda: count("pending_request_count") or None, "the request is read")
-    wait_until(lambda: not count("pending_request_count") or None, "the request is over")
-    assert count("request_failure", reason="CANCELED") == given_up + 1
+        wait_until(lambda: count(server, model, "pending_request_count") or None, "the request is read")
+        yield
+    wait_until(lambda: not count(server, model, "pending_request_count") or None, "the request is over")
+
+
+@pytest.mark.parametrize(("model", "path", "body"), [("pair", *NEVER_ENDING[0]), ("ensemble", *NEVER_ENDING[1])])
+def test_no_guide_is_built_for_a_client_that_has_gone(
+    server: Server, model: str, path: str, body: dict[str, Any]
+) -> None:
+    given_up = count(server, model, "request_failure", reason="CANCELED")
+    with being_read(server, model, path, body):
+        pass
+    assert count(server, model, "request_failure", reason="CANCELED") == given_up + 1
+
+
+def test_other_guides_do_not_wait_for_one_that_takes_long(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2, "guided_choice": ["yes", "no"]}
+    with being_read(server, "pair", *NEVER_ENDING[0]):
+        assert server.post(COMPLETIONS, body).status_code == 200
+        assert count(server, "pair", "pending_request_count") == 1, "it is still read"
 
 
 def test_triton_clients_ask_by_their_names(server: Server, llm: LLM) -> None:

@@ -281,7 +281,8 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
 def graph_bytes(taken: int, num_graphs: int) -> int:
     """Bytes that a graph takes beside what all compute in, where `taken` bytes fewer were free on the GPU behind
     `num_graphs` more of them."""
-    return min(max(0, taken) // max(1, num_graphs), _MOST_GRAPH_BYTES) + _GRAPH_TENSORS_BYTES
+    of_one = min(max(0, taken) // num_graphs, _MOST_GRAPH_BYTES) if num_graphs else 0
+    return of_one + _GRAPH_TENSORS_BYTES
 
 
 def _elsewhere(device: torch.device, free: int, reserved: int) -> int:

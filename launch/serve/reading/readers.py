@@ -68,7 +68,8 @@ class Readers:
         """
         most = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
         facts = msgspec.structs.replace(facts, most_bytes=_BASE_BYTES + _BYTES_A_BYTE * most_body_bytes)
-        self._short = Lane(pack(facts), most)
+        # One guide may take all the time that a request has: other chats do not wait for it.
+        self._short = Lane(pack(facts), max(2, most))
         self._long = Lane(pack(msgspec.structs.replace(facts, niceness=LONG_NICENESS)), most)
 
     def start(self) -> None:
