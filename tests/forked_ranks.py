@@ -76,6 +76,7 @@ def main() -> None:
     import socket
 
     address, *words = sys.argv[1:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it is known whom they go on to: it may run already
     status, writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect("\0" + address)
@@ -85,12 +86,14 @@ def main() -> None:
         os.close(writer)
         rank = int(connection.recv(100))
         if not rank:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             os.execv(words[0], words)
         library = ctypes.CDLL(None)
         library.prctl(PR_SET_NAME, f"{NAME}{rank}".encode())
         library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with mpirun, as a rank
         for number in FORWARDED:
             signal.signal(number, lambda number, _: os.kill(rank, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         for stream in (0, 1, 2):
             os.close(stream)  # they are the rank's
         code = int(os.read(status, 100))

@@ -16,7 +16,7 @@ def test_the_cpu_templates_run(trtrun: Run, name: str) -> None:
     arguments = ["--prompt", "def main(", "--max-tokens", "4", "--set", "kv_cache.max_tokens=512"]
     done = trtrun("run", "--config", TEMPLATES / f"{name}.yaml", *arguments)
     assert done.returncode == 0, done.stderr
-    assert "1 prompts, 4 tokens" in done.stderr
+    assert "1 prompt, 4 tokens" in done.stderr
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
