@@ -50,9 +50,13 @@ IDLE = (
 that there always is, and log probabilities, which requests ask for."""
 
 OPTIONS = {
-    **{"--checkpoint": "--checkpoint_dir", "--output": "--output_dir", "--tp": "--tp_size"},
-    **{"--max-batch-size": "--max_batch_size", "--max-num-tokens": "--max_num_tokens"},
-    **{"--max-seq-len": "--max_seq_len", "--max-draft-len": "--max_draft_len"},
+    "--checkpoint": "--checkpoint_dir",
+    "--output": "--output_dir",
+    "--tp": "--tp_size",
+    "--max-batch-size": "--max_batch_size",
+    "--max-num-tokens": "--max_num_tokens",
+    "--max-seq-len": "--max_seq_len",
+    "--max-draft-len": "--max_draft_len",
 }
 """By the names that trtrun's own command has for them."""
 

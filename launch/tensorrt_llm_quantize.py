@@ -29,9 +29,15 @@ DATA_SETS = ("cnn_dailymail", "ccdv/cnn_dailymail", "pileval", "wikitext", "mini
 
 
 OPTIONS = {
-    **{"--model": "--model_dir", "--output": "--output_dir", "--format": "--qformat", "--kv-cache": "--kv_cache_dtype"},
-    **{"--calibration": "--calib_dataset", "--samples": "--calib_size", "--max-length": "--calib_max_seq_length"},
-    **{"--group-size": "--awq_block_size", "--tp-size": "--tp_size"},
+    "--model": "--model_dir",
+    "--output": "--output_dir",
+    "--format": "--qformat",
+    "--kv-cache": "--kv_cache_dtype",
+    "--calibration": "--calib_dataset",
+    "--samples": "--calib_size",
+    "--max-length": "--calib_max_seq_length",
+    "--group-size": "--awq_block_size",
+    "--tp-size": "--tp_size",
 }
 """By the names that trtrun's own command has for them."""
 

@@ -32,7 +32,12 @@ def go_on(matcher: LLMatcher, output: Sequence[int]) -> bool:
 
 
 class RowGuide:
-    """The matcher of one row. Whatever goes wrong in it is its row's own: then no token may follow."""
+    """The matcher of one row. Whatever goes wrong in it is its row's own: then no token may follow.
+
+    Attributes:
+        is_ended: whether the row has held the others up: its text ends where it is decided. A clock says so, which
+            other ranks do not share: what is drafted, on each of some ranks alike, follows the matcher all the same.
+    """
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class RowGuide:
         self._begin_anew = begin_anew
         self._renewed_at = -_FEW_TOKENS
         self._num_slow = 0
+        self.is_ended = False
 
     @property
     def matcher(self) -> LLMatcher | None:
@@ -84,11 +90,6 @@ class RowGuide:
         return matcher
 
     def count_slow(self, seconds: float) -> None:
-        """A mask took so long, and all rows wait for it: where that is not the exception nothing may follow."""
+        """A mask took so long, and all rows wait for it: where that is not the exception the row ends."""
         self._num_slow += seconds > SLOW_SECONDS
-        if self._num_slow > _MOST_SLOW:
-            self.end()
-
-    def end(self) -> None:
-        """Nothing may follow from here on."""
-        self._begun = None
+        self.is_ended |= self._num_slow > _MOST_SLOW

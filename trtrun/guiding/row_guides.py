@@ -190,7 +190,8 @@ class RowGuides:
             return None
         self.settle()
         guides = [self._rows[rows[place]] for place in guided]
-        return self._make_masks(len(rows), guided, [guide.matcher for guide in guides], width + 1, draft, guides)
+        matchers = [None if guide.is_ended else guide.matcher for guide in guides]
+        return self._make_masks(len(rows), guided, matchers, width + 1, draft, guides)
 
     def forced(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What must follow the plan's decode rows, because nothing else may: tokens [decode_rows, draft_len] int64 on
@@ -233,7 +234,11 @@ class RowGuides:
         matchers = [guide.matcher for guide in guides]
         forks = [None if matcher is None else matcher.deep_copy() for matcher in matchers]
         maker = self._maker or MaskMaker(self._vocab_size, 1)  # where no grammar could be read, and none is followed
-        return Walk(maker, len(rows), guided, forks, self._device, lambda line: guides[line].end())
+
+        def end(line: int) -> None:
+            guides[line].is_ended = True
+
+        return Walk(maker, len(rows), guided, forks, self._device, end)
 
     def _make_masks(
         self,
@@ -265,7 +270,7 @@ class RowGuides:
             if time.perf_counter() - started > SLOW_SECONDS:
                 _look_for_slow(guides, torch.empty_like(bits[:1]))
             for line in self._maker.slow_lines:
-                guides[line // width].end()
+                guides[line // width].is_ended = True
             for job in failed:
                 # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
                 if job.is_first:
@@ -279,7 +284,7 @@ def _look_for_slow(guides: Sequence[RowGuide], scratch: torch.Tensor) -> None:
     """Find which of the rows hold the others up; scratch [1, words] int32. What this thread computes counts, not how
     long it waits for a busy machine: a text must not depend on that."""
     for guide in guides:
-        matcher = guide.matcher
+        matcher = None if guide.is_ended else guide.matcher
         if matcher is not None:
             started = time.thread_time()
             matcher.deep_copy().unsafe_compute_mask_ptr(scratch.data_ptr(), 4 * scratch.shape[1])
