@@ -105,13 +105,18 @@ class Forking:
         asking.close()
 
     def _kill(self, asking: socket.socket) -> None:
-        """Who stood for a rank is gone."""
+        """Who stood for a rank is gone; so is the rank behind this."""
         descriptor = self._ranks.pop(asking)
         asking.close()
         if descriptor in self._running:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
 
     def _tell_end(self, descriptor: int) -> None:
+        # A command that ends has seen the end of who stood for its ranks. Whoever hears of it may look for the ranks.
+        standing = [asking for asking, of_rank in self._ranks.items() if of_rank not in (None, descriptor)]
+        for asking in select.select(standing, [], [], 0)[0]:
+            self._kill(asking)
         process, status = self._running.pop(descriptor)
         os.close(descriptor)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
