@@ -162,7 +162,8 @@ def _install(client: Client, home: Path) -> None:
         return
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
-    pip = [str(home / "bin" / "python"), "-m", "pip", "-qq", "--disable-pip-version-check"]
+    # Isolated: pip would count trtrun, which it sees from here, as installed there, without what it needs.
+    pip = [str(home / "bin" / "python"), "-I", "-m", "pip", "-qq", "--disable-pip-version-check"]
     if client.install:
         subprocess.run([*pip, "install", *client.install], check=True, timeout=INSTALL_SECONDS)
     if client.unpack:
