@@ -35,17 +35,14 @@ from trtrun.models.decoder import CausalLM
 from trtrun.models.weight_reader import WeightReader
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter
-from trtrun.start import engine_maker
+from trtrun.start import engine_maker, job
 
 RANK, KIND = int(os.environ["HEARTBEAT_RANK"]), os.environ["HEARTBEAT_KIND"]
 EVERY_RANK = -2
 LIMIT = float(os.environ["HEARTBEAT_LIMIT"])
 SLOW_ROUNDS = 2
-WARM_CALLS = 3
-"""Warm-up verifies up to three times."""
-
-SLOW_FORWARD = 10
-"""Behind those of warm-up."""
+SLOW_FORWARD = 6
+"""Of rounds."""
 
 
 def stuck_in_python() -> None:
@@ -64,13 +61,13 @@ def be_slow() -> None:
 
 
 def slow_forward() -> None:
-    """Let every layer of one forward be slow, once warm-up is over, and print how long the forward took."""
+    """Let every layer of one forward be slow, once the start is over, and print how long the forward took."""
     original: Callable[..., Any] = CausalLM.forward
     calls = 0
 
     def changed(self: CausalLM, *arguments: Any) -> Any:
         nonlocal calls
-        calls += 1
+        calls += start_is_over()
         if calls != SLOW_FORWARD:
             return original(self, *arguments)
         started = time.monotonic()
@@ -87,16 +84,20 @@ def closed_port(server: HeartbeatServer, everywhere: bool) -> int:
         return int(listener.getsockname()[1])
 
 
-def change(owner: Any, name: str, when: Callable[[int], bool], what: Callable[[], None]) -> None:
-    """Let a function of `owner` do `what` first, in the calls whose number `when` picks."""
+def change(
+    owner: Any, name: str, when: Callable[[int], bool], what: Callable[[], object], in_start: bool = False
+) -> None:
+    """Let a function of `owner` do `what` first, in the calls whose number `when` picks; those of the start count only
+    `in_start`, however long it takes."""
     original: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
     def changed(*arguments: Any, **keywords: Any) -> Any:
         nonlocal calls
-        calls += 1
-        if when(calls):
-            what()
+        if in_start or start_is_over():
+            calls += 1
+            if when(calls):
+                what()
         return original(*arguments, **keywords)
 
     setattr(owner, name, changed)
@@ -104,25 +105,36 @@ def change(owner: Any, name: str, when: Callable[[int], bool], what: Callable[[]
 
 @cache
 def began() -> float:
-    """When this was asked first."""
+    """When this was asked first: once this rank's start is over."""
     return time.monotonic()
+
+
+def start_is_over() -> bool:
+    """Whether this rank runs rounds, or gives others some to run."""
+    return began.cache_info().currsize > 0
+
+
+def has_run_for_a_second() -> bool:
+    """So that beats have told of some rounds."""
+    return start_is_over() and time.monotonic() > began() + 1
 
 
 def stand_still() -> None:
     """Prepare this rank for what the environment says."""
+    change(job, "serve", lambda call: True, began, in_start=True)
     if KIND == "missing":
         stuck_in_python()
     elif KIND == "loading":
         # The target's third layer: some of the weights are read by then.
-        change(WeightReader, "linear", lambda call: call == 6, stuck_in_python)
+        change(WeightReader, "linear", lambda call: call == 6, stuck_in_python, in_start=True)
     elif KIND == "warming":
-        change(engine_maker, "warm_up", lambda call: True, stuck_in_python)
+        change(engine_maker, "warm_up", lambda call: True, stuck_in_python, in_start=True)
     elif KIND == "unreachable":
         HeartbeatServer.listen = closed_port  # type: ignore[assignment,method-assign]
     elif KIND == "slow-layers":
         slow_forward()
     elif KIND == "layer":
-        change(DecoderLayer, "attend", lambda call: time.monotonic() > began() + 1, stuck_in_python)
+        change(DecoderLayer, "attend", lambda call: has_run_for_a_second(), stuck_in_python)
     elif KIND in ("python", "native", "slow"):
         what = {"python": stuck_in_python, "native": stuck_in_native_code, "slow": be_slow}[KIND]
         owner, name = {0: (Scheduler, "schedule"), 1: (AheadDrafter, "propose")}.get(
@@ -132,16 +144,16 @@ def stand_still() -> None:
             turn = WORLD.rank % 4
             change(owner, name, lambda call: call % 4 == turn and 4 <= call < 4 * SLOW_ROUNDS + 4, what)
         else:
-            # Once rounds have run for a second, so that beats have told of some.
-            change(owner, name, lambda call: call > WARM_CALLS and time.monotonic() > began() + 1, what)
+            change(owner, name, lambda call: has_run_for_a_second(), what)
 
 
 def use(llm: LLM) -> None:
     endless = KIND in ("python", "native", "layer", "endless")
     sampling = SamplingParams(max_tokens=1_000_000 if endless else 60, ignore_eos=True)
     told = False
+    began()
     for _ in llm.stream(prompt_of(9), sampling):
-        if not told and time.monotonic() > began() + 1:  # beats have told of some rounds by now
+        if not told and has_run_for_a_second():
             told = True
             print("running", flush=True)
     if KIND == "wait":
