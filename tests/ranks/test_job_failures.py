@@ -18,7 +18,7 @@ from pipelines import noisy_copy
 
 PROGRAM = "tests/ranks/programs/job_case.py"
 ROOT = Path(__file__).resolve().parents[2]
-SOON = 30.0
+SOON = 15.0
 TIMEOUT = 150.0
 
 RunRanks = Callable[..., Any]
