@@ -93,9 +93,11 @@ def _row(result: dict[str, str]) -> str:
 
 
 def _write_config(path: Path, models: Mapping[str, str], tokenizer: Path) -> Path:
-    """A pair in one process, with a tokenizer that has a chat template."""
+    """A pair in one process, with a tokenizer that has a chat template. It drafts on a busy machine, too, where that
+    does not pay: some clients look for drafts."""
     pair = {role: {"model": model, "devices": ["cpu:0"]} for role, model in models.items()}
-    path.write_text(json.dumps(pair | {"tokenizer": str(tokenizer), "threads": 1}), encoding="utf-8")
+    settings = {"tokenizer": str(tokenizer), "threads": 1, "speculation": {"pacing": "fixed"}}
+    path.write_text(json.dumps(pair | settings), encoding="utf-8")
     return path
 
 

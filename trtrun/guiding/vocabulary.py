@@ -50,18 +50,22 @@ class Spelling:
 
     def read(self) -> LLTokenizer:
         """The tokens. Those of 128,000 take half a second, in which no other thread of the interpreter runs; the last
-        ones are kept. From any thread.
+        ones are kept, and so is what is wrong with them. From any thread.
 
         Raises:
             InvalidRequestError: the tokenizer is of a kind that the grammar engine does not know.
         """
         with _lock:
-            return _read(self)
+            found = _read(self)
+        if isinstance(found, str):
+            raise InvalidRequestError(f"guided cannot be followed with the target's tokenizer: {found}")
+        return found
 
 
 @lru_cache(maxsize=2)
-def _read(spelling: Spelling) -> LLTokenizer:
+def _read(spelling: Spelling) -> LLTokenizer | str:
+    """The tokens, or why they cannot be read: trying again takes as long, and each row of a start's rounds asks."""
     try:
         return LLTokenizer(spelling.tokenizer, n_vocab=spelling.vocab_size, eos_token=[*spelling.eos_token_ids])
     except Exception as error:  # whatever the library raises
-        raise InvalidRequestError(f"guided cannot be followed with the target's tokenizer: {one_line(error)}") from None
+        return one_line(error)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from guided_rows import EOS, PLAN, VOCABULARY, allowed, guide_of, tokens_of
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from trtrun import SamplingParams
 from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide
 from trtrun.core.nouns import Draft, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding import complaints
+from trtrun.guiding import complaints, vocabulary
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostDraft
@@ -363,3 +363,19 @@ def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeyp
         guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[choose.choice(letters)]])))
         num_made += 1
     assert num_made > 5
+
+
+def test_a_tokenizer_that_cannot_be_read_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def read(tokenizer: str, **options: Any) -> LLTokenizer:
+        tried.append(tokenizer)
+        return LLTokenizer(tokenizer, **options)
+
+    monkeypatch.setattr(vocabulary, "LLTokenizer", read)
+    words = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}
+    spelling = Spelling(json.dumps(words), 2, (1,))
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match=r"cannot be followed with the target's tokenizer: \w"):
+            spelling.read()
+    assert len(tried) == 1
