@@ -23,8 +23,8 @@ _WASTED_ROW_TOKENS = 64
 
 _PROMPT_TOKENS = (128, 256, 384, 512)
 """Tokens of prompts, padding counted. What is more goes through a graph of its own before (graph_shapes.py). Of an 8B
-model on an H200, 126 rows beside a prompt of 317 take 14.9 ms in a graph for 384, and 17.9 in one for 512; graphs for 64
-and 192, too, save 1 ms of rounds that fit them, which are few in a mixed load."""
+model on an H200, 126 rows beside a prompt of 317 take 14.9 ms in a graph for 384, and 17.9 in one for 512; graphs for
+64 and 192, too, save 1 ms of rounds that fit them, which are few in a mixed load."""
 
 _LONGEST_CONTEXT = 8192
 """Contexts of more tokens have no such graph."""
