@@ -22,9 +22,11 @@ from launch.terminal import Bar
 from launch.train.checks import describe_models, find_start, read_training_data
 from launch.train.job import place_training_ranks
 from launch.train.options import TrainOptions
+from launch.train.watch import TrainingWatch
 from parallel.communicator import Communicator
 from parallel.mpi_rank import find_mpi_rank
 from parallel.transports import open_communicator
+from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.blame import FIRST_STEP
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.models.config import read_model_config
@@ -33,7 +35,7 @@ from trtrun.training.curves import draw_curves
 from trtrun.training.loop import DivergedError, TrainingLoop, describe
 from trtrun.training.methods.context import MethodContext
 from trtrun.training.methods.table import DraftTraining, find_method
-from trtrun.training.models import Target
+from trtrun.training.models import Target, tell_modules
 from trtrun.training.state import StateFile, replace
 
 CURVES = "curves.png"
@@ -54,7 +56,8 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
             tell("nothing left to train")
             print(state_file.result_path.read_text(encoding="utf-8").strip(), flush=True)
         return ExitCode.DONE
-    slot = place_training_ranks(config).slots[rank]
+    topology = place_training_ranks(config)
+    slot = topology.slots[rank]
     device = torch.device(slot.device if slot.device.startswith("cuda") else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -63,38 +66,53 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
-    with StartProgress() as teller:  # the parent ends a job whose ranks do not tell that they are done with their start
-        teller.tell(FIRST_STEP + 1, "loading models and data")
-        communicator = open_communicator(device, world, "training")
-        run = _prepare(config, options, device, communicator, state_file)
-        teller.tell(DONE, "the start")
-    drain.start_running()
+    with TrainingWatch(config.launch, topology, world) as watch:
+        with StartProgress() as teller:  # the parent ends a job whose ranks do not tell that they are done with this
+            teller.tell(FIRST_STEP + 1, "joining the other ranks")
+            watch.join()
+            teller.tell(FIRST_STEP + 2, "loading models and data")
+            communicator = open_communicator(device, world, "training")
+            run = _prepare(config, options, device, communicator, state_file, watch.activity)
+            watch.finish_start()
+            teller.tell(DONE, "the start")
+        drain.start_running()
+        status = _play(run, options, drain, communicator)
+        communicator.close()
+    finish_mpi()
+    return status
+
+
+def _play(run: Run, options: TrainOptions, drain: Drain, communicator: Communicator) -> ExitCode:
+    """The steps, to the last one or an order to end, and what follows. Collective.
+
+    Raises:
+        FailedError: the run cannot go on; the last checkpoint stays.
+    """
     try:
         with Bar("steps") as bar:
             is_done = run.loop.run(Progress(run.loop, bar).tell, lambda: drain.cause is not None)
     except DivergedError as error:
         raise FailedError(str(error)) from None
     except OSError as error:
+        if communicator.rank != 0:  # which writes nothing
+            raise
         raise FailedError(f"cannot write below {options.output}: {error.strerror}; --resume goes on") from error
     if not is_done:
-        if rank == 0:
+        if communicator.rank == 0:
             tell(f"{drain.cause}: {run.loop.step} of {run.loop.steps} steps are done; --resume does the rest")
-        status = ExitCode.DRAINED
-    else:
-        _finish(run, options, communicator)
-        status = ExitCode.DONE
-    communicator.close()
-    finish_mpi()
-    return status
+        return ExitCode.DRAINED
+    _finish(run, options, communicator)
+    return ExitCode.DONE
 
 
 @dataclass
 class Run:
-    """What a rank has loaded."""
+    """What a rank has loaded, and where it says what it does."""
 
     training: DraftTraining
     loop: TrainingLoop
     state_file: StateFile
+    activity: Activity
 
 
 def _prepare(
@@ -103,6 +121,7 @@ def _prepare(
     device: torch.device,
     communicator: Communicator,
     state_file: StateFile,
+    activity: Activity,
 ) -> Run:
     """Load models, data and what an earlier run saved."""
     settings, method = options.settings, find_method(options.settings.method)
@@ -120,7 +139,10 @@ def _prepare(
         "number of ranks": communicator.size,
         **describe_models(config, start),
     }
-    loop = TrainingLoop(training, data, settings, communicator, state_file, identity)
+    loop = TrainingLoop(training, data, settings, communicator, state_file, identity, activity)
+    if communicator.size > 1:  # else nobody waits for this rank
+        for model in (training.model, *([] if target is None else [target.model])):
+            tell_modules(model, activity.advance)
     if options.resume:
         loop.resume()
     if communicator.rank == 0:
@@ -134,11 +156,13 @@ def _prepare(
                 f"{were} left out: refused, or without a completion within --max-length {settings.max_length}, to "
                 "which longer rows are cut"
             )
-    return Run(training, loop, state_file)
+    return Run(training, loop, state_file, activity)
 
 
 def _finish(run: Run, options: TrainOptions, communicator: Communicator) -> None:
     """Write the drafter, measure what was written, and say so in one line of JSON. Collective."""
+    activity = run.activity
+    activity.enter(run.loop.step, Phase.MEASURING)
     run.training.finish()
     if not all(bool(value.isfinite().all()) for value in run.training.model.parameters()):
         raise FailedError(
@@ -151,12 +175,15 @@ def _finish(run: Run, options: TrainOptions, communicator: Communicator) -> None
         "steps": run.loop.steps,
         **(describe(run.loop.evaluate()) if run.loop.has_heldout else {}),
     }
+    activity.enter(run.loop.step, Phase.FINISHING)
     if communicator.rank == 0:
         metrics = run.state_file.read_metrics()
         result |= {"loss_by_depth": metrics[-1]["loss"], "seconds": metrics[-1]["seconds"]}
         try:
-            write_drafter(run.training, options.output)
+            write_drafter(run.training, options.output, activity)
+            activity.advance()
             draw_curves(metrics, run.state_file.folder / CURVES)
+            activity.advance()
             run.loop.finish(result)
         except OSError as error:
             raise FailedError(f"cannot write the drafter to {options.output}: {error.strerror}") from error
@@ -164,13 +191,14 @@ def _finish(run: Run, options: TrainOptions, communicator: Communicator) -> None
     communicator.barrier()
 
 
-def write_drafter(training: DraftTraining, output: Path) -> None:
-    """Put the drafter's files in place, config.json last: where that is, all are."""
+def write_drafter(training: DraftTraining, output: Path, activity: Activity) -> None:
+    """Put the drafter's files in place, config.json last: where that is, all are. `activity` hears of each."""
     incoming = StateFile(output).folder / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir(parents=True)
     training.save(incoming)
     for path in sorted(incoming.iterdir(), key=lambda path: path.name == "config.json"):
+        activity.advance()
         path.chmod(0o644)
         replace(path, output / path.name)
     incoming.rmdir()

@@ -19,7 +19,8 @@ NO_ROUND = -1
 
 
 class Phase(enum.StrEnum):
-    """Where a rank stands, in the order of time: first the start, then what repeats every round."""
+    """Where a rank stands, in the order of time: first the start, then what repeats every round, or every step of a
+    training run. Ranks that wait for others are in a later phase than those that they wait for."""
 
     STARTED = "started"
     CHECKING = "checking"
@@ -39,6 +40,13 @@ class Phase(enum.StrEnum):
     AWAITING_VERDICT = "waiting for the verdict"
     REPORTING = "reporting"
     AWAITING_REPORT = "waiting for a report"
+    PREPARING = "preparing"
+    TRAINING = "training"
+    SUMMING = "adding up gradients"
+    MEASURING = "measuring"
+    MEASURED = "adding up measurements"
+    SAVING = "saving"
+    FINISHING = "writing the drafter"
 
     @property
     def order(self) -> int:
@@ -52,8 +60,13 @@ class Phase(enum.StrEnum):
 
     @property
     def is_in_round(self) -> bool:
-        """Whether it is part of a round."""
+        """Whether it is part of a round, or of a step."""
         return self.order > Phase.IDLE.order
+
+    @property
+    def whole(self) -> str:
+        """What it is part of, in a word: "round", or of a training run "step"."""
+        return "step" if self.order >= Phase.PREPARING.order else "round"
 
 
 _ORDER = {phase: index for index, phase in enumerate(Phase)}
@@ -65,8 +78,8 @@ class Doing:
     """What a rank was doing at one moment.
 
     Attributes:
-        phase: of the start or of the round. IDLE: a worker waits for a plan, or the orchestrator for its user.
-        round_index: the round it is in, or the last one; NO_ROUND before the first.
+        phase: of the start, the round or the step. IDLE: a worker waits for a plan, or the orchestrator for its user.
+        round_index: the round or step it is in, or the last one; NO_ROUND before the first.
         still_seconds: since it last got on: entered the phase, or finished a layer in it.
         phase_seconds: since it entered the phase.
         done, total: bytes of weights, in the phase WEIGHTS.
@@ -88,13 +101,14 @@ class Doing:
 
     @property
     def words(self) -> str:
-        """As a message says it: "in round 17 (verifying)", "idle after round 17", "weights 34 %"."""
+        """As a message says it: "in round 17 (verifying)", "in step 17 (training)", "idle after round 17", "weights
+        34 %"."""
         if self.phase is Phase.WEIGHTS and self.total > 0:
             return f"{self.phase} {100 * self.done // self.total} %"
         if self.phase is Phase.CHECKING:
             return f"in the step '{self.step}'"
         if self.phase.is_in_round:
-            return f"in round {self.round_index} ({self.phase})"
+            return f"in {self.phase.whole} {self.round_index} ({self.phase})"
         if self.is_idle and self.round_index != NO_ROUND:
             return f"idle after round {self.round_index}"
         return str(self.phase)
@@ -131,7 +145,7 @@ class Activity:
         self._progress = (0, 0, "")
 
     def enter(self, round_index: int, phase: Phase) -> None:
-        """The main thread enters a phase of a round."""
+        """The main thread enters a phase of a round, or of a step."""
         self._mark = (phase, round_index, time.monotonic())
 
     def advance(self) -> None:

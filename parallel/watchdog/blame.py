@@ -6,8 +6,8 @@ There are three views of a job. The parent of mpirun sees how far each rank has 
 Ranks of one job wait for each other, so one that hangs makes all others stand still. As long as one of them gets on,
 the round is slow and not stuck: they are judged together, by the time since any of them last got on. A rank that does
 not answer comes before one that answers; among those that answer, one that waits for another rank is not at fault as
-long as one is found that does not. Ranks for which no other waits are judged apart. It knows no socket, no process and
-no clock.
+long as one is found that does not. Ranks for which no other waits are judged apart. A rank 0 that works like the
+others, as in a training run, is judged beside them. It knows no socket, no process and no clock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIRST_STEP = 0
 
 @dataclass(frozen=True)
 class RankState:
-    """What the orchestrator's process knows of one worker.
+    """What rank 0's process knows of one rank: of a worker, or of itself where it works as well.
 
     Attributes:
         rank: its world rank.
@@ -95,42 +95,46 @@ def examine(
     patience: float,
     stacks: Mapping[int, Stack] | None = None,
     unawaited: Collection[int] = (),
+    still_limit: float | None = None,
 ) -> Accusation | StacksWanted | None:
     """Judge a running job.
 
     Args:
-        own: what the orchestrator, rank 0, does.
-        states: of all workers.
-        limit: seconds that a rank may be silent, or that all ranks in a round may stand still.
+        own: what rank 0 does.
+        states: of all workers; of rank 0, too, where it works like them.
+        limit: seconds that a rank may be silent.
         patience: seconds of silence, some beats long, after which a rank may turn out to be silent.
         stacks: of the ranks that answered, where they were asked; else None.
         unawaited: ranks without which rounds go on, so that one may stand still beside them.
+        still_limit: seconds that all ranks in a round may stand still; None is `limit`.
 
     Returns:
         None while all is well, or may yet turn out to be.
     """
+    still_limit = limit if still_limit is None else still_limit
     present = [state for state in states if not state.has_left]
     if broken := find_broken(present):
         return broken
     if silent := [s for s in present if s.closed_seconds is None and s.silent_seconds > limit]:
         seen = silent[0].doing
-        job = f"; the job is in round {own.round_index}" if seen and seen.round_index != own.round_index else ""
+        is_elsewhere = seen is not None and seen.round_index != own.round_index
+        job = f"; the job is in {own.phase.whole} {own.round_index}" if is_elsewhere else ""
         return Accusation(tuple(s.rank for s in silent), f"silent for {limit:g} s, {_last_seen(silent[0])}{job}")
-    if own.phase is Phase.SCHEDULING and own.phase_seconds > limit:
-        return Accusation((0,), f"stands still {own.words} for longer than {limit:g} s")
+    if own.phase is Phase.SCHEDULING and own.phase_seconds > still_limit:
+        return Accusation((0,), f"stands still {own.words} for longer than {still_limit:g} s")
     busy = [state for state in present if state.doing is not None and state.doing.phase.is_in_round]
-    stands_still = bool(busy) and all(state.doing is not None and state.doing.still_seconds > limit for state in busy)
+    stands_still = bool(busy) and all(s.doing is not None and s.doing.still_seconds > still_limit for s in busy)
     if not stands_still:
-        busy = [s for s in busy if s.rank in unawaited and s.doing is not None and _stands_still(s.doing, limit)]
+        busy = [s for s in busy if s.rank in unawaited and s.doing is not None and _stands_still(s.doing, still_limit)]
         stands_still = bool(busy)
-    is_lost = not stands_still and _all_wait(own, present, limit)
+    is_lost = not stands_still and _all_wait(own, present, still_limit)
     if not stands_still and not is_lost:
         return None
     if any(state.silent_seconds > patience or state.closed_seconds is not None for state in present):
         return None  # the others may be waiting for that one: its time will be up soon, or it will answer
     if is_lost:
-        return _find_lost_message(own, present, limit)
-    return StacksWanted() if stacks is None else _find_late(own, present, busy, limit, stacks)
+        return _find_lost_message(own, present, still_limit)
+    return StacksWanted() if stacks is None else _find_late(own, present, busy, still_limit, stacks)
 
 
 def find_lost(states: Sequence[RankState], limit: float) -> Accusation | None:

@@ -6,6 +6,8 @@ or stand still, and it hears from workers that have failed. What it finds the ma
 own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `blame`;
 the workers' end is in `heartbeat`.
 
+Where rank 0 has a device it works like the others, and is judged beside them.
+
 Of ranks that the job can do without, such a finding is a loss instead: the main thread can ask for it, all other ranks
 are told, and the lost ranks are ended. They are lost together, because they wait for each other.
 """
@@ -24,6 +26,7 @@ from parallel.watchdog.addresses import listen
 from parallel.watchdog.blame import (
     LOST_SECONDS,
     Accusation,
+    RankState,
     StacksWanted,
     examine,
     find_broken,
@@ -103,22 +106,26 @@ class HeartbeatServer:
         overdue: str,
         expendable: Sequence[int] = (),
         unawaited: Sequence[int] = (),
+        still_seconds: float | None = None,
     ) -> None:
         """Begin to watch the start.
 
         Args:
             topology: who sits where.
-            activity: of this process, the orchestrator.
-            heartbeat_seconds: most seconds of silence, or in one round, once all are up.
+            activity: of this process, rank 0.
+            heartbeat_seconds: most seconds of silence, once all are up.
             start_seconds: most seconds from now until `finish_start`, or `close`.
             overdue: what a start that takes longer is told with.
             expendable: world ranks that the job can do without once all are up. The first that is lost takes the others
                 along.
             unawaited: world ranks without which rounds go on.
+            still_seconds: most seconds in which no rank of a round gets on, once all are up; None is
+                heartbeat_seconds.
         """
         self._topology = topology
         self._activity = activity
         self._limit = heartbeat_seconds
+        self._still_limit = heartbeat_seconds if still_seconds is None else still_seconds
         self._start_seconds = start_seconds
         self._overdue = overdue
         self._beat = beat_seconds(heartbeat_seconds)
@@ -135,6 +142,7 @@ class HeartbeatServer:
         self._take_due = 0.0
         self._expendable = tuple(expendable)
         self._unawaited = frozenset(unawaited)
+        self._works = topology.slot(0) is not None
         self._loss: Loss | None = None
         self._kill_due = float("inf")
         self._workers = WorkerConnections([rank for rank in topology.worker_ranks if rank != 0], activity)
@@ -274,7 +282,11 @@ class HeartbeatServer:
     def _examine(self, stacks: dict[int, Stack] | None) -> Accusation | StacksWanted | None:
         """Judge the ranks that the job cannot do without."""
         needed = [state for state in self._workers.states() if state.rank not in self._expendable]
-        return examine(self._activity.look(), needed, self._limit, self._patience, stacks, self._unawaited)
+        own = self._activity.look()
+        if self._works:
+            needed = [RankState(0, own), *needed]
+            stacks = stacks if stacks is None else {0: main_stack(self._activity.thread), **stacks}
+        return examine(own, needed, self._limit, self._patience, stacks, self._unawaited, self._still_limit)
 
     def _accuse(self, accusation: Accusation) -> None:
         rank, *others = accusation.ranks

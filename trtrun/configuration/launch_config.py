@@ -113,7 +113,7 @@ class LaunchSection(Section):
         start_seconds: from the first rank's start to the first round: meeting, weights, warm-up.
         check_seconds: for `trtrun check`, and for the short check before every run.
         heartbeat_seconds: a rank that is silent for longer, or a round in which no rank gets on for longer, ends the
-            job.
+            job. Steps of a training run have ten times as long to get on.
         on_draft_loss: whether the job goes on without drafts when it loses a draft rank, where the draft has devices of
             its own and MPI can do that, or ends.
         drain_seconds: how long rows in flight may go on after a signal to end.

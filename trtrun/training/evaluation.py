@@ -47,7 +47,12 @@ def walk(matches: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def measure(
-    find_matches: Matches, rows: Sequence[DataRow], batch_size: int, num_depths: int, communicator: Communicator
+    find_matches: Matches,
+    rows: Sequence[DataRow],
+    batch_size: int,
+    num_depths: int,
+    communicator: Communicator,
+    on_share_done: Callable[[], None] = lambda: None,
 ) -> Acceptance:
     """Measure on all rows, each rank on its share. Collective.
 
@@ -57,6 +62,7 @@ def measure(
         batch_size: rows at once.
         num_depths: draft tokens of a round.
         communicator: of all ranks.
+        on_share_done: called once this rank's share is done, before it waits for the others'.
     """
     own = rows[communicator.rank :: communicator.size]
     totals = torch.zeros(2 + 2 * num_depths, dtype=torch.int64)
@@ -69,6 +75,7 @@ def measure(
                 reached = matches[: len(matches) - depth, : depth + 1]
                 totals[2 + depth] += int(reached.all(1).sum())
                 totals[2 + num_depths + depth] += len(reached)
+    on_share_done()
     tokens, rounds, *rest = communicator.all_reduce(totals.to(communicator.device)).tolist()
     by_depth = [
         round(good / max(1, every), 4) for good, every in zip(rest[:num_depths], rest[num_depths:], strict=True)

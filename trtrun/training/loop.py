@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parallel.communicator import Communicator
+from parallel.watchdog.activity import Activity, Phase
 from trtrun.errors import ConfigError, TrtrunError
 from trtrun.training.data import TrainingData, batch_indexes
 from trtrun.training.evaluation import Acceptance, measure
@@ -40,6 +41,7 @@ class TrainingLoop:
         communicator: of all ranks.
         state_file: where rank 0 saves.
         identity: what must be the same when the run is resumed, beside the settings.
+        activity: where this rank says what it does, for those who watch the ranks; None where nobody does.
 
     Attributes:
         steps: of the whole run; where it has a time instead, as many as it looks like so far.
@@ -54,9 +56,11 @@ class TrainingLoop:
         communicator: Communicator,
         state_file: StateFile,
         identity: dict[str, Any],
+        activity: Activity | None = None,
     ) -> None:
         self._training, self._data, self._settings = training, data, settings
         self._communicator, self._state_file, self._identity = communicator, state_file, identity
+        self._activity = activity or Activity()
         self._optimizers = Optimizers(training.model, settings)
         self._parameters = [value for value in training.model.parameters() if value.requires_grad]
         self.steps = num_steps(settings, len(data.rows))
@@ -104,6 +108,7 @@ class TrainingLoop:
             self._reckon_steps(started)
         self._training.model.train()
         while self.step < self.steps:
+            self._activity.enter(self.step + 1, Phase.PREPARING)
             if self._agree(should_stop() if is_first else False):
                 self._save()
                 return False
@@ -117,6 +122,7 @@ class TrainingLoop:
                 line |= describe(self.evaluate())
             line["seconds"] = round(time.perf_counter() - started, 3)
             if is_first:
+                self._activity.enter(self.step, Phase.SAVING)
                 self._state_file.add_metrics(line)
                 tell(line)
             if is_last or self.step % settings.checkpoint_steps == 0:
@@ -130,14 +136,15 @@ class TrainingLoop:
 
     def evaluate(self) -> Acceptance:
         """Measure acceptance on the held-out rows. Collective."""
+        self._activity.enter(self.step, Phase.MEASURING)
         self._training.model.eval()
-
         found = measure(
             self._training.matches,
             self._data.heldout,
             self._settings.micro_batch_size,
             self._training.num_depths,
             self._communicator,
+            lambda: self._activity.enter(self.step, Phase.MEASURED),
         )
         self._training.model.train()
         return found
@@ -150,21 +157,24 @@ class TrainingLoop:
         parts = [
             own[first : first + settings.micro_batch_size] for first in range(0, len(own), settings.micro_batch_size)
         ]
-        prepared = [
-            training.prepare([self._data.rows[index] for _, index in part], step, [place for place, _ in part])
-            for part in parts
-        ]
+        prepared = []
         counts = torch.zeros(training.num_depths, device=communicator.device)
-        for part in prepared:
-            counts += training.counts(part)
+        for part in parts:
+            rows, places = [self._data.rows[index] for _, index in part], [place for place, _ in part]
+            prepared.append(training.prepare(rows, step, places))
+            counts += training.counts(prepared[-1])
+            self._activity.advance()
+        self._activity.enter(step + 1, Phase.TRAINING)
         counts = communicator.all_reduce(counts).clamp(min=1)
         decay = settings.depth_decay ** torch.arange(training.num_depths, device=communicator.device)
         weights = decay / decay.sum() / counts
         totals = torch.zeros(training.num_depths, device=communicator.device)
-        for part in prepared:
-            losses = training.losses(part)
+        for batch in prepared:
+            losses = training.losses(batch)
             torch.autograd.backward((losses * weights).sum())
             totals += losses.detach()
+            self._activity.advance()
+        self._activity.enter(step + 1, Phase.SUMMING)
         totals = self._sum_gradients(totals)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, settings.clip_norm)
         if not bool((totals.sum() + norm).isfinite()):
@@ -204,6 +214,7 @@ class TrainingLoop:
         return self._identity | {"settings": self._settings.to_json()}
 
     def _save(self) -> None:
+        self._activity.enter(self.step, Phase.SAVING)
         if self._communicator.rank == 0:
             model = {name: value for name, value in self._training.model.named_parameters()}
             self._state_file.save(SavedState(self.step, self._told, model, self._optimizers.state()))

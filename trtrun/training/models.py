@@ -5,7 +5,7 @@ It knows checkpoints on disk and forwards of whole sequences. It does not know w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -51,23 +51,27 @@ class Target:
         path: of its checkpoint.
         device: to compute on.
 
+    Attributes:
+        model: transformers' module.
+        vocab_size: of its tokens.
+
     Raises:
         CheckpointError: transformers cannot load it.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
-        self._model = load_model(path, dtype).to(device).eval().requires_grad_(False)
-        self.vocab_size = int(self._model.config.vocab_size)
+        self.model = load_model(path, dtype).to(device).eval().requires_grad_(False)
+        self.vocab_size = int(self.model.config.vocab_size)
 
     def head_weight(self) -> torch.Tensor:
         """[vocabulary, hidden]: what makes logits of hidden states, in the target's dtype."""
-        weight: torch.Tensor = self._model.get_output_embeddings().weight
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
         return weight.detach()
 
     def embedding_weight(self) -> torch.Tensor:
         """[vocabulary, hidden]: what stands for tokens, in the target's dtype."""
-        weight: torch.Tensor = self._model.get_input_embeddings().weight
+        weight: torch.Tensor = self.model.get_input_embeddings().weight
         return weight.detach()
 
     def read(self, text: torch.Tensor, boundaries: Sequence[int] = ()) -> TargetOutput:
@@ -83,13 +87,31 @@ class Target:
         def tap(boundary: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
             tapped[boundary] = arguments[0]
 
-        base = self._model.base_model
+        base = self.model.base_model
         with torch.no_grad(), ExitStack() as stack:
             for boundary in boundaries:
                 module = base.layers[boundary] if boundary < len(base.layers) else base.norm
                 stack.callback(module.register_forward_pre_hook(partial(tap, boundary)).remove)
             hidden = base(input_ids=text, use_cache=False).last_hidden_state
-        return TargetOutput(hidden, self._model.get_output_embeddings(), [tapped[boundary] for boundary in boundaries])
+        return TargetOutput(hidden, self.model.get_output_embeddings(), [tapped[boundary] for boundary in boundaries])
+
+
+def tell_modules(model: nn.Module, tell: Callable[[], None]) -> None:
+    """Have `tell` called whenever a module of the model has computed, and whenever a gradient of it is there: for those
+    who watch whether it gets on."""
+
+    # Functions, which copies of the model share.
+    def after_forward(_module: nn.Module, _arguments: Any, _output: Any) -> None:
+        tell()
+
+    def after_gradient(_value: torch.Tensor) -> None:
+        tell()
+
+    for module in model.modules():
+        module.register_forward_hook(after_forward)
+    for value in model.parameters():
+        if value.requires_grad:
+            value.register_post_accumulate_grad_hook(after_gradient)  # type: ignore[no-untyped-call]
 
 
 def load_model(path: Path, dtype: torch.dtype | str) -> Any:

@@ -10,6 +10,8 @@ TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
     torch      the rank has another version of torch
     raise      the rank's third verification of a round raises ZeroDivisionError
     endless    the rank never returns from its third verification
+    endless-step   the rank never returns from its fourth step of a training run
+    raise-in-step  the rank's fourth step of a training run raises MemoryError
     slow       the rank sleeps 0.05 s before each verification, and leaves its core to others
 
 Nothing of trtrun knows this module.
@@ -91,7 +93,26 @@ def break_engine(module: Any) -> None:
     module.Engine.verify_forward = changed
 
 
+def break_training(module: Any) -> None:
+    """A step that does not end, or not well. With one micro batch a rank in each step."""
+    if kind not in ("endless-step", "raise-in-step"):
+        return
+    original, calls = module.Eagle3Method.losses, 0
+
+    def changed(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4 and kind == "raise-in-step":
+            raise MemoryError("no room for\nthis batch")
+        while calls == 4:
+            time.sleep(0.01)
+        return original(*arguments)
+
+    module.Eagle3Method.losses = changed
+
+
 BREAKERS = {
+    "trtrun.training.methods.eagle3": break_training,
     "trtrun.engine.runner": break_engine,
     "parallel.transports.mpi": break_mpi,
     "trtrun.models.checkpoint": break_checkpoint,

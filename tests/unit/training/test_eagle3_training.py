@@ -110,7 +110,7 @@ def test_gradients_flow_into_the_head_alone(pair: Pair, data: Path) -> None:
     method = make_head(pair[0], data)
     method.losses(method.prepare(rows_of(data)[:3], 0, range(3)))[2].backward()
     assert all(bool(value.grad.abs().sum() > 0) for value in method.model.parameters())
-    frozen = dict(method._target._model.named_parameters())
+    frozen = dict(method._target.model.named_parameters())
     assert all(value.grad is None and not value.requires_grad for value in frozen.values())
     assert not {id(value) for value in frozen.values()} & {id(value) for value in method.model.parameters()}
 

@@ -12,6 +12,7 @@ from checkpoints import make_checkpoint, make_draft
 from transformers import LlamaForCausalLM
 
 from parallel.transports import open_communicator
+from parallel.watchdog.activity import Activity
 from trtrun.training.data import DataRow, read_data
 from trtrun.training.loop import TrainingLoop
 from trtrun.training.methods.context import MethodContext
@@ -81,13 +82,16 @@ def make_method(target: Path, draft: Path, **changes: Any) -> PardMethod:
     return PardMethod(MethodContext(settings, CPU, teacher, target, VOCABULARY, draft, ()))
 
 
-def make_loop(target: Path, draft: Path, data: Path, output: Path, **changes: Any) -> tuple[PardMethod, TrainingLoop]:
+def make_loop(
+    target: Path, draft: Path, data: Path, output: Path, activity: Activity | None = None, **changes: Any
+) -> tuple[PardMethod, TrainingLoop]:
     """A run on one rank."""
     settings = small_settings(**changes)
     method = make_method(target, draft, **changes)
     rows = read_data([data], settings.max_length, settings.heldout_rows, VOCABULARY, settings.seed)
     communicator = open_communicator(CPU, None, "training")
-    return method, TrainingLoop(method, rows, settings, communicator, StateFile(output), {"data": rows.digest})
+    identity = {"data": rows.digest}
+    return method, TrainingLoop(method, rows, settings, communicator, StateFile(output), identity, activity)
 
 
 def make_heads(name: str, target: Path, rows: Sequence[DataRow] = (), **changes: Any) -> DraftTraining:

@@ -82,6 +82,7 @@ def test_a_check_names_its_steps(clock: Clock) -> None:
 
 def test_words_name_round_and_phase() -> None:
     assert Doing(Phase.VERIFYING, 17).words == "in round 17 (verifying)"
+    assert Doing(Phase.TRAINING, 17).words == "in step 17 (training)"
     assert Doing(Phase.IDLE, 17).words == "idle after round 17"
     assert Doing(Phase.IDLE).words == "idle"
     assert Doing(Phase.WEIGHTS).words == "weights"

@@ -36,9 +36,13 @@ def idle(rank: int, seconds: float = 0.0, index: int = 17, **more: float) -> Ran
 
 
 def judge(
-    own: Doing, *states: RankState, stacks: Mapping[int, Stack] | None = None, unawaited: Collection[int] = ()
+    own: Doing,
+    *states: RankState,
+    stacks: Mapping[int, Stack] | None = None,
+    unawaited: Collection[int] = (),
+    still_limit: float | None = None,
 ) -> object:
-    return examine(own, states, LIMIT, PATIENCE, stacks, unawaited)
+    return examine(own, states, LIMIT, PATIENCE, stacks, unawaited, still_limit)
 
 
 def test_nobody_is_late_within_the_limit() -> None:
@@ -139,6 +143,59 @@ def test_a_rank_without_an_answer_counts_as_one_that_waits_for_nobody() -> None:
 def test_an_orchestrator_that_stands_still_is_at_fault() -> None:
     found = judge(Doing(Phase.SCHEDULING, 17, 61, 61), idle(1, 61), idle(2, 61))
     assert found == Accusation((0,), "stands still in round 17 (scheduling) for longer than 60 s")
+
+
+def in_step(rank: int, phase: Phase = Phase.TRAINING, seconds: float = 61, index: int = 17, **more: float) -> RankState:
+    return in_round(rank, phase, seconds, index, **more)
+
+
+def judge_training(*states: RankState, stacks: Mapping[int, Stack] | None = None) -> object:
+    """A run whose rank 0 trains as well: the first state is its own."""
+    assert states[0].rank == 0 and states[0].doing is not None
+    return judge(states[0].doing, *states, stacks=stacks)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_rank_0_that_trains_is_judged_beside_the_others(culprit: int) -> None:
+    states = [in_step(0), in_step(1), in_step(2)]
+    assert judge_training(*states) == StacksWanted()
+    stacks = {rank: WORKS if rank == culprit else WAITS for rank in (0, 1, 2)}
+    cause = "stands still in step 17 (training) for longer than 60 s"
+    assert judge_training(*states, stacks=stacks) == Accusation((culprit,), cause)
+
+
+def test_who_waits_beside_ranks_that_train_is_not_at_fault() -> None:
+    """Whichever rank trains: rank 0, or another."""
+    assert judge_training(in_step(0, seconds=3), in_step(1, Phase.SUMMING, seconds=900)) is None
+    assert judge_training(in_step(0, Phase.SUMMING, seconds=900), in_step(1, seconds=3)) is None
+    assert judge_training(in_step(0, Phase.FINISHING, seconds=3), in_step(1, Phase.FINISHING, seconds=900)) is None
+
+
+def test_of_ranks_that_wait_for_a_device_the_one_that_has_come_least_far_in_its_step_is_at_fault() -> None:
+    """With NCCL the stacks do not tell that they wait for a sum."""
+    for late, early in ((Phase.SUMMING, Phase.TRAINING), (Phase.MEASURED, Phase.MEASURING)):
+        found = judge_training(in_step(0, late), in_step(1, early), stacks=dict.fromkeys((0, 1), WORKS))
+        assert isinstance(found, Accusation) and found.ranks == (1,)
+    saving = in_step(0, Phase.SAVING, index=16)
+    found = judge_training(saving, in_step(1, Phase.PREPARING), stacks=dict.fromkeys((0, 1), WORKS))
+    assert found == Accusation((0,), "stands still in step 16 (saving) for longer than 60 s")
+
+
+def test_a_silent_rank_of_a_training_run_is_told_with_its_step() -> None:
+    found = judge_training(in_step(0, index=18), in_step(1, silent_seconds=61))
+    assert found == Accusation((1,), "silent for 60 s, last seen in step 17 (training); the job is in step 18")
+
+
+def test_ranks_may_stand_still_for_longer_than_they_may_be_silent() -> None:
+    both = [in_step(0, seconds=599), in_step(1, seconds=599)]
+    assert both[0].doing is not None
+    assert judge(both[0].doing, *both, still_limit=600) is None
+    silent = in_step(1, silent_seconds=61)
+    found = judge(both[0].doing, both[0], silent, still_limit=600)
+    assert isinstance(found, Accusation) and found.ranks == (1,)
+    stacks = {0: WAITS, 1: WORKS}
+    found = judge(both[0].doing, in_step(0, seconds=601), in_step(1, seconds=601), stacks=stacks, still_limit=600)
+    assert found == Accusation((1,), "stands still in step 17 (training) for longer than 600 s")
 
 
 def test_lost_messages_are_seen_when_everybody_is_idle() -> None:

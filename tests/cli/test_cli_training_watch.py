@@ -1,0 +1,91 @@
+"""`trtrun train-drafter` on two ranks of which one is stopped, hangs or fails: one line names it, the job ends, and
+`--resume` goes on from the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Configs, Run, with_fault, write_rows
+from drains import rank_of, wait_until
+from output_rows import read_rows
+
+STEPS = 40
+TEXTS = ["def main(args):\n    return args\n", "import os\nimport sys\n", "for i in range(10):\n    print(i)\n"]
+TRAIN = (
+    *("train-drafter", "--method", "eagle3", "--num-tokens", 2, "--steps", STEPS, "--batch-size", 4),
+    *("--micro-batch-size", 2, "--max-length", 32, "--warmup-steps", 2, "--heldout-rows", 0, "--checkpoint-steps", 2),
+)
+NAMES = ["training rank 0 (cpu:0)", "training rank 1 (cpu:1)"]
+IN_A_STEP = r"last seen in step \d+ \([a-z ]+\)"
+
+
+@pytest.fixture
+def words(config: Configs, tmp_path: Path) -> tuple[object, ...]:
+    """A command that trains a head for the shipped target in `tmp_path / "head"`, and hears quickly of silent ranks."""
+    tokens = [list((text * 4).encode()) for text in TEXTS]
+    rows = [{"prompt_token_ids": row[:4], "token_ids": row[4:], "temperature": 0.0} for row in tokens]
+    data = write_rows(tmp_path / "data.jsonl", rows * 4)
+    path = config({"target": ["cpu:0", "cpu:1"]}, target={"model": "asset:target"})
+    more = ("--set", "launch.heartbeat_seconds=4", "--data", data, "--output", tmp_path / "head")
+    return (*TRAIN, "--config", path, *more)
+
+
+def own_lines(stderr: str) -> list[str]:
+    """What trtrun said of the end, without the stacks below it."""
+    return [line for line in stderr.splitlines() if line.startswith("trtrun: ") and "begins" not in line]
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_stopped_rank_ends_the_run_and_resume_goes_on(
+    words: tuple[object, ...], trtrun: Run, start_trtrun: Callable[..., Any], tmp_path: Path, rank: int
+) -> None:
+    process = start_trtrun(*words)
+    metrics = tmp_path / "head" / "training" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, process, "five steps")
+    stopped = rank_of(process.pid, rank)
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stderr
+    (line,) = own_lines(stderr)
+    told = rf", as told by {re.escape(NAMES[1])}" if rank == 0 else r"(; the job is in step \d+)?"
+    assert re.fullmatch(rf"trtrun: {re.escape(NAMES[rank])} failed: silent for 4 s, {IN_A_STEP}{told}", line), line
+    assert metrics.read_bytes().count(b"\n") < STEPS
+    assert not (tmp_path / "head" / "config.json").exists()
+    done = trtrun(*words, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"goes on behind step [1-9]\d* of {STEPS} steps", done.stderr), done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == STEPS
+    assert [row["step"] for row in read_rows(metrics)] == list(range(1, STEPS + 1))
+    assert (tmp_path / "head" / "config.json").exists()
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_hangs_in_a_step_is_named_and_not_the_one_that_waits_for_it(
+    words: tuple[object, ...], trtrun: Run, tmp_path: Path, rank: int
+) -> None:
+    """It beats, so that only its standing still tells: with a limit of ten times as long."""
+    more = ("--set", "launch.heartbeat_seconds=1")
+    done = trtrun(*words, *more, env=with_fault(f"{rank} endless-step"))
+    assert done.returncode == 1, done.stderr
+    (line,) = own_lines(done.stderr)
+    cause = "stands still in step 4 (training) for longer than 10 s"
+    assert line == f"trtrun: {NAMES[rank]} failed: {cause}"
+    assert done.stderr.index(f"main thread of {NAMES[rank]}") == done.stderr.index("main thread of ")
+    assert (tmp_path / "head" / "training" / "state.safetensors").exists()
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_fails_alone_is_named(words: tuple[object, ...], trtrun: Run, tmp_path: Path, rank: int) -> None:
+    done = trtrun(*words, env=with_fault(f"{rank} raise-in-step"))
+    assert done.returncode == 1, done.stderr
+    (line,) = own_lines(done.stderr)
+    assert line == f"trtrun: {NAMES[rank]} failed: MemoryError: no room for this batch"
+    assert (tmp_path / "head" / "training" / "state.safetensors").exists()
