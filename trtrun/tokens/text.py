@@ -39,6 +39,11 @@ class Tokenizer:
         self.path = path
         self._decodings: dict[frozenset[str], Decoding] = {}
 
+    def is_of_one_file(self, other: Tokenizer) -> bool:
+        """Whether both were read from files of the same content, as pairs of one family have them: their tokens need
+        not be compared, of which 128,000 take a quarter of a second."""
+        return self._backend is other._backend
+
     def as_json(self) -> str:
         """What tokenizer.json has, or would have."""
         text: str = self._backend.to_str()
@@ -213,6 +218,8 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     Raises:
         CheckpointError: they differ; names the first token that does.
     """
+    if target.is_of_one_file(draft):
+        return
     target_tokens, draft_tokens = target.vocabulary(), draft.vocabulary()
     if target_tokens == draft_tokens:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -181,6 +182,25 @@ def test_different_tokenizers_are_named_by_the_first_token(tmp_path: Path) -> No
     changed = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(file)), tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"token 1 is '!' in .* but '#' in"):
         check_same_tokenizer(target, changed)
+
+
+def test_tokens_of_one_file_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    byte_tokenizer(tmp_path / "target", merges=10)
+    shutil.copytree(tmp_path / "target", tmp_path / "draft")
+    byte_tokenizer(tmp_path / "other", merges=8)
+    target, draft, other = (read_tokenizer(tmp_path / name) for name in ("target", "draft", "other"))
+    assert target is not None and draft is not None and other is not None
+    compared: list[Path] = []
+
+    def vocabulary(self: Tokenizer) -> dict[str, int]:
+        compared.append(self.path)
+        return {"a": 0}
+
+    monkeypatch.setattr(Tokenizer, "vocabulary", vocabulary)
+    check_same_tokenizer(target, draft)
+    assert not compared
+    check_same_tokenizer(target, other)
+    assert compared == [target.path, other.path]
 
 
 def test_bad_words_with_and_without_a_leading_space(tmp_path: Path) -> None:
