@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,14 @@ def test_a_stopped_rank_ends_the_run_and_resume_goes_on(
     wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, process, "five steps")
     stopped = rank_of(process.pid, rank)
     assert stopped is not None
-    os.kill(stopped, signal.SIGSTOP)
-    _, stderr = process.communicate(timeout=120)
+    handle = os.pidfd_open(stopped)
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGSTOP)
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        with suppress(ProcessLookupError):  # else a run that does not end it leaves it for ever
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
     assert process.returncode == 1, stderr
     (line,) = own_lines(stderr)
     told = rf", as told by {re.escape(NAMES[1])}" if rank == 0 else r"(; the job is in step \d+)?"
