@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
@@ -28,14 +29,23 @@ _SENTENCEPIECE_FILE = "tokenizer.model"
 _SLOW_FILES = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
+class _Lengths(msgspec.Struct):
+    """What tokenizer.json asks for of the lengths of texts."""
+
+    truncation: Any = None
+    padding: Any = None
+
+
 class Tokenizer:
     """A fast tokenizer as transformers applies it: the post-processor of tokenizer.json adds the special tokens."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, path: Path) -> None:
-        """Wrap `backend`, read from `path` (for messages). Padding and truncation that the file asks for are off."""
+    def __init__(self, backend: tokenizers.Tokenizer, path: Path, content: bytes | None = None) -> None:
+        """Wrap `backend`, read from `path` (for messages): from a tokenizer.json of this `content`, where there is one.
+        Padding and truncation that the file asks for are off."""
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
+        self._content = content
         self.path = path
         self._decodings: dict[frozenset[str], Decoding] = {}
 
@@ -45,9 +55,15 @@ class Tokenizer:
         return self._backend is other._backend
 
     def as_json(self) -> str:
-        """What tokenizer.json has, or would have."""
-        text: str = self._backend.to_str()
-        return text
+        """What tokenizer.json has, or would have, without padding and truncation. The library itself writes a line for
+        each id up to the largest: where one is absurd it fills all memory, and ends the process."""
+        if self._content is None:
+            text: str = self._backend.to_str()
+            return text
+        lengths = msgspec.json.decode(self._content, type=_Lengths)
+        if lengths == _Lengths():
+            return self._content.decode()
+        return json.dumps(json.loads(self._content) | msgspec.structs.asdict(_Lengths()))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the beginning-of-sequence token where the checkpoint's tokenizer adds one."""
@@ -174,7 +190,8 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
             f"(AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         )
     try:
-        return Tokenizer(_read_backend(file.read_bytes()), path)
+        content = file.read_bytes()
+        return Tokenizer(_read_backend(content), path, content)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file} is no tokenizer that can be read ({one_line(error)}): copy it again") from None
 

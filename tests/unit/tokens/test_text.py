@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.errors import CheckpointError
+from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.detokenizer import IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer, check_same_tokenizer, read_tokenizer
 
@@ -182,6 +183,31 @@ def test_different_tokenizers_are_named_by_the_first_token(tmp_path: Path) -> No
     changed = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(file)), tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"token 1 is '!' in .* but '#' in"):
         check_same_tokenizer(target, changed)
+
+
+def test_an_absurd_id_is_not_counted_up_to(tmp_path: Path) -> None:
+    """What a guide reads is the file, as it lies there: written anew it would have a line for each id."""
+    byte_tokenizer(tmp_path, merges=10)
+    file = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    file["model"]["vocab"]["ij"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file, indent=1), encoding="utf-8")
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer is not None and tokenizer.encode("ij")[-1] == 2**31
+    assert tokenizer.as_json() == json.dumps(file, indent=1)
+    assert Spelling.of(tokenizer, 300, (0,)).read().vocab_size == 300
+
+
+def test_a_guide_reads_texts_of_any_length_whatever_the_file_asks_for(tmp_path: Path) -> None:
+    whole = byte_tokenizer(tmp_path, merges=10).encode("abcdefgh", False)
+    file = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    filled = {"direction": "Right", "strategy": {"Fixed": 90}, "pad_to_multiple_of": None, "pad_token": "a"}
+    filled |= {"pad_id": 0, "pad_type_id": 0}
+    for lengths in ({"truncation": cut}, {"padding": filled}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(file | lengths), encoding="utf-8")
+        tokenizer = read_tokenizer(tmp_path)
+        assert tokenizer is not None
+        assert Spelling.of(tokenizer, 300, (0,)).read().tokenize_str("abcdefgh") == whole
 
 
 def test_tokens_of_one_file_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
