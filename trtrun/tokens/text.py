@@ -190,8 +190,8 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
             f"(AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         )
     try:
-        content = file.read_bytes()
-        return Tokenizer(_read_backend(content), path, content)
+        backend, content = _read_backend(file.read_bytes())
+        return Tokenizer(backend, path, content)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file} is no tokenizer that can be read ({one_line(error)}): copy it again") from None
 
@@ -205,10 +205,10 @@ def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
 
 
 @lru_cache(maxsize=2)
-def _read_backend(content: bytes) -> tokenizers.Tokenizer:
-    """From the content of tokenizer.json: a start reads the same several times, of target and draft, and each takes a
-    part of a second. Nothing alters it but `Tokenizer`, always alike."""
-    return tokenizers.Tokenizer.from_buffer(content)
+def _read_backend(content: bytes) -> tuple[tokenizers.Tokenizer, bytes]:
+    """From the content of tokenizer.json, which is kept once: a start reads the same several times, of target and
+    draft, and each takes a part of a second. Nothing alters the tokenizer but `Tokenizer`, always alike."""
+    return tokenizers.Tokenizer.from_buffer(content), content
 
 
 def read_shared_tokenizer(target: Path, draft: Path | None) -> Tokenizer | None:
