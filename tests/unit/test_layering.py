@@ -130,7 +130,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"chooser"}),
         frozenset({"cpu", "triton"}),
         frozenset({"torch"}),
-        frozenset({"rounded_rows", "line_slots"}),
+        frozenset({"rounded_rows", "line_slots", "library_speeds"}),
     ),
     "trtrun.timing": (
         frozenset({"tracing"}),

@@ -7,6 +7,7 @@ taps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,7 @@ class Forwards:
         most_tiles = 0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile)
         lines = max((shape.lines for shape in shapes.mixed.all), default=0)
         numbers = max((shape.table_numbers for shape in shapes.mixed.all), default=0)
+        first_run = self._model.first_run if self.taps is None else nullcontext
         graphs = ForwardGraphs(
             self.forward_rows,
             capture,
@@ -107,9 +109,12 @@ class Forwards:
             device=self._device,
             most_graphs=self._most_graphs,
             forward_trees=self._forward_trees if self.paths is not None else None,
+            first_run=first_run,
         )
         if shapes.mixed.all:
-            self.mixed = MixedGraphs(self._forward_mixed, capture, shapes.mixed, graphs.logits, graphs.tables)
+            self.mixed = MixedGraphs(
+                self._forward_mixed, capture, shapes.mixed, graphs.logits, graphs.tables, first_run
+            )
         return graphs
 
     @property

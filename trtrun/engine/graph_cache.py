@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +41,21 @@ class GraphCache:
 
     position_inputs: Sequence[int] = (1,)
 
-    def __init__(self, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
-        """Make graphs with `capture`, and keep `most_graphs` of them."""
+    def __init__(
+        self,
+        capture: Capture,
+        most_graphs: int = MOST_GRAPHS,
+        first_run: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Make graphs with `capture`, and keep `most_graphs` of them.
+
+        Args:
+            capture: see `Capture`.
+            most_graphs: to keep.
+            first_run: surrounds the run of work before it is captured, in which each of its kernels is to run once.
+        """
         self._capture = capture
+        self._first_run = first_run
         self.most_graphs = most_graphs
         self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
 
@@ -88,7 +101,8 @@ class GraphCache:
         def run() -> None:
             output.copy_(work(*fixed))
 
-        run()
+        with self._first_run():
+            run()
         return Captured(tuple(fixed), self._capture(run), output)
 
 

@@ -14,6 +14,7 @@ function talks to; collectives inside it must be capturable (`Communicator.is_ca
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +72,7 @@ class ForwardGraphs(GraphCache):
         device: torch.device,
         most_graphs: int = MOST_GRAPHS,
         forward_trees: TreeForward | None = None,
+        first_run: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Capture `forward` on demand.
 
@@ -84,8 +86,9 @@ class ForwardGraphs(GraphCache):
             device: where everything lives.
             most_graphs: how many to keep.
             forward_trees: as `forward`, of rows with draft trees; None where there are none.
+            first_run: see GraphCache.
         """
-        super().__init__(capture, most_graphs)
+        super().__init__(capture, most_graphs, first_run)
         self.shapes = shapes
         self._forward = forward
         self._forward_trees = forward_trees

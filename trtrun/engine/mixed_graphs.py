@@ -7,6 +7,7 @@ knows inputs and logits. It does not know models, plans or chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class MixedGraphs(GraphCache):
         shapes: MixedShapes,
         logits: torch.Tensor,
         tables: torch.Tensor,
+        first_run: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Capture `forward` on demand.
 
@@ -55,8 +57,9 @@ class MixedGraphs(GraphCache):
             shapes: of graphs.
             logits: [lines, vocab] float32, as many lines as the largest shape has: where all graphs write.
             tables: [numbers] int64, as many as the largest shape has: where all graphs read block tables.
+            first_run: see GraphCache.
         """
-        super().__init__(capture, max(1, len(shapes.all)))
+        super().__init__(capture, max(1, len(shapes.all)), first_run)
         self.shapes = shapes
         self._forward = forward
         self._logits = logits

@@ -9,7 +9,7 @@ whatever else is in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -17,6 +17,7 @@ from trtrun.attention.backend import AttentionBackend
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
+from trtrun.layers.alike import are_alike
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
@@ -26,6 +27,10 @@ from trtrun.models.layer_plan import Layer
 from trtrun.models.taps import Taps
 from trtrun.models.weights import Share
 from trtrun.tensors import inference
+
+_FIRST_AND_LAST = 2
+"""Layers that together run what all do, where all are alike: the first has nothing to add to the stream, and behind
+the last one tokens are left out."""
 
 
 class CausalLM:
@@ -67,6 +72,8 @@ class CausalLM:
         self._attention = attention
         self.adapted = adapted
         self.on_layer: Callable[[], None] | None = None
+        # Asked on one rank alone: others of a group would have to find the same.
+        self._repeats = share.size == 1 and len(layers) > _FIRST_AND_LAST and are_alike(layers)
         self.has_overflowed = False
 
     @property
@@ -82,6 +89,11 @@ class CausalLM:
             yield
         finally:
             self._layers = layers
+
+    def first_run(self) -> AbstractContextManager[None]:
+        """Within it forwards without taps may end after the first layers, where all run the same kernels: for who only
+        wants each of them to have run once. Not collective."""
+        return self.shortened(_FIRST_AND_LAST) if self._repeats else nullcontext()
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""

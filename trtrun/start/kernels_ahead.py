@@ -25,6 +25,7 @@ from typing import Annotated
 import msgspec
 import torch
 
+from trtrun.kernels.library_speeds import WeightSpeeds
 from trtrun.kernels.triton.support import triton_works
 from trtrun.threads import count_cores
 
@@ -40,11 +41,11 @@ class _Mark(msgspec.Struct, frozen=True):
 
     Attributes:
         working_bytes: that rounds need.
-        speeds: see `kernels.triton.matmul`.
+        speeds: of products.
     """
 
     working_bytes: Annotated[int, msgspec.Meta(gt=0)]
-    speeds: list[tuple[int, int, str, list[bool]]]
+    speeds: list[WeightSpeeds]
 
 
 def mark_file(like: Iterable[object], device: torch.device, folder: str | None = None) -> Path | None:
@@ -149,7 +150,7 @@ class KernelsAhead:
             self._processes = None
 
 
-def _known_speeds() -> list[tuple[int, int, str, list[bool]]]:
+def _known_speeds() -> list[WeightSpeeds]:
     if not triton_works("cuda"):
         return []
     from trtrun.kernels.triton.matmul import known_speeds

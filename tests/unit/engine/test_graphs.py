@@ -7,7 +7,8 @@ would, so buckets, padding and copies are tested here, and capturing itself wher
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,29 @@ def test_a_graph_serves_every_input_that_it_holds() -> None:
     assert graphs.num_graphs == len(captured) == 6 * 2
     graphs.close()
     assert graphs.num_graphs == 0
+
+
+def test_what_runs_before_a_capture_is_told() -> None:
+    """The run that only warms up is surrounded by what makes it short; what is captured is not."""
+    is_short, ran = False, list[bool]()
+
+    @contextmanager
+    def shortened() -> Iterator[None]:
+        nonlocal is_short
+        is_short = True
+        yield
+        is_short = False
+
+    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int) -> torch.Tensor:
+        ran.append(is_short)
+        return tokens.reshape(-1, 1).float()
+
+    graphs, captured = make_graphs(forward, 1, first_run=shortened)
+    given = torch.tensor([[7]]), torch.tensor([[3]]), torch.zeros((1, 4), dtype=torch.int64)
+    assert graphs.run(*given, 1).tolist() == [[7.0]] and len(captured) == 1
+    assert ran == [True, False]  # the second is the replay, as captures are played
+    graphs.run(*given, 1)
+    assert ran == [True, False, False]
 
 
 def test_the_graph_that_was_not_used_for_longest_is_given_back() -> None:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 from triton import knobs
 
+from trtrun.kernels.library_speeds import Speeds, WeightSpeeds
 from trtrun.kernels.triton import compile_processes, matmul
 from trtrun.start import kernels_ahead
 from trtrun.start.kernels_ahead import KernelsAhead, has_mark, mark_file
@@ -60,12 +61,13 @@ def test_a_start_that_ended_well_spares_later_ones_the_work(tmp_path: Path) -> N
     played: list[int] = []
     first.compile(lambda: played.append(1))
     assert played == [1] and Played.started[0].is_closed
-    matmul.remember_speeds([(64, 32, "torch.bfloat16", [True, False])])
+    speeds = [WeightSpeeds(64, 32, "torch.bfloat16", Speeds((True, False), (False, True)))]
+    matmul.remember_speeds(speeds)
     first.finish(12345)
     matmul._speeds.clear()
     later = KernelsAhead(LIKE, GPU, 1)
     assert later.working_bytes == 12345 and len(Played.started) == 1
-    assert matmul.known_speeds() == [(64, 32, "torch.bfloat16", [True, False])]
+    assert matmul.known_speeds() == speeds
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [later._mark.name]  # type: ignore[union-attr]
     assert KernelsAhead([*LIKE, "another"], GPU, 1).working_bytes is None
 

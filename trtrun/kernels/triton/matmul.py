@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from trtrun.kernels.library_speeds import Speeds, WeightSpeeds
 from trtrun.kernels.torch.cublas import forbid_split_sums
 from trtrun.kernels.torch.graph_capture import capturing
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
@@ -34,6 +36,9 @@ _MOST_TIMED_ROWS = 256
 _TIMED_CALLS = 8
 _SLOW_LIBRARY = 1.25
 """How many times as long as the kernel it may take: what is tried lies in a cache, and a weight comes from memory."""
+
+_SLOW_BETWEEN = 1.1
+"""How many times as long as the next larger number of rows some number between two may take."""
 
 _CHECK_BYTES = 256 << 20
 """Most memory that comparing results may take: weights are loaded before the KV store gets what is left."""
@@ -128,7 +133,7 @@ class TritonMatmul:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
-        self._uses_library = _compare(weight)
+        self._uses_library, self._is_padded = _compare(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out] in the same dtype."""
@@ -139,9 +144,14 @@ class TritonMatmul:
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         rows, most = x.shape[0], _ROWS[len(self._uses_library) - 1]
-        if not self._uses_library[bisect_left(_ROWS, min(rows, most))]:
+        place = bisect_left(_ROWS, min(rows, most))
+        if not self._uses_library[place]:
             return chain_product(x, self._weight)
         if rows <= most:
+            if self._is_padded[place] and rows < _ROWS[place]:
+                padded = x.new_empty((_ROWS[place], x.shape[1]))
+                padded[:rows].copy_(x)
+                return functional.linear(padded, self._weight)[:rows]
             return functional.linear(x, self._weight)
         # Nothing is known of more rows than were tried.
         y = x.new_empty((rows, self._weight.shape[0]))
@@ -150,40 +160,42 @@ class TritonMatmul:
         return y
 
 
-_speeds: dict[tuple[int, int, str], list[bool]] = {}
+_speeds: dict[tuple[int, int, str], Speeds] = {}
+"""For each of `_ROWS` but the first, as far as it was tried."""
 
 
-def known_speeds() -> list[tuple[int, int, str, list[bool]]]:
-    """For whom the library was found to be fast: features, inputs and dtype of weights, and an answer for each number
-    of rows. Finding it out takes a graph for each."""
-    return [(*key, answers) for key, answers in _speeds.items()]
+def known_speeds() -> list[WeightSpeeds]:
+    """What was found so far. Finding it out takes a graph for each number of rows."""
+    return [WeightSpeeds(*key, answers) for key, answers in _speeds.items()]
 
 
-def remember_speeds(speeds: Sequence[tuple[int, int, str, list[bool]]]) -> None:
+def remember_speeds(found: Sequence[WeightSpeeds]) -> None:
     """Take over what an earlier process on this GPU has found. Whether bits are equal is tried again all the same."""
-    for features, inputs, dtype, answers in speeds:
-        _speeds[features, inputs, dtype] = answers
+    for features, inputs, dtype, speeds in found:
+        _speeds[features, inputs, dtype] = speeds
 
 
-_compared: dict[tuple[torch.Size, torch.dtype, torch.device], tuple[bool, ...]] = {}
+_compared: dict[tuple[torch.Size, torch.dtype, torch.device], Speeds] = {}
 
 
-def _compare(weight: torch.Tensor) -> tuple[bool, ...]:
+def _compare(weight: torch.Tensor) -> Speeds:
     """Whether cuBLASLt computes the product with weights of that shape, for each of `_ROWS` up to what there is memory
-    for: where it gives the chain's bits for all of them and is not the slower way. Tried once, with random rows."""
+    for, the first among them: where it gives the chain's bits for all of them and is not the slower way. Tried once,
+    with random rows."""
     key = (weight.shape, weight.dtype, weight.device)
     if key not in _compared:
         _compared[key] = _try_library(weight)
     return _compared[key]
 
 
-def _try_library(weight: torch.Tensor) -> tuple[bool, ...]:
+def _try_library(weight: torch.Tensor) -> Speeds:
     features, inputs = weight.shape
     most = _CHECK_BYTES // (weight.itemsize * (inputs + 2 * features))
     counts = [count for count in _ROWS if count <= max(most, _ROWS[1])]
     # Other shapes go to kernels of their own, which agreed for these numbers of rows and not for others (seen).
+    never = Speeds((False,) * len(counts), (False,) * len(counts))
     if features % _ALIGNED or inputs % _ALIGNED or not forbid_split_sums():
-        return (False,) * len(counts)
+        return never
     generator = torch.Generator(weight.device).manual_seed(0)
     values = torch.randn((counts[-1], inputs), generator=generator, device=weight.device).to(weight.dtype)
     # Up to the fewest rows the chain is faster in any case: the library reads some weights slowly unless it may split.
@@ -192,11 +204,14 @@ def _try_library(weight: torch.Tensor) -> tuple[bool, ...]:
         for count in counts[1:]
     )
     if not is_equal:
-        return (False,) * len(counts)
+        return never
     key = (features, inputs, str(weight.dtype))
-    if len(_speeds.get(key, ())) != len(counts) - 1:
-        _speeds[key] = [_library_is_fast(values[:count], weight) for count in counts[1:]]
-    return (False, *_speeds[key])
+    if key not in _speeds or len(_speeds[key].is_fast) != len(counts) - 1:
+        _speeds[key] = Speeds(
+            tuple(_library_is_fast(values[:count], weight) for count in counts[1:]),
+            tuple(_is_slow_between(values[:count], weight, before) for before, count in pairwise(counts)),
+        )
+    return Speeds((False, *_speeds[key].is_fast), (False, *_speeds[key].is_padded))
 
 
 def _library_is_fast(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -206,6 +221,17 @@ def _library_is_fast(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return True
     library = _seconds(lambda: functional.linear(x, weight))
     return library <= _SLOW_LIBRARY * _seconds(lambda: chain_product(x, weight))
+
+
+def _is_slow_between(x: torch.Tensor, weight: torch.Tensor, fewer: int) -> bool:
+    """Whether cuBLASLt takes longer for some rows than for all of x, where there are more than `fewer`: it goes by
+    tiles of its own choice (448 rows of a weight of 28,672 x 4,096 took 1.7 times as long as 512 on an H200)."""
+    rows = len(x)
+    if rows <= _MOST_TIMED_ROWS:
+        return False
+    between = x[: (fewer + rows) // 2]
+    whole = _seconds(lambda: functional.linear(x, weight))
+    return _seconds(lambda: functional.linear(between, weight)) > _SLOW_BETWEEN * whole
 
 
 def _seconds(call: Callable[[], torch.Tensor]) -> float:
