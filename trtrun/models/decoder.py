@@ -42,6 +42,9 @@ class CausalLM:
         kv_heads: KV heads that this rank holds, for its KVStore.
         prompt_width: queries of the rows that prompts are best cut into; None where each is best one row.
         adapted: its layers that may have adapters; None where none may.
+        has_like_layers: whether all layers run the same kernels.
+        shortens_first_runs: whether `first_run` leaves any out. Ranks of a group must do so alike, as layers meet in
+            sums: where there are several, whoever has asked all of them sets it.
         has_overflowed: on the CPU, whether any token so far had keys or values that may not be finite.
         on_layer: called after each layer of a forward: on CUDA once the layer is launched, and not at all where a graph
             is replayed. It must be quick and touch no tensor. None at first.
@@ -72,8 +75,8 @@ class CausalLM:
         self._attention = attention
         self.adapted = adapted
         self.on_layer: Callable[[], None] | None = None
-        # Asked on one rank alone: others of a group would have to find the same.
-        self._repeats = share.size == 1 and len(layers) > _FIRST_AND_LAST and are_alike(layers)
+        self.has_like_layers = are_alike(layers)
+        self.shortens_first_runs = share.size == 1 and self.has_like_layers
         self.has_overflowed = False
 
     @property
@@ -92,8 +95,8 @@ class CausalLM:
 
     def first_run(self) -> AbstractContextManager[None]:
         """Within it forwards without taps may end after the first layers, where all run the same kernels: for who only
-        wants each of them to have run once. Not collective."""
-        return self.shortened(_FIRST_AND_LAST) if self._repeats else nullcontext()
+        wants each of them to have run once."""
+        return self.shortened(_FIRST_AND_LAST) if self.shortens_first_runs else nullcontext()
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""

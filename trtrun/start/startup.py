@@ -146,6 +146,10 @@ class RankStartup:
                 raise
             self._lap("weights")
             if self._agree(True):
+                models = [engine.model for engine in self._engines.values()]
+                if self._agree(all(model.has_like_layers for model in models)):
+                    for model in models:
+                        model.shortens_first_runs = True
                 known = self._kernels.working_bytes
                 if not self._agree(known is not None):
                     known = None

@@ -139,7 +139,11 @@ def test_a_model_of_few_layers_runs_all(tmp_path: Path) -> None:
     assert layers_run(model, first=True) == [2]
 
 
-def test_ranks_of_a_group_run_all(tmp_path: Path) -> None:
-    """Each would have to find the same of its layers, as layers meet in sums."""
-    model = PagedModel(make_checkpoint(tmp_path, "LlamaForCausalLM", num_hidden_layers=4), tp_size=2)
-    assert layers_run(model, first=True) == [4, 4]
+def test_ranks_of_a_group_run_all_unless_all_agree(tmp_path: Path) -> None:
+    """Until somebody has asked each of them, as layers meet in sums."""
+    paged = PagedModel(make_checkpoint(tmp_path, "LlamaForCausalLM", num_hidden_layers=4), tp_size=2)
+    assert layers_run(paged, first=True) == [4, 4]
+    for model in paged.models:
+        assert model.has_like_layers
+        model.shortens_first_runs = True
+    assert layers_run(paged, first=True) == [2, 2] and layers_run(paged, first=False) == [4, 4]

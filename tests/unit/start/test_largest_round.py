@@ -273,7 +273,7 @@ print(json.dumps([loaded._parts.demand().working_bytes, peak() - before]))
 def test_rounds_that_do_not_fit_while_kernels_are_looked_for_are_left_to_those_that_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: int | None
 ) -> None:
-    """A GPU is played: both questions to the other ranks, and the memory. What an earlier start knew is taken over."""
+    """A GPU is played: the questions to the other ranks, and the memory. What an earlier start knew is taken over."""
     asked: list[bool] = []
     looked: list[str] = []
 
@@ -294,8 +294,41 @@ def test_rounds_that_do_not_fit_while_kernels_are_looked_for_are_left_to_those_t
     topology = make_topology(config)
     loading = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
     assert loading.load(lambda done, total: None) == (5, known)  # type: ignore[comparison-overlap]
-    assert asked == [True, known is not None]
+    assert asked == [True, True, known is not None]
     assert looked == (["closed"] if known else ["looked", "closed"])
+
+
+@pytest.mark.parametrize(
+    ("num_like", "others_agree", "expected"), [(2, True, True), (2, False, False), (1, True, False)]
+)
+def test_first_runs_are_short_where_the_layers_of_all_ranks_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_like: int, others_agree: bool, expected: bool
+) -> None:
+    """A GPU is played, and a rank that has others to agree with. Layers of the target are alike, those of the draft or
+    not."""
+    asked: list[bool] = []
+
+    def agree(loaded: RankStartup, is_so: bool) -> bool:
+        asked.append(is_so)
+        for engine in loaded._engines.values():
+            if len(asked) == 2:  # as ranks of a group begin
+                assert engine.model.shortens_first_runs == engine.model.has_like_layers
+                engine.model.shortens_first_runs = False
+        return is_so and (others_agree or len(asked) != 2)
+
+    monkeypatch.setattr(RankStartup, "_agree", agree)
+    monkeypatch.setattr(RankStartup, "_count_beside", lambda loaded, working_bytes: 5)
+    monkeypatch.setattr(KernelsAhead, "compile", lambda ahead, play: None)
+    windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": num_like}
+    target = make_checkpoint(tmp_path / "target", "Qwen2ForCausalLM", num_hidden_layers=2, seed=1)
+    draft = make_checkpoint(tmp_path / "draft", "Qwen2ForCausalLM", num_hidden_layers=2, seed=2, **windows)
+    config = configuration(target, draft, **SETTINGS)
+    topology = make_topology(config)
+    loading = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
+    assert loading.load(lambda done, total: None) == 5
+    assert asked == [True, num_like == 2, False]
+    models = [engine.model for engine in loading._engines.values()]
+    assert [model.shortens_first_runs for model in models] == [expected] * 2
 
 
 @pytest.mark.parametrize("use_logits", [False, True])
