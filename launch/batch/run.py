@@ -27,6 +27,7 @@ from trtrun.api.llm import LLM
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
+from trtrun.garbage import leave_out_what_is
 from trtrun.roles.draft_loss import losable_ranks
 
 
@@ -42,6 +43,7 @@ def load_llm(config: RuntimeConfig) -> LLM:
     if llm is None:
         raise SystemExit(ExitCode.DONE)
     StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
+    leave_out_what_is()
     return llm
 
 

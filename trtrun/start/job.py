@@ -29,6 +29,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import RankReport, StartReport
 from trtrun.errors import PlacementError
+from trtrun.garbage import leaving_out_what_is
 from trtrun.kvcache.sizing import check_device
 from trtrun.roles.draft_loss import losable_ranks, unawaited_ranks
 from trtrun.roles.engine_ranks import EngineRanks, MpiRanks
@@ -170,7 +171,8 @@ def _run_worker(
         worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity, is_lost))
         if worker is not None:
             heartbeat.beat()
-            serve(control, worker)
+            with leaving_out_what_is():
+                serve(control, worker)
             worker.close()  # NCCL's communicators wait for graphs that hold their operations
             if not heartbeat.lost_ranks:  # else MPI may not agree to it; the end of the process does
                 groups.close()

@@ -8,7 +8,6 @@ through is `front`'s and its protocols' business; where the engine runs, and whe
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -43,6 +42,7 @@ from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.configuration.suffix_options import SuffixOptions
 from trtrun.configuration.text_methods import TokenRecyclingSection
+from trtrun.garbage import leave_out_what_is
 
 METRICS_CONNECTIONS = 64
 """That may be open on the metrics port."""
@@ -205,8 +205,7 @@ class _Server:
 
     def _begin_to_measure(self, loop: asyncio.AbstractEventLoop) -> None:
         """The start is over: from here on the loop's stretches count."""
-        gc.collect()
-        gc.freeze()  # nothing of what stays, such as all modules, is looked through again while streams wait
+        leave_out_what_is()  # streams wait for whatever holds up this process
         if isinstance(loop, MeasuredLoop):
             loop.stretches.begin()
             self._metrics.ask_longest_stretch(lambda: loop.stretches.longest)

@@ -48,6 +48,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
 from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError
+from trtrun.garbage import leave_out_what_is
 from trtrun.roles.draft_loss import losable_ranks
 
 
@@ -110,6 +111,7 @@ def open_engine(config: RuntimeConfig) -> AsyncLLM | None:
         llm = AsyncLLM.open(config, bar.update)
     if llm is not None:
         StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
+        leave_out_what_is()
     return llm
 
 

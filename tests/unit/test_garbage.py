@@ -1,0 +1,65 @@
+"""What is left out of Python's garbage collections, and when."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from launch.batch import run
+from launch.serve.engine import process
+from trtrun import garbage
+
+
+class Node:
+    """May be part of a ring."""
+
+    def __init__(self) -> None:
+        self.next = self
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.freeze()  # as the tests begin
+
+
+def test_what_is_garbage_goes_and_what_is_stays_unseen() -> None:
+    ring, kept = weakref.ref(Node()), Node()
+    garbage.leave_out_what_is()
+    assert ring() is None
+    assert not any(it is kept for it in gc.get_objects())
+    later = Node()
+    assert any(it is later for it in gc.get_objects())
+
+
+def test_the_end_of_a_block_takes_it_back() -> None:
+    kept = Node()
+    with pytest.raises(KeyError), garbage.leaving_out_what_is():
+        assert gc.get_freeze_count()
+        raise KeyError
+    assert not gc.get_freeze_count() and any(it is kept for it in gc.get_objects())
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["rank 0", "a worker"])
+def test_engines_of_commands_are_left_out_once_they_are_ready(monkeypatch: pytest.MonkeyPatch, is_here: bool) -> None:
+    made = Node()
+    for module, name in ((run, "LLM"), (process, "AsyncLLM")):
+        monkeypatch.setattr(getattr(module, name), "open", lambda config, update: made if is_here else None)
+        monkeypatch.setattr(module, "losable_ranks", lambda config, topology: ())
+        monkeypatch.setattr(module, "make_topology", lambda config: None)
+    monkeypatch.setattr(run, "check_before_run", lambda config: None)
+    for load in (run.load_llm, process.open_engine):
+        if is_here:
+            assert load(None) is made  # type: ignore[arg-type,comparison-overlap]
+        elif load is run.load_llm:
+            with pytest.raises(SystemExit):
+                load(None)  # type: ignore[arg-type]
+        else:
+            assert load(None) is None  # type: ignore[arg-type]
+        assert bool(gc.get_freeze_count()) is is_here
+        gc.unfreeze()
