@@ -17,7 +17,10 @@ import sys
 import time
 from collections.abc import Callable
 
+# isort: off
+import trtrun  # noqa: F401  before torch, which reads how its threads wait when it loads
 import torch
+# isort: on
 
 from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention
