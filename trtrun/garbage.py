@@ -8,24 +8,37 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_COUNTS_OBJECTS = "triton"
+"""Module that tells the terminal at the end of every object that is left over."""
 
 
 def leave_out_what_is() -> None:
     """Collect garbage now, and leave what remains out of later collections: what comes to be garbage of it stays to the
-    end of the process. That collects all, as Triton tells the terminal of every object that is left over."""
+    end of the process."""
     gc.collect()
     gc.freeze()
-    atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)
+    atexit.unregister(_take_back_at_exit)
+    atexit.register(_take_back_at_exit)
 
 
 @contextmanager
 def leaving_out_what_is() -> Iterator[None]:
-    """As `leave_out_what_is`, to the end of the block: for processes that may go on and make other engines."""
+    """As `leave_out_what_is`, to the end of the block, where nothing was left out before: for processes that may go on
+    and make other engines."""
+    was_left_out = gc.get_freeze_count() > 0
     leave_out_what_is()
     try:
         yield
     finally:
+        if not was_left_out:
+            gc.unfreeze()
+
+
+def _take_back_at_exit() -> None:
+    """The last collection takes a tenth of a second where it looks through all, which is of use to nobody else."""
+    if _COUNTS_OBJECTS in sys.modules:
         gc.unfreeze()

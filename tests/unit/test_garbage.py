@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from launch.batch import run
 from launch.serve.engine import process
 from trtrun import garbage
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Node:
@@ -47,10 +51,12 @@ def test_the_end_of_a_block_takes_it_back() -> None:
     assert not gc.get_freeze_count() and any(it is kept for it in gc.get_objects())
 
 
-def test_the_end_of_the_process_collects_all() -> None:
-    """Else Triton, for one, says on standard error which of its objects are left over."""
-    source = """
-import os
+@pytest.mark.parametrize(("loads", "expected"), [("triton", "collected"), ("json", "")])
+def test_the_end_of_a_process_collects_all_where_somebody_counts(tmp_path: Path, loads: str, expected: str) -> None:
+    """Triton says on standard error which of its objects are left over."""
+    (tmp_path / "triton.py").touch()
+    source = f"""
+import os, {loads}
 from trtrun.garbage import leave_out_what_is
 
 class Node:
@@ -61,8 +67,19 @@ node = Node()
 leave_out_what_is()
 del node
 """
-    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout == "collected" and not ended.stderr
+    places = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHONPATH": places},
+    )  # fmt: skip
+    assert ended.stdout == expected and not ended.stderr
+
+
+def test_what_was_left_out_before_a_block_still_is_behind_it() -> None:
+    gc.freeze()
+    with garbage.leaving_out_what_is():
+        pass
+    assert gc.get_freeze_count()
 
 
 @pytest.mark.parametrize("is_here", [True, False], ids=["rank 0", "a worker"])
