@@ -71,7 +71,10 @@ def _functions(one: Any, other: Any, depth: int) -> bool:
     """Of one definition, with like things around it."""
     if one.__code__ is not other.__code__:
         return False
-    around = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
+    try:
+        around = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
+    except ValueError:  # a name that has no value yet
+        return False
     given = [(function.__defaults__, function.__kwdefaults__) for function in (one, other)]
     return _sequences(around[0], around[1], depth) and _sequences(given[0], given[1], depth)
 

@@ -45,7 +45,7 @@ def test_rows_that_a_library_is_slow_for_go_as_more(asked: list[int], has_bias: 
 
 
 @needs_gpu
-def test_padded_rows_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_rows_have_the_same_bits() -> None:
     torch.manual_seed(0)
     weight = (torch.randn(6144, 4096, device="cuda") / 64).bfloat16()
     x = torch.randn(2048, 4096, device="cuda").bfloat16()

@@ -38,6 +38,13 @@ def adds(number: int, seen: list[int] | None = None) -> Callable[[int], int]:
     return lambda other: number + other + len(seen or ())
 
 
+def waits() -> Callable[[], int]:
+    """A function with something around it that is not there yet."""
+    if False:
+        later = 1
+    return lambda: later
+
+
 def shifted(numbers: int) -> torch.Tensor:
     """One that begins so many numbers of 4 bytes behind 64."""
     memory = torch.zeros(64)
@@ -64,6 +71,7 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
     "functions": (adds(1), adds(1), True),
     "functions with other things around": (adds(1), adds(2), False),
     "functions with rows around": (adds(1, [1]), adds(1, [1, 2]), False),
+    "functions that wait for a name": (waits(), waits(), False),
     "other functions": (adds(1), lambda other: other, False),
     "methods": (Part(a=1).__init__, Part(a=1).__init__, True),  # type: ignore[misc]
     "methods of other parts": (Part(a=1).__init__, Part(a=2).__init__, False),  # type: ignore[misc]
