@@ -12,7 +12,8 @@
 # TRTRUN_TEST_RANKS: numbers of ranks, default "1 2 3 4 5".
 # TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default two more than there are cores, 4 at most.
 # TRTRUN_MAX_CPU_ISA: avx2 or avx512 makes all of it compute as on a processor with less (docs/python.md).
-# Each part names its 25 slowest tests, of those that take 5 seconds or more.
+# Each part names its 25 slowest tests, of those that take 5 seconds or more. build/test-durations.json has what every
+# test took; `python tests/durations.py build/test-durations.json` prints it by part, folder and file.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -45,15 +46,15 @@ for argument in "$@"; do
     if [[ "$argument" != -* && -e "${argument%%::*}" ]]; then paths+=("$argument"); else options+=("$argument"); fi
 done
 
-tallies="$(mktemp -d)"
-trap 'rm -rf "$tallies" "$tallies.apt"' EXIT
+tallies="$(mktemp -d)" durations="$(mktemp -d)"
+trap 'rm -rf "$tallies" "$tallies.apt" "$durations"' EXIT
 status=0
 
 phase() { # NAME COMMAND…: run one part of the suite, and remember whether it failed
     local name="$1" code
     shift
     printf '\n##### %s\n' "$name"
-    TRTRUN_TEST_TALLY="$tallies/$name" "$@" --durations=25 --durations-min=5 ${options[@]+"${options[@]}"}
+    TRTRUN_TEST_TALLY="$tallies/$name" TRTRUN_TEST_DURATIONS="$durations" "$@" --durations=25 --durations-min=5 ${options[@]+"${options[@]}"}
     code=$?
     # 5: pytest found no test for the given options in this part.
     if [[ $code != 0 && $code != 5 ]]; then
@@ -121,6 +122,7 @@ for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
         "$python" -m pytest --with-mpi -m mpi "${paths[@]}"
 done
 
+"$python" tests/durations.py merge "$durations" build/test-durations.json
 "$python" - "$status" "$tallies" <<'PY'
 import collections
 import json

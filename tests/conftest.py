@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from durations import Durations
 from shares import deal
 
 from launch.mpi.stale_folders import remove_stale_folders
@@ -167,3 +168,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Count outcomes where scripts/test.sh asks for it. Where tests run in several processes, the first one counts."""
     if os.environ.get("TRTRUN_TEST_TALLY") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Tally(Path(os.environ["TRTRUN_TEST_TALLY"])), "tally")
+    if os.environ.get("TRTRUN_TEST_DURATIONS") and not _only_deals_out(config):
+        folder, phase = os.environ["TRTRUN_TEST_DURATIONS"], Path(os.environ.get("TRTRUN_TEST_TALLY", "tests")).name
+        config.pluginmanager.register(Durations(Path(folder), phase), "durations")
+
+
+def _only_deals_out(config: pytest.Config) -> bool:
+    """Whether other processes run the tests of this one."""
+    return not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no"
