@@ -1,6 +1,6 @@
 """What each test takes: seconds by the clock, and seconds of a core, those of processes that it starts among them.
 
-scripts/test.sh has every process of pytest write a file of these, and makes build/test-durations.json of them; called as
+scripts/test.sh has each process of pytest write a file of these, and makes build/test-durations.json of them; called as
 a program this prints the dearest files and folders of that. Seconds of a core are comparable between machines that are
 busy; seconds by the clock tell what tests wait for. It does not know what tests do.
 """
