@@ -3,8 +3,8 @@
     python scripts/plant_faults.py [--only WORD]… [--processes N] [--report FILE]
 
 Each fault is planted in a copy of the checkout, and the tests that are to find it run there until one fails. Where
-tests are made fewer or cheaper, run this before and after: what was found must be found still. Ends non-zero where a fault is
-not found, or where the line that it changes is not there any more. The last line is JSON.
+tests are made fewer or cheaper, run this before and after: what was found must be found still. Ends non-zero where a
+fault is not found, or where the line that it changes is not there any more. The last line is JSON.
 
 It takes a quarter of an hour on two cores. tests/unit/scripts/test_plant_faults.py holds the list to the code.
 """

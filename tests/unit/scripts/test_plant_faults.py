@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-from plant_faults import ROOT, plant, read_faults  # noqa: E402
+from plant_faults import ROOT, plant, read_faults
 
 
 def test_every_fault_can_be_planted(tmp_path: Path) -> None:
