@@ -129,8 +129,8 @@ def run_tests(checkout: Path, name: str) -> str:
         return f"{path} does not end"
     if process.returncode in (0, 5):  # 5: no test is for so many ranks
         return ""
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "====="))]
-    return " ".join(next(iter(failed), f"{path} ends with {process.returncode}").split()[:2])
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "===== rank"))]
+    return next(iter(failed), f"{path} ends with {process.returncode}").partition(" - ")[0]
 
 
 if __name__ == "__main__":
