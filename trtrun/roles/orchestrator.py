@@ -251,8 +251,14 @@ class Orchestrator:
         if self.draft_is_lost:
             draft_len = 0  # the target alone: no packet is looked for
         pays = pacer is None or pacer.pays
-        takes_given = not self.draft_is_lost
-        plan = self.scheduler.schedule(draft_len, most_drafting=most_drafting, takes_given=takes_given, drafts_pay=pays)
+        plan = self.scheduler.schedule(
+            draft_len,
+            most_drafting=most_drafting,
+            takes_given=not self.draft_is_lost,
+            drafts_pay=pays,
+            # One that drafts ahead is fed anyway.
+            is_unsure=pacer is not None and pacer.is_unsure and self._ahead is None,
+        )
         if plan is None or self._ahead is None:
             return most_drafting, plan
         num_rows = len(plan.decode_rows)

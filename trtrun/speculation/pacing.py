@@ -62,7 +62,7 @@ many there are, while feeding all that a draft model lacks of each row takes lon
 _HOPELESS_ROUNDS = 128
 """Rounds that drafts did not seem to be worth in, after which they are not expected to pay soon."""
 
-_SURELY_HOPELESS_ROUNDS = 4
+_SURELY_HOPELESS_ROUNDS = 2
 _SURE_DRAFTS, _RARELY = 16, 0.05
 """The same where of so many drafts first tokens were kept as seldom as that: little is left to be learned."""
 
