@@ -81,6 +81,8 @@ class Pair:
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8),
     "8b-draft": Shape(4096, 14336, 4, 32, 8),
+    "3b": Shape(3072, 8192, 28, 24, 8),
+    "3b-draft": Shape(3072, 8192, 4, 24, 8),
     "8b-int4": Shape(4096, 14336, 32, 32, 8, quantized=True),
     "70b": Shape(8192, 28672, 80, 64, 8),
     "70b-int4": Shape(8192, 28672, 80, 64, 8, quantized=True),
@@ -98,6 +100,7 @@ SHAPES = {
 PAIRS = {
     "8b": Pair("8b", "8b-draft", 5),
     "8b-int4": Pair("8b-int4", "8b-draft", 5),
+    "3b": Pair("3b", "3b-draft", 5),
     "8b-1b": Pair("8b", "1b", 8),
     "8b-parallel": Pair("8b", "1b-parallel", 8),
     "8b-repeating": Pair("8b-repeating", "1b-repeating", 8),

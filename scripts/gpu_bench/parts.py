@@ -22,7 +22,7 @@ from gpu_bench.placement_parts import play_check, play_exactness, play_parallel_
 from gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
 from gpu_bench.quantized_parts import play_quantized, play_quantized_kv
 from gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
-from gpu_bench.start_parts import play_engines, play_starts, play_useless_draft
+from gpu_bench.start_parts import PROCESSES, play_engines, play_starts, play_useless_draft
 from gpu_bench.tables import name_workload
 from gpu_bench.workbench import Options, Workbench
 
@@ -68,13 +68,11 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("8b", "8B-shaped pair, plain and speculative", 55, play_rows)
     yield Part("8b-long", "the same with long prompts", 45, play_long)
     yield Part("8b-sampled", f"the same at temperature {TEMPERATURE}, beside greedy", 55, play_sampled)
-    yield Part("cold", "the first run of each workload beside later ones", 75, partial(play_cold, placement=ONE))
-    yield Part(
-        "useless",
-        "a draft that is never right, settings as shipped, beside plain decoding",
-        90,
-        partial(play_useless_draft, placement=ONE),
-    )
+    about = "the first run of each workload beside later ones, in two processes"
+    yield Part("cold", about, 150, partial(play_cold, placement=ONE))
+    yield Part("cold-3b", f"{about}: 3B-shaped pair", 120, partial(play_cold, placement=ONE, pair="3b"))
+    about = "a draft that is never right, settings as shipped, beside plain decoding, in two processes"
+    yield Part("useless", about, 180, partial(play_useless_draft, placement=ONE))
     yield Part(
         "starts", "from the command to ready, with cold caches and warm ones", 130, partial(play_starts, placement=ONE)
     )
@@ -114,7 +112,8 @@ def _placements(options: Options) -> Iterator[Part]:
             yield Part(f"{pair}:{place.name}", f"{pair}-shaped pair: {place.about}", jobs * seconds, play)
         if pair == "8b":
             play = partial(play_cold, placement=places[0])
-            yield Part("cold", f"the first run of each workload beside later ones: {places[0].about}", 75, play)
+            about = f"the first run of each workload beside later ones, in two processes: {places[0].about}"
+            yield Part("cold", about, 150, play)
             if options.num_devices == 2:
                 about = "a draft in parallel that is always right, on the target's device and on one of its own"
                 yield Part("parallel-apart", about, 220, partial(play_parallel_apart, apart=find_apart(2)))
@@ -181,12 +180,19 @@ def play_sampled(bench: Workbench) -> None:
             table.add(number, mode, *rates, rates[1] / rates[0], rounds)
 
 
-def play_cold(bench: Workbench, placement: Placement) -> None:
-    """What the first to send a workload gets, at the settings that a user finds."""
+def play_cold(bench: Workbench, placement: Placement, pair: str = "8b") -> None:
+    """What the first to send a workload gets, at the settings that a user finds: in a process that finds nothing of
+    earlier runs with the pair, and in the next one."""
     workloads = bench.options.scale.cold[bench.options.num_devices]
     most_rows = max(int(re.split("[x@]", workload)[0]) for workload in workloads)
-    report = bench.bench(bench.config("8b", placement, most_rows=most_rows, as_shipped=True), workloads, "--cold")
-    title = f"First runs: {placement.about} (tokens/s); ready after {report['start_s']:.1f} s"
+    config = bench.config(pair, placement, most_rows=most_rows, as_shipped=True)
+    for process in PROCESSES:
+        report = bench.bench(config, workloads, "--cold", variables=bench.own_caches(f"cold-{pair}"))
+        _cold_table(bench, f"{pair}-shaped pair, {process} process, {placement.about}", report)
+
+
+def _cold_table(bench: Workbench, about: str, report: dict[str, Any]) -> None:
+    title = f"First runs: {about} (tokens/s); ready after {report['start_s']:.1f} s"
     columns = ("rows", "mode", "first", "next five", "first ÷ median of next", "round ms, first", "round ms, next")
     table = bench.table(title, *columns, "captures", "compilations")
     for entry in report["results"]:

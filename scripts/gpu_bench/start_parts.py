@@ -18,13 +18,16 @@ from launch.batch.warm_up import CACHES
 
 USELESS_ROWS = (1, 4, 16, 64, 128)
 USELESS_TOKENS = 64
+PROCESSES = ("first", "second")
+"""Of which the second finds what the first has left on disk."""
 
 
 def play_useless_draft(bench: Workbench, placement: Placement) -> None:
-    """A 1B-shaped draft of made-up weights is never right for the 8B-shaped target: what it costs, as shipped."""
+    """A 1B-shaped draft of made-up weights is never right for the 8B-shaped target: what it costs, as shipped, in a
+    process that nothing is known to, and in the next one."""
     rows = USELESS_ROWS if bench.options.kind == "cuda" else (1, 2)
-    title = f"A draft that is never right, {USELESS_TOKENS} tokens, a process each: {placement.about} (tokens/s)"
-    columns = ("rows", "plain: first", "next five", "speculative: first", "next five")
+    title = f"A draft that is never right, {USELESS_TOKENS} tokens, two processes each: {placement.about} (tokens/s)"
+    columns = ("rows", "process", "plain: first", "next five", "speculative: first", "next five")
     table = bench.table(title, *columns, "first ÷ first", "median ÷ median", "least ÷ median", "acceptance")
     # What the first rounds of a process have learned of the draft would serve the others.
     reports = [
@@ -34,17 +37,20 @@ def play_useless_draft(bench: Workbench, placement: Placement) -> None:
             "--cold",
             "--max-tokens",
             USELESS_TOKENS,
+            variables=bench.own_caches(f"useless-{number}"),
         )
         for number in rows
+        for _ in PROCESSES
     ]
-    for (entry,) in (report["results"] for report in reports):
+    for index, (entry,) in enumerate(report["results"] for report in reports):
         (plain, plain_next), (drafted, drafted_next) = (
             (of_mode[0], of_mode[1:])
             for of_mode in (entry[mode]["tokens_per_s_runs"] for mode in ("plain", "speculative"))
         )
         median = statistics.median(plain_next)
         table.add(
-            entry["rows"], plain, _list(plain_next), drafted, _list(drafted_next), drafted / plain,
+            entry["rows"], PROCESSES[index % len(PROCESSES)], plain, _list(plain_next),
+            drafted, _list(drafted_next), drafted / plain,
             statistics.median(drafted_next) / median, min(drafted_next) / median,
             entry["speculative"]["mean_acceptance_length"],
         )  # fmt: skip

@@ -195,16 +195,32 @@ class Workbench:
         file.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
         return file
 
-    def bench(self, config: Path, rows: Sequence[object], *extra: object) -> dict[str, Any]:
-        """One `trtrun bench`; returns its JSON.
+    def bench(
+        self,
+        config: Path,
+        rows: Sequence[object],
+        *extra: object,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """One `trtrun bench`, with `variables` in its environment; returns its JSON.
 
         Raises:
             ChildError: it failed, or was not done in time.
         """
-        return self.bench_together([config], rows, *extra)[0]
+        return self.bench_together([config], rows, *extra, variables=variables)[0]
+
+    def own_caches(self, name: str) -> dict[str, str]:
+        """Variables of a job that finds nothing that others have left, but for compiled GPU kernels."""
+        return {"XDG_CACHE_HOME": str(self.folder / f"caches-{name}")}
 
     def bench_together(
-        self, configs: Sequence[Path], rows: Sequence[object], *extra: object, traced: bool = False, times: int = 1
+        self,
+        configs: Sequence[Path],
+        rows: Sequence[object],
+        *extra: object,
+        traced: bool = False,
+        times: int = 1,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> list[dict[str, Any]]:
         """Several jobs of `trtrun bench` at the same time; traced, their JSON has shares of time idle. Texts are so
         many `times` as long as others."""
@@ -216,7 +232,7 @@ class Workbench:
                 words += ["--max-tokens", times * scale.max_tokens, "--repeats", scale.repeats]
                 words += ["--seed", self.options.seed]
                 words += ["--trace", config.with_suffix(".trace")] if traced else []
-                children.append(stack.enter_context(self.start(*words, *extra)))
+                children.append(stack.enter_context(self.start(*words, *extra, variables=variables)))
             for child in children:
                 ended = child.wait(self.deadline)
                 report = ended.last_json()

@@ -26,6 +26,7 @@ from gpu_bench.parts import list_parts
 from gpu_bench.placement_parts import _add_sums
 from gpu_bench.placements import PLACEMENTS, find_apart
 from gpu_bench.rank_loss import play_seed_command
+from gpu_bench.start_parts import PROCESSES
 from gpu_bench.tables import Table, show
 from gpu_bench.workbench import Options, Workbench
 
@@ -146,8 +147,10 @@ def test_first_runs_are_shown_beside_later_ones(bench: Run, tmp_path: Path) -> N
     output = tmp_path / "figures.jsonl"
     done = bench(*GPUS[1], "--parts", "cold", "--output", output)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = rows_of(done.stdout, "First runs: draft and target on one device, in one process (tokens/s); ready after")
+    where = "draft and target on one device, in one process (tokens/s); ready after"
+    rows, later = (rows_of(done.stdout, f"First runs: 8b-shaped pair, {one} process, {where}") for one in PROCESSES)
     modes = ("plain", "speculative")
+    assert [row["mode"] for row in later] == [row["mode"] for row in rows]
     assert [(row["rows"], row["mode"]) for row in rows] == [
         (rows, mode) for rows in ("1", "2 of 48 tokens") for mode in modes
     ]
@@ -197,16 +200,19 @@ def test_drafts_in_parallel_are_shown_beside_those_step_by_step(bench: Run) -> N
 def test_first_runs_are_at_the_settings_that_a_user_finds(tmp_path: Path, kind: str, count: int) -> None:
     """bench() is played, the configuration is written."""
     asked: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+    caches: list[str] = []
 
     class Asked(Workbench):
-        def bench(self, config: Path, rows: Any, *extra: object) -> dict[str, Any]:
+        def bench(self, config: Path, rows: Any, *extra: object, variables: Any = None) -> dict[str, Any]:
             assert extra == ("--cold",)
             asked.append((json.loads(config.read_text()), rows))
+            caches.append(variables["XDG_CACHE_HOME"])
             return {"start_s": 1.0, "results": []}
 
     options = Options(kind, count)
     list_parts(options)["cold"].play(Asked(options, tmp_path, deadline=0.0))
-    ((values, rows),) = asked
+    (values, rows), again = asked
+    assert again == (values, rows) and len(set(caches)) == 1, "the second process finds what the first has left"
     assert values["speculation"] == {} and len(rows) == len(set(rows)) > 1
     assert values["scheduler"]["max_batch_size"] >= max(int(re.split("[x@]", workload)[0]) for workload in rows)
 

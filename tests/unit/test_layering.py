@@ -87,7 +87,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"rank_parts"}),
         frozenset({"worker_factory", "largest_round", "graph_counts", "corpora", "rank_heads", "adapters"}),
         frozenset({"policies"}),
-        frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels"}),
+        frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels", "kept_pacing"}),
         frozenset({"draft_translation", "model_settings", "window_rings"}),
     ),
     "trtrun.roles": (

@@ -79,7 +79,7 @@ class LLMEngine:
         self.config = config
         self.tokenizer = tokenizer
         self.report: StartReport = job.report
-        self.orchestrator = make_orchestrator(config, limits, job.engine_ranks)
+        self.orchestrator = make_orchestrator(config, limits, job.engine_ranks, job.report.ranks)
         self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)
         self.adapters = AdapterTable(config.adapters, config.num_adapter_slots)

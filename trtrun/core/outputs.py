@@ -214,6 +214,7 @@ class RankReport:
     `working_bytes` is what its largest round needs beside weights and KV: measured on GPUs, an upper bound on CPUs.
     `device_used_bytes` is what its GPU's driver counts then, of all processes; 0 on CPUs.
     `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
+    `device_kind` names the make of its device, as far as speeds depend on it.
     `files_hash` tells the files of its models, as they were once it had read them, from others.
     `start_seconds` is what phases of its start took, by name, in order: from weights to all kernels run once.
     """
@@ -230,6 +231,7 @@ class RankReport:
     peak_memory_bytes: int = 0
     device_used_bytes: int = 0
     kernels: str = ""
+    device_kind: str = ""
     files_hash: str = ""
     start_seconds: dict[str, float] = field(default_factory=dict)
 

@@ -21,9 +21,11 @@ from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.batch import RowResult
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer
+from trtrun.speculation.round_costs import RoundCosts
 from trtrun.timing.spans import ORCHESTRATOR, RankSpans, SpanLog
 from trtrun.timing.telemetry import RunStatistics
 from trtrun.wire.reports import RoundReport
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _GUIDE_SECONDS = 0.01
 """How long a step waits for guides where nothing else can be done: what is asked meanwhile comes behind it."""
+
+_ROUNDS_BETWEEN_KEEPING = 4096
+"""After so many what was seen of drafts is written to disk, which takes about a millisecond."""
 
 
 class RowGain(NamedTuple):
@@ -72,15 +77,18 @@ class Orchestrator:
         clock: Callable[[], float] = time.perf_counter,
         ahead: AheadPolicy | None = None,
         watch: AcceptanceWatch | None = None,
+        keep: Callable[[RoundCosts | None, DraftRecord], None] | None = None,
     ) -> None:
         """Put the scheduler's plans to work on the ranks; without `pacer` every round drafts all of draft_len, without
-        `ahead` nothing is drafted before the verdict that it follows, without `watch` nothing is said of drafts."""
+        `ahead` nothing is drafted before the verdict that it follows, without `watch` nothing is said of drafts.
+        `keep` is given what the pacer has seen, now and then and at the end, for other runs."""
         self.scheduler = scheduler
         self.totals = RunStatistics()
         self._ranks = ranks
         self._pacer = pacer
         self._ahead = ahead
         self._watch = watch
+        self._keep = keep
         self._clock = clock
         self._plans_ahead = scheduler.limits.plans_ahead
         self._last_verdict = 0.0
@@ -89,6 +97,7 @@ class Orchestrator:
         self._published: deque[_PublishedPlan] = deque()
         self._rows_with_logprobs: set[int] = set()
         self._rows_drafted_for: dict[int, int] = {}
+        self._num_unkept = 0
 
     @property
     def has_work(self) -> bool:
@@ -187,7 +196,13 @@ class Orchestrator:
 
     def close(self) -> None:
         """Let the engine ranks end."""
+        self._keep_what_was_seen()
         self._ranks.close()
+
+    def _keep_what_was_seen(self) -> None:
+        if self._pacer is not None and self._keep is not None and self._num_unkept:
+            self._num_unkept = 0
+            self._keep(self._pacer.seen_costs, self._pacer.seen)
 
     def _trace(self, name: str, round_index: int, start: float, end: float) -> None:
         if self._log is not None:
@@ -217,8 +232,8 @@ class Orchestrator:
             most_drafting, plan = self._schedule(num_decoding, num_plain)
             if plan is None:
                 return
-            if self._pacer is not None:
-                self._pacer.note_plan(int((plan.draft_lens > 0).sum()))
+            if self._pacer is not None and num_decoding:
+                self._pacer.note_plan(num_decoding, num_plain, plan.draft_len, int((plan.draft_lens > 0).sum()))
             self._ranks.publish(plan)
             published = self._clock()
             places, is_partial = self._places_with_logprobs(plan), most_drafting is not None and plan.draft_len > 0
@@ -236,8 +251,14 @@ class Orchestrator:
         if self.draft_is_lost:
             draft_len = 0  # the target alone: no packet is looked for
         pays = pacer is None or pacer.pays
-        takes_given = not self.draft_is_lost
-        plan = self.scheduler.schedule(draft_len, most_drafting=most_drafting, takes_given=takes_given, drafts_pay=pays)
+        plan = self.scheduler.schedule(
+            draft_len,
+            most_drafting=most_drafting,
+            takes_given=not self.draft_is_lost,
+            drafts_pay=pays,
+            # One that drafts ahead is fed anyway.
+            is_unsure=pacer is not None and pacer.is_unsure and self._ahead is None,
+        )
         if plan is None or self._ahead is None:
             return most_drafting, plan
         num_rows = len(plan.decode_rows)
@@ -295,6 +316,9 @@ class Orchestrator:
         self._last_verdict = received
         self._committed = published.plan.round_index
         self.totals.num_rounds += 1
+        self._num_unkept += 1
+        if self._num_unkept >= _ROUNDS_BETWEEN_KEEPING:
+            self._keep_what_was_seen()
         logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
         num_rows = len(published.plan.decode_rows)
         if self._ahead is not None and num_rows:

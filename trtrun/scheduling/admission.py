@@ -24,6 +24,10 @@ from trtrun.scheduling.queue import WaitingQueue
 _TRIED = 16
 """Where drafts do not pay the draft store follows one in so many completions: drafts of other texts may."""
 
+_FED_AT_ONCE, _MOST_FED_LATE = 16, 64
+"""Rows with a draft whose prompts the draft store reads at once while nothing is known of drafts, and the longest
+prompt that it reads later: with the first draft, which takes it in small parts."""
+
 _MOST_LOOKED_AT = 8
 """Waiting completions that are looked at in a round for one that may go ahead of those before it."""
 
@@ -37,16 +41,21 @@ class Admission:
         self._waiting = waiting
         self._num_left = 0
         self._drafts_pay = True
+        self._may_feed_late = False
 
-    def plan_prompts(self, plan: PlanBuilder, speculating: bool, *, drafts_pay: bool = True) -> None:
+    def plan_prompts(
+        self, plan: PlanBuilder, speculating: bool, *, drafts_pay: bool = True, is_unsure: bool = False
+    ) -> None:
         """Fill the rest of a round with prompts, of rows and of completions that get one now.
 
         Args:
             plan: the decoding rows are in it.
             speculating: whether tokens may be drafted for the rows that are admitted.
             drafts_pay: False where nothing has been worth drafting for long: then a draft engine follows few of them.
+            is_unsure: whether nothing is known of drafts yet: then it reads few prompts before they are drafted for.
         """
         self._drafts_pay = drafts_pay
+        self._may_feed_late = is_unsure and self._limits.may_sit_out
         if plan.budget <= 0:
             return
         reading = [running for running in self._batch.requests if not running.is_decoding]
@@ -90,7 +99,7 @@ class Admission:
             followed = drafted and has_store
             if below is not None and self._batch.num_to_read(running, followed) >= below:
                 continue
-            if self._batch.try_admit(running, drafted, followed):
+            if self._batch.try_admit(running, drafted, followed, followed and self._is_fed_late(running)):
                 self._num_left += is_left
                 self._waiting.take(running)
                 if blocked is not None:
@@ -101,6 +110,12 @@ class Admission:
                 return None
             blocked = blocked or running
         return None
+
+    def _is_fed_late(self, running: Completion) -> bool:
+        """Whether the draft store need not read a prompt before tokens are drafted for it."""
+        if not self._may_feed_late or len(running.token_ids) > _MOST_FED_LATE:
+            return False
+        return sum(other.is_prompt_fed for other in self._batch.requests) >= _FED_AT_ONCE
 
 
 _SHARE_OF_PROMPTS = 4

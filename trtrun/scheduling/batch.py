@@ -44,6 +44,7 @@ class Completion:
             epoch of its plan, so results planned before the row was preempted or ended are told apart.
         drafted: whether tokens are proposed for the row.
         followed: whether a draft store follows the row, so that it may lack what it has not fed yet.
+        is_fed_late: whether that lacks the row's prompt until tokens are drafted for it.
         num_admitted_tokens: length of `token_ids` when it got its row, all of which prefill computes.
         num_prefilled: how many of them were reused or planned so far; equal means that the row decodes.
         num_pending_rounds: plans without results that give this row tokens, each of them at least one.
@@ -73,6 +74,7 @@ class Completion:
     epoch: int = -1
     drafted: bool = False
     followed: bool = False
+    is_fed_late: bool = False
     num_admitted_tokens: int = 0
     num_prefilled: int = 0
     num_pending_rounds: int = 0
@@ -113,6 +115,11 @@ class Completion:
     def is_decoding(self) -> bool:
         """Whether the row's whole prefill is planned, so that it drafts and verifies from the next plan on."""
         return self.num_prefilled == self.num_admitted_tokens
+
+    @property
+    def is_prompt_fed(self) -> bool:
+        """Whether the draft store reads the row's prompt as the target does."""
+        return self.followed and not self.is_fed_late
 
     @property
     def num_unread(self) -> int:
@@ -242,7 +249,7 @@ class RunningBatch:
         cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
         return cached[: running.most_cached_tokens // self._limits.block_size]
 
-    def try_admit(self, running: Completion, drafted: bool, followed: bool) -> bool:
+    def try_admit(self, running: Completion, drafted: bool, followed: bool, is_fed_late: bool = False) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
         # What the running rows may grow by until the next commit is left alone: without that, a row let in now would
         # be preempted at once by the rows before it. With no row running all blocks are there for this one.
@@ -260,11 +267,11 @@ class RunningBatch:
         running.row = heapq.heappop(self._free_rows)
         running.epoch = self._next_epoch
         self._next_epoch += 1
-        running.drafted, running.followed = drafted, followed
+        running.drafted, running.followed, running.is_fed_late = drafted, followed, is_fed_late
         running.num_missed_rounds = 0
-        running.num_unfed = self._limits.most_unfed(0)
         running.num_admitted_tokens = length
         running.num_prefilled = len(cached) * self._limits.block_size
+        running.num_unfed = self._limits.most_unfed(0) + (length - running.num_prefilled if is_fed_late else 0)
         if running.statistics.num_preemptions == 0:
             running.statistics.num_cached_prompt_tokens = running.num_prefilled
         self.requests.append(running)

@@ -154,7 +154,7 @@ class PlanBuilder:
         if reported is not None:
             self._most_reported -= reported.length
             self._reported.append(ScoredRow(running, running.epoch, reported.length))
-        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed, scored, reported))
+        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.is_prompt_fed, scored, reported))
         if is_last:
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
@@ -243,4 +243,4 @@ class PlanBuilder:
 
 def _prefilled(running: Completion, work: Work, end: int = 0) -> PlannedRow:
     """The part of a row whose prompt is read."""
-    return PlannedRow(running, running.epoch, work, 0, running.followed, running.num_unfed, end)
+    return PlannedRow(running, running.epoch, work, 0, running.is_prompt_fed, running.num_unfed, end)

@@ -269,6 +269,7 @@ class Scheduler:
         most_drafting: int | None = None,
         takes_given: bool = True,
         drafts_pay: bool = True,
+        is_unsure: bool = False,
     ) -> RoundPlan | None:
         """Plan the next round, or None when nothing can run before an outstanding result is committed or a guide is
         built, or at all.
@@ -284,6 +285,8 @@ class Scheduler:
                 of its tokens verified as they may, whatever `draft_len` says: these need no drafting.
             drafts_pay: False where nothing has been worth drafting for long: the draft engine then follows few of the
                 rows that come, and none that it would have to feed.
+            is_unsure: whether nothing is known of drafts yet: the draft engine then reads few prompts before tokens are
+                drafted for them.
 
         Raises:
             RuntimeError: called with more than `plans_ahead` results outstanding.
@@ -299,7 +302,7 @@ class Scheduler:
         most_drafted = self.limits.draft_len if draft_len is None else draft_len
         self._decoding.plan_rows(plan, decoding, most_drafted, most_drafting, takes_given, has_prompts)
         if has_prompts:
-            self._admission.plan_prompts(plan, self._speculating, drafts_pay=drafts_pay)
+            self._admission.plan_prompts(plan, self._speculating, drafts_pay=drafts_pay, is_unsure=is_unsure)
         if plan.is_empty:
             if not self._outstanding and (self.num_running or self._waiting.num_ready):
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")

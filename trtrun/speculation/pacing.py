@@ -14,24 +14,21 @@ answer. No text depends on the answer: acceptance by token is lossless for any d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
+from trtrun.speculation.acceptance import DraftRecord, PlaceAcceptance
+from trtrun.speculation.load_costs import NUM_SAMPLES, Load, estimate_between, rounded
 from trtrun.speculation.round_costs import RoundCosts
 
-_NUM_SAMPLES = 16
-"""Times kept for a draft_len under a load; their lower quartile counts. What slows some rounds down, another program or
-caches that a change of draft_len has emptied, says nothing of the others, and would be remembered for long of a
-draft_len that is not in use."""
-
-_FEWEST_SAMPLES = 2
 _FIRST_TRIAL, _FIRST_TRIAL_OF_KNOWN = 8, 16
-_LONGEST_PAUSE = 512
+_LONGEST_PAUSE, _LONGEST_WITHOUT = 512, 128
 """Rounds of a load before the first trial of another draft_len, without and with costs that the start measured, and
-most rounds between two: a trial that changes nothing doubles the pause, one that does brings it back to the first."""
+most rounds between two, where tokens are drafted and where none are: a trial that changes nothing doubles the pause,
+one that does brings it back to the first."""
 
 _PLAIN_ROUNDS = 64
-"""Rounds before the first trial where nothing should be drafted by the costs: a draft that fails costs most there."""
+"""Rounds before the first trial where nothing should be drafted by the costs: a draft that fails costs most there; and
+where an earlier run has seen drafts, and what rounds with them take."""
 
 _TRIAL_ROUNDS = 2
 _REVIEW_EVERY = 8
@@ -44,14 +41,19 @@ _PLAIN_TOGETHER = 1.05
 """What rounds without drafts gain where several rows run: those that began together end together, while rows that
 draft end one after the other, so that their last rounds are of few rows."""
 
-_MEMORY = 0.98
-"""What is kept of older acceptances with every round that brings new ones: the last fifty rounds weigh most."""
-
-_PRIOR_ACCEPTANCE, _PRIOR_OFFERS = 0.8, 0.5
 _FEWEST_DRAFTS = 4
-"""That are asked for before none are made: one first token of a good draft is rejected now and then. They have one
-token until the first of them is verified, and afterwards where a longer one does not seem to pay, which costs little
-with a draft that is never right."""
+"""That are asked for before none are made: one first token of a good draft is rejected now and then."""
+
+_COSTS_MAY_BE_OFF = 1.5
+"""How many times as good as expected another draft_len may be, of which the start has measured what rounds take."""
+
+_STAKE, _REMEMBERED_STAKE, _MOST_STAKE = 0.75, 2.0, 4.0
+_STAKED_AT_ONCE = 0.5
+_EARNED = 0.01
+"""What drafts may cost beyond what they gain, in rounds without any: at first, where an earlier run found
+drafts worth it, and at most; the share of it that a
+single round may cost; and what each round without drafts adds. So a draft that is never right costs a round of a text,
+whatever its length, and a hundredth of the time later; while a good one soon earns more than it will ever stake."""
 
 _ROWS_ON_TRIAL = 16
 """Of more rows so many draft where it is only to be learned how often drafts are right: that does not follow from how
@@ -60,66 +62,9 @@ many there are, while feeding all that a draft model lacks of each row takes lon
 _HOPELESS_ROUNDS = 128
 """Rounds that drafts did not seem to be worth in, after which they are not expected to pay soon."""
 
-_SURELY_HOPELESS_ROUNDS = 4
+_SURELY_HOPELESS_ROUNDS = 2
 _SURE_DRAFTS, _RARELY = 16, 0.05
 """The same where of so many drafts first tokens were kept as seldom as that: little is left to be learned."""
-
-_TRUST = 1
-"""As much as so many samples of one draft_len counts what all of a load say of the measured costs."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """What is known of rounds with about the same number of rows.
-
-    Attributes:
-        num_rows: about so many.
-        share_drafted: of these rows, those that tokens are drafted for.
-        current: the draft_len in use.
-        rounds: how many were recorded.
-        seconds: by draft_len, the last times.
-        last_seen: by draft_len, the value of `rounds` when it was recorded last.
-        trial: the draft_len on trial, for `trial_left` rounds more.
-        pause: rounds between the last trial and the next, which is due when `rounds` comes to `next_trial`.
-        costs: by draft_len, what the start expects a round to take; empty where it measured nothing.
-    """
-
-    num_rows: int
-    share_drafted: float
-    current: int
-    pause: int
-    next_trial: int
-    costs: list[float] = field(default_factory=list)
-    rounds: int = 0
-    seconds: dict[int, deque[float]] = field(default_factory=dict)
-    last_seen: dict[int, int] = field(default_factory=dict)
-    trial: int = 0
-    trial_left: int = 0
-
-    def known_seconds(self) -> dict[int, float]:
-        """Seconds of a round by draft_len, in order of draft_len, where there are samples enough."""
-        return {
-            draft_len: _typical(samples)
-            for draft_len, samples in sorted(self.seconds.items())
-            if len(samples) >= _FEWEST_SAMPLES
-        }
-
-    def expected_seconds(self) -> list[float]:
-        """Seconds of a round by draft_len, from the costs: times what rounds have taken of them. A draft_len that was
-        not seen is as its neighbour that was."""
-        ratios = {
-            draft_len: (len(samples), _typical(samples) / self.costs[draft_len])
-            for draft_len, samples in self.seconds.items()
-            if draft_len < len(self.costs)
-        }
-        if not ratios:
-            return self.costs
-        pooled = sum(count * ratio for count, ratio in ratios.values()) / sum(count for count, _ in ratios.values())
-        found = []
-        for draft_len, seconds in enumerate(self.costs):
-            count, ratio = ratios[_nearest(ratios, draft_len)]
-            found.append(seconds * (count * ratio + _TRUST * pooled) / (count + _TRUST))
-        return found
 
 
 def first_trial(draft_len: int) -> int:
@@ -130,30 +75,63 @@ def first_trial(draft_len: int) -> int:
 class Pacer:
     """Chooses draft_len, between 0 and the configured one, from what rounds took and what was accepted."""
 
-    def __init__(self, draft_len: int, costs: RoundCosts | None = None) -> None:
-        """Start with `costs`; without them `draft_len`, the configured one, is the answer until something is known."""
+    def __init__(self, draft_len: int, costs: RoundCosts | None = None, record: DraftRecord | None = None) -> None:
+        """Start with `costs`; without them `draft_len`, the configured one, is the answer until something is known.
+        `record` is what an earlier run has seen of drafts; None where there was none."""
         self._most = draft_len
         self._costs = costs
         self._num_asked = 0
         self._num_drafts = 0
         self._rounds_without = 0
-        self._loads: dict[tuple[int, int], _Load] = {}
-        self._offered = [_PRIOR_OFFERS] * draft_len
-        self._accepted = [_PRIOR_ACCEPTANCE * _PRIOR_OFFERS] * draft_len
+        self._loads: dict[tuple[int, int], Load] = {}
+        self._acceptance = PlaceAcceptance.unknown(draft_len)
+        self._stake = _STAKE
+        self._is_known = record is not None
+        if record is not None:
+            self._acceptance.remember(record.offered, record.accepted)
+            if record.pays:
+                self._stake = max(_STAKE, min(record.stake, _REMEMBERED_STAKE))
+            elif self._is_surely_bad:
+                self._rounds_without = _HOPELESS_ROUNDS
+
+    @property
+    def seen(self) -> DraftRecord:
+        """What this run, and others before, have seen of drafts."""
+        acceptance = self._acceptance
+        return DraftRecord(tuple(acceptance.offered), tuple(acceptance.accepted), self._stake, self.pays)
+
+    @property
+    def seen_costs(self) -> RoundCosts | None:
+        """What rounds have taken, as far as this run has seen; else as it was told. None where nothing is known."""
+        if self._costs is None:
+            return None
+        found = dict(self._costs.seconds)
+        for (rows, plain), load in self._loads.items():
+            if not plain and len(load.known_seconds()) > 1:
+                found[rows] = dict(enumerate(load.expected_seconds()))
+        return RoundCosts(dict(sorted(found.items())))
 
     def choose(self, num_rows: int, num_plain: int = 0) -> int:
         """Tokens to draft for each row in the next round, in which `num_rows` rows decode, `num_plain` of them without
         drafts."""
         load = self._load(num_rows, num_plain)
-        if load.trial_left:
-            return load.trial
-        if not load.costs or max(self._num_asked, self._num_drafts) >= _FEWEST_DRAFTS:
-            return load.current if self._num_drafts or not load.costs else min(1, load.current)
-        return max(1, load.current) if self._num_drafts else 1
+        wanted = load.trial if load.trial_left else load.current
+        if not wanted and not load.trial_left and self.is_unsure and load.costs and self._num_asked < _FEWEST_DRAFTS:
+            wanted = 1
+        if wanted and load.extra:
+            share, least = self._share_drafting(load, num_rows), self._acceptance.least_tokens()
+            while wanted and not self._may_stake(wanted, share * (load.extra[wanted] + 1 - least[wanted])):
+                wanted -= 1
+        return wanted
 
-    def note_plan(self, num_drafting: int) -> None:
-        """A plan is out in which tokens are drafted for so many rows: their verdicts will say more."""
+    def note_plan(self, num_rows: int, num_plain: int, draft_len: int, num_drafting: int) -> None:
+        """A plan is out in which up to `draft_len` tokens are drafted for `num_drafting` rows of those that `choose`
+        was asked about: their verdicts will say more."""
         self._num_asked += num_drafting
+        load = self._load(num_rows, num_plain)
+        if num_drafting and load.extra:
+            share = num_drafting / max(1, num_rows - num_plain)
+            self._stake -= min(1.0, share) * max(0.0, load.extra[min(draft_len, self._most)])
 
     def most_drafting(self, num_rows: int, num_plain: int = 0) -> int | None:
         """Rows that are to draft what `choose` has just said, where these are fewer than there are: it is to be learned
@@ -161,13 +139,21 @@ class Pacer:
         load = self._load(num_rows, num_plain)
         if not load.costs or num_rows <= _ROWS_ON_TRIAL:
             return None
-        return None if load.current and self._num_drafts else _ROWS_ON_TRIAL
+        return None if load.current and not self.is_unsure else _ROWS_ON_TRIAL
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether too few drafts were verified, in this run and others before, to say anything of them."""
+        return self._acceptance.num_seen < _FEWEST_DRAFTS
 
     @property
     def pays(self) -> bool:
         """Whether drafting has been worth while lately."""
-        is_sure = self._num_drafts >= _SURE_DRAFTS and self._accepted[0] < _RARELY * self._offered[0]
-        return self._rounds_without < (_SURELY_HOPELESS_ROUNDS if is_sure else _HOPELESS_ROUNDS)
+        return self._rounds_without < (_SURELY_HOPELESS_ROUNDS if self._is_surely_bad else _HOPELESS_ROUNDS)
+
+    @property
+    def _is_surely_bad(self) -> bool:
+        return self._acceptance.num_seen >= _SURE_DRAFTS and self._acceptance.first_rate() < _RARELY
 
     def record(
         self,
@@ -188,8 +174,13 @@ class Pacer:
             num_plain: rows that nothing was to be drafted for.
             is_partial: whether no more rows were to draft than `most_drafting`, so that the time is no other round's.
         """
-        self._record_acceptances(acceptances)
+        self._acceptance.record(acceptances)
         self._num_drafts += len(acceptances)
+        gained = sum(accepted for _, accepted in acceptances) / max(1, num_rows)
+        self._stake = min(_MOST_STAKE, self._stake + (gained if draft_len else _EARNED))
+        if self._stake < 0:  # more was lost than such drafts ever should
+            self._stake = 0.0
+            self._acceptance.doubt()
         if seconds is None:
             return
         load = self._load(num_rows, num_plain)
@@ -197,64 +188,66 @@ class Pacer:
             self._rounds_without = 0
         elif num_plain < num_rows:
             self._rounds_without += 1
+            if not self.pays:  # and so until drafts were worth it again
+                self._rounds_without = max(self._rounds_without, _HOPELESS_ROUNDS)
         load.rounds += 1
         if not is_partial:
-            load.seconds.setdefault(draft_len, deque(maxlen=_NUM_SAMPLES)).append(seconds)
+            load.seconds.setdefault(draft_len, deque(maxlen=NUM_SAMPLES)).append(seconds)
         load.last_seen[draft_len] = load.rounds
         if load.trial_left:
             load.trial_left -= 1
             if not load.trial_left:
-                load.pause = min(2 * load.pause, _LONGEST_PAUSE)
-                self._review(load)
-                load.next_trial = load.rounds + load.pause
+                self._end_trial(load)
             return
         if load.rounds % _REVIEW_EVERY == 0 or (load.costs and load.rounds < 2 * _REVIEW_EVERY):
             self._review(load)
         if load.rounds >= load.next_trial and (load.current or not load.costs or load.rounds >= _PLAIN_ROUNDS):
-            load.trial, load.trial_left = self._trial(load), _TRIAL_ROUNDS
+            load.trial = self._trial(load)
+            if load.trial == load.current:  # nothing that could be better
+                self._end_trial(load)
+            else:
+                load.trial_left = _TRIAL_ROUNDS
+                if not load.current:
+                    self._acceptance.doubt()  # what was seen of drafts was seen long ago
+
+    def _end_trial(self, load: Load) -> None:
+        load.pause = min(2 * load.pause, _LONGEST_PAUSE if load.current else _LONGEST_WITHOUT)
+        self._review(load)
+        load.next_trial = load.rounds + load.pause
 
     def expected_tokens(self, draft_len: int) -> float:
         """Tokens that a row is expected to gain in a round: 1, and each draft token that all before it let through."""
-        tokens, chance = 1.0, 1.0
-        for place in range(draft_len):
-            chance *= self._accepted[place] / self._offered[place]
-            tokens += chance
-        return tokens
+        return self._acceptance.expected_tokens()[draft_len]
 
-    def _load(self, num_rows: int, num_plain: int) -> _Load:
+    def _load(self, num_rows: int, num_plain: int) -> Load:
         """The load of so many rows: exact to 4, then four to a power of two. A new one begins with what is best by
         the costs, and without them as the nearest does."""
-        rows, plain = _rounded(num_rows), _rounded(num_plain)
+        rows, plain = rounded(num_rows), rounded(num_plain)
         load = self._loads.get((rows, plain))
         if load is None:
             nearest = min(self._loads, key=lambda key: abs(key[0] - rows) + abs(key[1] - plain), default=None)
             current = self._most if nearest is None else self._loads[nearest].current
             costs: list[float] = []
-            if self._costs is not None and self._costs.covers(num_rows):
+            if self._costs is not None:
                 costs = [self._costs.estimate(num_rows, draft_len) for draft_len in range(self._most + 1)]
-            pause = _FIRST_TRIAL_OF_KNOWN if costs else _FIRST_TRIAL
-            load = _Load(rows, max(0.0, 1 - plain / rows), current, pause, pause, costs)
+            pause = _FIRST_TRIAL if not costs else _PLAIN_ROUNDS if self._is_known else _FIRST_TRIAL_OF_KNOWN
+            load = Load(rows, max(0.0, 1 - plain / rows), current, pause, pause, costs)
             self._loads[rows, plain] = load
             if costs:
                 goodput = self._goodput(load, costs)
                 load.current = goodput.index(max(goodput))
         return load
 
-    def _record_acceptances(self, acceptances: Sequence[tuple[int, int]]) -> None:
-        offered_below, accepted_below = [0] * (self._most + 1), [0] * (self._most + 1)
-        for drafted, accepted in acceptances:
-            # Verification stops at a rejection: a position is offered where everything before it was accepted.
-            offered_below[min(drafted, accepted + 1)] += 1
-            accepted_below[accepted] += 1
-        offered = kept = 0
-        for place in reversed(range(self._most)):
-            offered += offered_below[place + 1]
-            kept += accepted_below[place + 1]
-            if offered:
-                self._offered[place] = self._offered[place] * _MEMORY + offered
-                self._accepted[place] = self._accepted[place] * _MEMORY + kept
+    def _may_stake(self, draft_len: int, rounds: float) -> bool:
+        """Whether a round may cost so much of the stake: all of it where one token is drafted, as less is nothing."""
+        return rounds <= (self._stake if draft_len == 1 else _STAKED_AT_ONCE * self._stake)
 
-    def _review(self, load: _Load) -> None:
+    def _share_drafting(self, load: Load, num_rows: int) -> float:
+        """Of the rows that could draft, those that `most_drafting` lets."""
+        is_tried = load.costs and num_rows > _ROWS_ON_TRIAL and (self.is_unsure or not load.current)
+        return _ROWS_ON_TRIAL / num_rows if is_tried else 1.0
+
+    def _review(self, load: Load) -> None:
         """Take the draft_len of the highest goodput; leave the present one unless another is clearly better."""
         if load.costs:
             seconds = load.expected_seconds()
@@ -262,62 +255,33 @@ class Pacer:
             known = load.known_seconds()
             if len(known) < 2:
                 return
-            seconds = [_estimate(known, draft_len) for draft_len in range(self._most + 1)]
+            seconds = [estimate_between(known, draft_len) for draft_len in range(self._most + 1)]
         goodput = self._goodput(load, seconds)
         best = goodput.index(max(goodput))
         if goodput[best] > _WORTH_A_CHANGE * goodput[load.current]:
             load.current, load.pause = best, _FIRST_TRIAL if not load.costs else _FIRST_TRIAL_OF_KNOWN
             load.next_trial = min(load.next_trial, load.rounds + load.pause)
 
-    def _goodput(self, load: _Load, seconds: Sequence[float]) -> list[float]:
+    def _goodput(self, load: Load, seconds: Sequence[float]) -> list[float]:
         """What a row is expected to gain in a second, by draft_len, where rounds take `seconds`: tokens, and of plain
-        ones a little more (`_PLAIN_TOGETHER`)."""
-        gains = (load.share_drafted * (self.expected_tokens(draft_len) - 1) for draft_len in range(len(seconds)))
+        ones a little more (`_PLAIN_TOGETHER`). What they take beyond a plain one is noted."""
+        load.extra = [took / seconds[0] - 1 for took in seconds]
+        gains = (load.share_drafted * (tokens - 1) for tokens in self._acceptance.expected_tokens())
         plain, *drafted = ((1 + gain) / took for gain, took in zip(gains, seconds, strict=True))
-        return [plain if load.num_rows == 1 else _PLAIN_TOGETHER * plain, *drafted]
+        load.goodput = [plain if load.num_rows == 1 else _PLAIN_TOGETHER * plain, *drafted]
+        return load.goodput
 
-    def _trial(self, load: _Load) -> int:
+    def _trial(self, load: Load) -> int:
         """The draft_len to try next: no draft where rounds without one were never seen, as what the start measured may
         be off by another part for them; one far off at first where it measured nothing; then the neighbour that was
-        seen least recently."""
-        if load.costs and 0 not in load.seconds:
-            return 0
+        seen least recently. The present one where costs say of none that it may be better."""
         if not load.costs and len(load.known_seconds()) < 2:
             half = first_trial(self._most)
             return half if half != load.current else self._most
-        neighbours = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]
-        return min(neighbours, key=lambda draft_len: load.last_seen.get(draft_len, 0))
-
-
-def _typical(samples: Iterable[float]) -> float:
-    """The lower quartile."""
-    ordered = sorted(samples)
-    return ordered[(len(ordered) - 1) // 4]
-
-
-def _nearest(places: Iterable[int], place: int) -> int:
-    return min(places, key=lambda one: abs(one - place))
-
-
-def _rounded(num_rows: int) -> int:
-    """A number of rows, to a quarter of a power of two."""
-    step = max(1, 1 << max(0, (num_rows - 1).bit_length() - 3))
-    return -(-num_rows // step) * step
-
-
-def _estimate(known: dict[int, float], draft_len: int) -> float:
-    """Seconds of a round of `draft_len`: the line through its neighbours in `known`, which is in order and holds two.
-
-    Below the shortest one known a round takes no less than its share of positions: fewer would cost less than nothing.
-    """
-    if draft_len in known:
-        return known[draft_len]
-    lens = list(known)
-    above = next((place for place, value in enumerate(lens) if value > draft_len), len(lens) - 1)
-    low, high = lens[max(0, above - 1)], lens[max(1, above)]
-    slope = max(0.0, (known[high] - known[low]) / (high - low))
-    line = known[low] + slope * (draft_len - low)
-    shortest = lens[0]
-    if draft_len < shortest:
-        return max(line, known[shortest] * (draft_len + 1) / (shortest + 1))
-    return line
+        places = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]
+        if load.costs:
+            if 0 not in load.seconds:
+                places = [0]
+            least = load.goodput[load.current] / _COSTS_MAY_BE_OFF
+            places = [value for value in places if not load.current or load.goodput[value] > least]
+        return min(places, key=lambda draft_len: load.last_seen.get(draft_len, 0), default=load.current)

@@ -20,13 +20,9 @@ class RoundCosts:
 
     seconds: Mapping[int, Mapping[int, float]]
 
-    def covers(self, num_rows: int) -> bool:
-        """Whether what was measured says something of rounds of `num_rows` rows: up to twice the most."""
-        return num_rows <= 2 * max(self.seconds)
-
     def estimate(self, num_rows: int, draft_len: int) -> float:
         """Seconds of a round of `num_rows` rows that draft `draft_len` tokens each. Beyond what was measured the last
-        line goes on, but no round takes less than one of fewer rows."""
+        line goes on, but no round takes less than one of fewer rows: far beyond, what rounds take will say more."""
         counts = list(self.seconds)
         of_counts = [_on_line(list(of_rows), list(of_rows.values()), draft_len) for of_rows in self.seconds.values()]
         return _on_line(counts, of_counts, num_rows)

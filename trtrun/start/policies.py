@@ -5,9 +5,12 @@ It knows the configuration and the machine's cores. It does not know how rounds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.drafting_methods import METHODS
+from trtrun.core.outputs import RankReport
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.roles.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
@@ -15,7 +18,7 @@ from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer, first_trial
-from trtrun.speculation.round_costs import RoundCosts
+from trtrun.start.kept_pacing import KeptPacing
 from trtrun.start.memory_requirements import guess_steps
 from trtrun.start.rehearsed_rounds import (
     count_measured_rounds,
@@ -26,20 +29,24 @@ from trtrun.start.rehearsed_rounds import (
 from trtrun.threads import outnumber_cores
 
 
-def make_orchestrator(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> Orchestrator:
-    """The orchestrator of a job, over its engine ranks, which are up. Where draft_len follows from what rounds take,
-    some are run here.
+def make_orchestrator(
+    config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks, reports: Sequence[RankReport] = ()
+) -> Orchestrator:
+    """The orchestrator of a job, over its engine ranks, which are up and have sent `reports`. Where draft_len follows
+    from what rounds take, some are run here, unless an earlier run has left what it found.
 
     Raises:
         RankFailedError: a rank failed.
     """
     if _uses_gpus(config):
         practise_rounds(ranks, limits)
-    pacer = Pacer(config.speculation.draft_len, _round_costs(config, limits, ranks)) if config.is_paced else None
+    kept = KeptPacing.of(config, reports) if config.is_paced else None
+    pacer = _make_pacer(config, limits, ranks, kept) if kept is not None else None
     has_drafts = config.is_speculative and config.speculation.forced_acceptance is None
     to_check = METHODS[config.speculation.method].to_check
     watch = AcceptanceWatch(config.draft_len, to_check) if has_drafts else None
-    return Orchestrator(Scheduler(limits), ranks, pacer, ahead=_ahead_policy(config), watch=watch)
+    ahead = _ahead_policy(config)
+    return Orchestrator(Scheduler(limits), ranks, pacer, ahead=ahead, watch=watch, keep=kept.write if kept else None)
 
 
 def count_first_rounds(config: RuntimeConfig, limits: SchedulerLimits) -> tuple[int, int]:
@@ -55,9 +62,15 @@ def sure_draft_lens(config: RuntimeConfig) -> set[int]:
     return {most, first_trial(most)} if config.is_paced else {most}
 
 
-def _round_costs(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> RoundCosts | None:
-    """What rounds cost; None where they are not tried."""
-    return measure_round_costs(ranks, limits) if _tries_rounds(config) else None
+def _make_pacer(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks, kept: KeptPacing) -> Pacer:
+    """Begins with what earlier runs have left; what rounds cost is measured where that does not say it."""
+    costs, seen = kept.read()
+    if not _tries_rounds(config):
+        costs = None
+    elif costs is None:
+        costs = measure_round_costs(ranks, limits)
+        kept.write(costs, None)
+    return Pacer(config.speculation.draft_len, costs, seen)
 
 
 def _tries_rounds(config: RuntimeConfig) -> bool:

@@ -47,6 +47,7 @@ from trtrun.start.corpora import load_corpus
 from trtrun.start.draft_translation import DraftTranslation
 from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
+from trtrun.start.kept_pacing import device_kind
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.largest_round import measure_largest_round
@@ -338,6 +339,7 @@ class RankStartup:
             kv_bytes=num_blocks * self._parts.demand().bytes_per_block + self._parts.ring_bytes(),
             kv_tokens=tokens_of_blocks(num_blocks, self._config.kv_cache.block_size),
             kernels="+".join(sorted({operations_of(self._device.type).name(dtype) for dtype in dtypes})),
+            device_kind=device_kind(self._device),
             files_hash=self._parts.files_hash(),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,

@@ -59,7 +59,7 @@ class Machine:
         """draft_len, accepted tokens of all rows, and milliseconds."""
         draft_len, most = pacer.choose(num_rows), pacer.most_drafting(num_rows)
         num_drafting = num_rows if most is None else min(most, num_rows)
-        pacer.note_plan(num_drafting if draft_len else 0)
+        pacer.note_plan(num_rows, 0, draft_len, num_drafting if draft_len else 0)
         pairs = [(draft_len, self._accept(draft_len)) for _ in range(num_drafting)] if draft_len else []
         cost = self.cost(num_rows, draft_len, num_drafting) * self._noise()
         pacer.record(num_rows, draft_len, cost / 1e3, pairs, is_partial=most is not None and draft_len > 0)

@@ -1,0 +1,121 @@
+"""How often draft tokens were right, by their place in the draft, and what that promises.
+
+A token is looked at where all before it in its draft were kept. What was seen counts less with every round that brings
+more; of a place that was seen little the one before it says most, as drafts that are often right at one place are so at
+the next. It knows counts. It does not know rounds, costs, or what is drafted next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_MEMORY = 0.98
+"""What is kept of older counts with every round that brings new ones: the last fifty rounds weigh most."""
+
+_USUAL, _TRUST_IN_USUAL = 0.8, 0.5
+"""How often a first token is right where nothing was seen, and as much as so many tokens that counts."""
+
+_LEFT_IN_DOUBT = 4.0
+"""First tokens that count of all that were seen, where drafts are no more as good as these were."""
+
+_MISTRUST = 2.0
+"""As much as so many that were wrong counts, to one who takes drafts for bad, that nothing was seen."""
+
+_TRUST_IN_PLACE_BEFORE = 3.0
+"""As much as so many tokens of a place counts what is known of the one before it."""
+
+_MOST_REMEMBERED = 32.0
+"""First tokens of an earlier run that count, at most: its texts may have been others."""
+
+
+@dataclass(frozen=True)
+class DraftRecord:
+    """What runs have seen of a pair's drafts.
+
+    Attributes:
+        offered, accepted: see PlaceAcceptance.
+        stake: what drafts may cost beyond what they gain, in rounds without any.
+        pays: whether drafting was worth while at the end.
+    """
+
+    offered: tuple[float, ...]
+    accepted: tuple[float, ...]
+    stake: float
+    pays: bool
+
+
+@dataclass
+class PlaceAcceptance:
+    """Of drafts of up to a number of tokens.
+
+    Attributes:
+        offered: by place, how many tokens were looked at, the older ones for less.
+        accepted: how many of them were kept.
+    """
+
+    offered: list[float]
+    accepted: list[float] = field(default_factory=list)
+
+    @classmethod
+    def unknown(cls, most: int) -> PlaceAcceptance:
+        """Of drafts of up to `most` tokens that nobody has seen."""
+        return cls([0.0] * most, [0.0] * most)
+
+    def remember(self, offered: Sequence[float], accepted: Sequence[float]) -> None:
+        """Begin with what an earlier run has seen, by place, as one that may be about other texts."""
+        share = min(1.0, _MOST_REMEMBERED / offered[0]) if offered and offered[0] > 0 else 0.0
+        for place, (count, kept) in enumerate(zip(offered, accepted, strict=False)):
+            if place < len(self.offered):
+                self.offered[place], self.accepted[place] = count * share, kept * share
+
+    @property
+    def num_seen(self) -> float:
+        """First tokens that were looked at, the older ones for less."""
+        return self.offered[0]
+
+    def first_rate(self) -> float:
+        """The share of first tokens that were kept, of those that were looked at; 0 where none were."""
+        return self.accepted[0] / self.offered[0] if self.offered[0] else 0.0
+
+    def record(self, drafts: Sequence[tuple[int, int]]) -> None:
+        """Take in a round's drafts: how many tokens each had, and how many of them were kept."""
+        most = len(self.offered)
+        offered_below, accepted_below = [0] * (most + 1), [0] * (most + 1)
+        for drafted, accepted in drafts:
+            # Verification stops at a rejection: a position is offered where everything before it was accepted.
+            offered_below[min(drafted, accepted + 1)] += 1
+            accepted_below[accepted] += 1
+        offered = kept = 0
+        for place in reversed(range(most)):
+            offered += offered_below[place + 1]
+            kept += accepted_below[place + 1]
+            if offered:
+                self.offered[place] = self.offered[place] * _MEMORY + offered
+                self.accepted[place] = self.accepted[place] * _MEMORY + kept
+
+    def doubt(self) -> None:
+        """Take what was seen for less, as drafts are no more what they were."""
+        share = min(1.0, _LEFT_IN_DOUBT / self.offered[0]) if self.offered[0] else 1.0
+        for counts in (self.offered, self.accepted):
+            counts[:] = [count * share for count in counts]
+
+    def expected_tokens(self) -> list[float]:
+        """By the number of tokens that are drafted, from none on, what a row is expected to gain: 1, and each draft
+        token that all before it let through."""
+        return self._tokens(_USUAL, _TRUST_IN_USUAL)
+
+    def least_tokens(self) -> list[float]:
+        """The same, of one who takes drafts for bad until they were seen to be good."""
+        return self._tokens(0.0, _MISTRUST)
+
+    def _tokens(self, rate: float, trust: float) -> list[float]:
+        """By places, each of which is as the one before it, and the first has this `rate`, as far as is not known."""
+        found, tokens, chance = [1.0], 1.0, 1.0
+        for offered, accepted in zip(self.offered, self.accepted, strict=True):
+            rate = (accepted + trust * rate) / (offered + trust)
+            trust = _TRUST_IN_PLACE_BEFORE
+            chance *= rate
+            tokens += chance
+            found.append(tokens)
+        return found
