@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median_low
 
 from trtrun.speculation.acceptance import DraftRecord, PlaceAcceptance
 from trtrun.speculation.load_costs import NUM_SAMPLES, Load, estimate_between, rounded
@@ -102,13 +103,20 @@ class Pacer:
 
     @property
     def seen_costs(self) -> RoundCosts | None:
-        """What rounds have taken, as far as this run has seen; else as it was told. None where nothing is known."""
-        if self._costs is None:
+        """What rounds have taken, as far as this run has seen; else as many times as it was told. None where it has
+        seen too little."""
+        loads = {
+            rows: load for (rows, plain), load in self._loads.items() if not plain and len(load.known_seconds()) > 1
+        }
+        if self._costs is None or not loads:
             return None
-        found = dict(self._costs.seconds)
-        for (rows, plain), load in self._loads.items():
-            if not plain and len(load.known_seconds()) > 1:
-                found[rows] = dict(enumerate(load.expected_seconds()))
+        seen = {rows: load.expected_seconds() for rows, load in loads.items()}
+        ratio = median_low(seen[rows][0] / load.costs[0] for rows, load in loads.items())
+        found: dict[int, dict[int, float]] = {
+            rows: {length: seconds * ratio for length, seconds in of_rows.items()}
+            for rows, of_rows in self._costs.seconds.items()
+        }
+        found |= {rows: dict(enumerate(of_rows)) for rows, of_rows in seen.items()}
         return RoundCosts(dict(sorted(found.items())))
 
     def choose(self, num_rows: int, num_plain: int = 0) -> int:

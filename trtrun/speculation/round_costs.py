@@ -1,4 +1,4 @@
-"""What rounds cost, as the start measured it: seconds by number of rows and draft_len.
+"""What rounds cost, as the start measured it or as is assumed: seconds by number of rows and draft_len.
 
 It knows numbers. It does not know how they were measured (start/rehearsed_rounds.py) or what follows (pacing.py).
 """
@@ -6,7 +6,7 @@ It knows numbers. It does not know how they were measured (start/rehearsed_round
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -26,6 +26,42 @@ class RoundCosts:
         counts = list(self.seconds)
         of_counts = [_on_line(list(of_rows), list(of_rows.values()), draft_len) for of_rows in self.seconds.values()]
         return _on_line(counts, of_counts, num_rows)
+
+    def continued(self, assumed: RoundCosts) -> RoundCosts:
+        """These, and beyond the most rows that were measured as many times more as `assumed` says."""
+        last = max(self.seconds)
+        beyond = {
+            rows: {
+                length: self.estimate(last, length) * took / assumed.estimate(last, length)
+                for length, took in of_rows.items()
+            }
+            for rows, of_rows in assumed.seconds.items()
+            if rows > last
+        }
+        return RoundCosts({**self.seconds, **beyond})
+
+
+def assume_costs(
+    rows: Iterable[int], most: int, num_verified: Callable[[int], int], at_once: float, draft_share: float
+) -> RoundCosts:
+    """What rounds may cost where nobody has measured it, as multiples of one without any position; what they take
+    corrects it.
+
+    Args:
+        rows: numbers of them.
+        most: draft_len, at most.
+        num_verified: positions of a row by its draft_len.
+        at_once: positions that take as long as reading the weights once.
+        draft_share: of that time, what each drafted token takes beside.
+    """
+    return RoundCosts(
+        {
+            count: {
+                length: 1 + count * num_verified(length) / at_once + length * draft_share for length in range(most + 1)
+            }
+            for count in sorted(rows)
+        }
+    )
 
 
 def _on_line(places: Sequence[int], values: Sequence[float], place: int) -> float:

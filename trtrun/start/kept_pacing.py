@@ -15,7 +15,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,11 @@ import msgspec
 import torch
 
 from trtrun import __version__
+from trtrun.adapters.lora_config import hash_adapter_files
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.core.outputs import RankReport
 from trtrun.kernels.cpu.object_cache import cache_folder
+from trtrun.models.heads import HEADS_FILES
+from trtrun.models.model_files import hash_model_files
 from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.round_costs import RoundCosts
 
@@ -83,14 +85,18 @@ class KeptPacing:
     setting: str
 
     @classmethod
-    def of(cls, config: RuntimeConfig, ranks: Sequence[RankReport]) -> KeptPacing:
-        """Of a configuration, once its `ranks` are up."""
+    def of(cls, config: RuntimeConfig, kinds: Iterable[str]) -> KeptPacing:
+        """Of a configuration, on devices of these `kinds`: see `device_kind`. Files count as this process sees them."""
         folder = pacing_folder()
         speculation = config.speculation.model_dump(mode="json")
-        hashes = sorted({rank.files_hash for rank in ranks if rank.files_hash})
-        kinds = sorted({rank.device_kind for rank in ranks if rank.device_kind})
         options = {name: value for name, value in speculation.items() if name not in _UNRELATED}
-        key = _digest([__version__, torch.__version__, options, hashes, kinds])
+        models = [section for section in (config.target, config.draft) if section is not None]
+        hashes = [hash_model_files(section.model, section.load_format != "dummy") for section in models]
+        if config.heads is not None:
+            hashes.append(hash_model_files(config.heads.model, single_files=HEADS_FILES))
+        for name, path in (*config.adapters.items(), *config.draft_adapters.items()):
+            hashes.append(f"{name}={hash_adapter_files(path)}")
+        key = _digest([__version__, torch.__version__, options, hashes, sorted({*kinds} - {""})])
         return cls(None if folder is None else folder / f"{key}.json", describe_setting(config))
 
     def read(self) -> tuple[RoundCosts | None, DraftRecord | None]:

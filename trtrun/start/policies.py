@@ -18,15 +18,22 @@ from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer, first_trial
+from trtrun.speculation.round_costs import RoundCosts, assume_costs
 from trtrun.start.kept_pacing import KeptPacing
 from trtrun.start.memory_requirements import guess_steps
 from trtrun.start.rehearsed_rounds import (
     count_measured_rounds,
     count_practised_rounds,
     measure_round_costs,
+    numbers_of_rows,
     practise_rounds,
 )
 from trtrun.threads import outnumber_cores
+
+_AT_ONCE_ON_CPUS, _AT_ONCE_ON_GPUS = 12, 200
+_MODEL_SHARE, _HEADS_SHARE = 0.15, 0.05
+"""Positions that take as long as reading the weights once, and what a drafted token takes of that: about, until rounds
+have told."""
 
 
 def make_orchestrator(
@@ -40,7 +47,7 @@ def make_orchestrator(
     """
     if _uses_gpus(config):
         practise_rounds(ranks, limits)
-    kept = KeptPacing.of(config, reports) if config.is_paced else None
+    kept = KeptPacing.of(config, [report.device_kind for report in reports]) if config.is_paced else None
     pacer = _make_pacer(config, limits, ranks, kept) if kept is not None else None
     has_drafts = config.is_speculative and config.speculation.forced_acceptance is None
     to_check = METHODS[config.speculation.method].to_check
@@ -53,7 +60,7 @@ def count_first_rounds(config: RuntimeConfig, limits: SchedulerLimits) -> tuple[
     """Rounds that `make_orchestrator` runs: those of each kind, for their first uses, and those that are measured, of
     which there may be fewer."""
     practised = count_practised_rounds(limits) if _uses_gpus(config) else 0
-    return practised, count_measured_rounds(limits) if config.is_paced and _tries_rounds(config) else 0
+    return practised, count_measured_rounds(limits) if config.is_paced and _measures_rounds(config) else 0
 
 
 def sure_draft_lens(config: RuntimeConfig) -> set[int]:
@@ -65,17 +72,34 @@ def sure_draft_lens(config: RuntimeConfig) -> set[int]:
 def _make_pacer(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks, kept: KeptPacing) -> Pacer:
     """Begins with what earlier runs have left; what rounds cost is measured where that does not say it."""
     costs, seen = kept.read()
-    if not _tries_rounds(config):
-        costs = None
-    elif costs is None:
-        costs = measure_round_costs(ranks, limits)
+    if not _has_costs(config):
+        return Pacer(config.speculation.draft_len, None, seen)
+    assumed = assumed_costs(config, limits)
+    if costs is None and _measures_rounds(config):
+        costs = measure_round_costs(ranks, limits, assumed)
         kept.write(costs, None)
+    costs = assumed if costs is None else costs.continued(assumed)
     return Pacer(config.speculation.draft_len, costs, seen)
 
 
-def _tries_rounds(config: RuntimeConfig) -> bool:
+def _has_costs(config: RuntimeConfig) -> bool:
     """Where drafts are made ahead a round that foresaw nothing says little of those that did."""
     return not (config.drafts_ahead and _guessed_steps(config))
+
+
+def _measures_rounds(config: RuntimeConfig) -> bool:
+    """Whether rounds are measured where nothing was kept: what texts say costs nothing but its verification."""
+    method = METHODS[config.speculation.method]
+    return _has_costs(config) and (method.needs_draft_model or method.needs_heads)
+
+
+def assumed_costs(config: RuntimeConfig, limits: SchedulerLimits) -> RoundCosts:
+    """What rounds may cost, where it was not measured."""
+    method = METHODS[config.speculation.method]
+    share = _MODEL_SHARE if method.needs_draft_model else _HEADS_SHARE if method.needs_heads else 0.0
+    at_once = _AT_ONCE_ON_GPUS if _uses_gpus(config) else _AT_ONCE_ON_CPUS
+    rows = numbers_of_rows(limits.max_batch_size)
+    return assume_costs(rows, config.speculation.draft_len, limits.num_verified, at_once, share)
 
 
 def _uses_gpus(config: RuntimeConfig) -> bool:

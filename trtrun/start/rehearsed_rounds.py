@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 
@@ -29,10 +29,11 @@ _LENGTH = 32
 """Tokens of a made-up row, where its context is not shorter."""
 
 _NUM_TIMED = 3
-"""Rounds of a kind that count; the first of each, which may be the first use of something, does not."""
+"""Rounds of a kind that count, at most; the first of each, which may be the first use of something, does not."""
 
 _MOST_SECONDS = 0.5
-"""After which no further number of rows is tried, where one and the most were."""
+"""That measuring takes, on two cores a second of the processor: no kind of round is begun that would not be done by
+then."""
 
 _SAMPLING = SamplingParams(seed=0)
 _GUIDE = Guide("regex", "[a-z]*")
@@ -60,17 +61,22 @@ _NOTHING = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NO
 
 
 def measure_round_costs(
-    ranks: EngineRanks, limits: SchedulerLimits, clock: Callable[[], float] = time.perf_counter
+    ranks: EngineRanks,
+    limits: SchedulerLimits,
+    assumed: RoundCosts,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> RoundCosts | None:
-    """Run rounds of one row, of the most, and of numbers between, each without a draft and with short and long ones.
+    """Run rounds of one row, of the most, and of numbers between, each without a draft and with short and long ones, as
+    far as there is time.
 
     Args:
         ranks: all up, with no plan out and no row admitted.
         limits: of the batch, the context, and of what is drafted.
+        assumed: tells how long a kind of round may take from how long another one took.
         clock: seconds.
 
     Returns:
-        What they took, medians; None where contexts are too short to try.
+        What they took, medians; None where contexts are too short to try, or two rounds take too long.
 
     Raises:
         RankFailedError: a rank failed.
@@ -80,14 +86,25 @@ def measure_round_costs(
         return None
     rehearsal = _Rehearsal(ranks, limits, length, clock)
     seconds: dict[int, dict[int, float]] = {}
-    started = clock()
+    ends, scale = clock() + _MOST_SECONDS, 0.0
     with ranks.stepping():
         for rows in _measured_rows(limits):
-            seconds[rows] = {draft_len: rehearsal.measure(rows, draft_len) for draft_len in lens}
-            if clock() - started > _MOST_SECONDS and len(seconds) > 1:
-                break
+            for draft_len in (0, *reversed(lens[1:])):
+                expected = scale * assumed.estimate(rows, draft_len)
+                num_timed = min(_NUM_TIMED, int((ends - clock()) / expected) - 1) if expected else 1
+                if num_timed < 1:
+                    continue
+                took = rehearsal.measure(rows, draft_len, num_timed)
+                seconds.setdefault(rows, {})[draft_len] = took
+                scale = max(scale, took / assumed.estimate(rows, draft_len))
         rehearsal.drop_rows()
-    return RoundCosts(dict(sorted(seconds.items()))) if seconds else None
+    whole = {rows: dict(sorted(of_rows.items())) for rows, of_rows in sorted(seconds.items()) if _is_whole(of_rows)}
+    return RoundCosts(whole) if whole else None
+
+
+def _is_whole(of_rows: Mapping[int, float]) -> bool:
+    """Whether rounds of a number of rows were measured with drafts and without."""
+    return 0 in of_rows and len(of_rows) > 1
 
 
 def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
@@ -123,7 +140,8 @@ def count_practised_rounds(limits: SchedulerLimits) -> int:
 def count_measured_rounds(limits: SchedulerLimits) -> int:
     """Rounds that `measure_round_costs` runs, but for the one that drops rows: at most, as it ends early where rounds
     take long."""
-    return len(list(_measured_rows(limits))) * len(_measured_lens(limits)) * (1 + _NUM_TIMED)
+    kinds = len(list(_measured_rows(limits))) * len(_measured_lens(limits))
+    return max(0, kinds * (1 + _NUM_TIMED) - (_NUM_TIMED - 1))  # of the first kind one is timed: it may be slow
 
 
 def _practised_lens(limits: SchedulerLimits) -> list[int]:
@@ -163,10 +181,10 @@ def _has_prompt(limits: SchedulerLimits, length: int) -> bool:
 def _measured_rows(limits: SchedulerLimits) -> Iterator[int]:
     """Numbers of rows that a round has room for."""
     of_row = limits.num_verified(limits.draft_len)
-    return takewhile(lambda rows: rows * of_row <= limits.max_num_tokens, _numbers_of_rows(limits.max_batch_size))
+    return takewhile(lambda rows: rows * of_row <= limits.max_num_tokens, numbers_of_rows(limits.max_batch_size))
 
 
-def _numbers_of_rows(most: int) -> list[int]:
+def numbers_of_rows(most: int) -> list[int]:
     """One and the most first: what lies between them can be told from these, too."""
     between, rows = [], 4
     while rows < most:
@@ -186,9 +204,9 @@ class _Rehearsal:
         self._last_index = FIRST_REHEARSED_ROUND
         self._num_admitted = 0
 
-    def measure(self, rows: int, draft_len: int) -> float:
-        """The median seconds of rounds of `rows` rows that draft `draft_len` tokens each."""
-        total, published, times = 1 + _NUM_TIMED, deque[float](), list[float]()
+    def measure(self, rows: int, draft_len: int, num_timed: int) -> float:
+        """The median seconds of `num_timed` rounds of `rows` rows that draft `draft_len` tokens each."""
+        total, published, times = 1 + num_timed, deque[float](), list[float]()
         last, num_published = 0.0, 0
         while len(times) < total:
             while num_published < total and len(published) <= self._limits.plans_ahead:
@@ -199,7 +217,7 @@ class _Rehearsal:
             received = self._clock()
             times.append(received - max(last, published.popleft()))
             last = received
-        return statistics.median(times[1:])
+        return statistics.median_low(times[1:])
 
     def practise_longest_prompt(self) -> None:
         """One that fills a round. After it the allocator has the memory of such a round, and sums over ranks have their
