@@ -60,7 +60,7 @@ class Emitter:
             self._round = self.declare("llvm.x86.avx512bf16.cvtneps2bf16.512", self.halves, floats)
         self._fma = self.declare("llvm.fma.v16f32", floats, floats, floats, floats)
         self._nearest = self.declare("llvm.rint.v16f32", floats, floats)
-        self._store: ir.Function | None = None
+        self._stores: dict[ir.Type, ir.Function] = {}
         self._prefetch = self.declare("llvm.prefetch.p0", self.void, self.pointer, small, small, small)
 
     def declare(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
@@ -179,11 +179,13 @@ class Emitter:
         builder.call(self._prefetch, [address, read, self.small(locality), data])
 
     def store_some(self, builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
-        """Store those of sixteen bfloat16 whose bit of `mask` is set."""
-        if self._store is None:
-            name = f"llvm.masked.store.v16{self.halves.element.intrinsic_name}.p0"
-            self._store = self.declare(name, self.void, self.halves, self.pointer, self.small, mask.type)
-        builder.call(self._store, [value, address, self.small(2), mask])
+        """Store those of sixteen bfloat16 or float32 whose bit of `mask` is set."""
+        kind = value.type
+        bytes_each = 4 if kind == self.floats else 2
+        if kind not in self._stores:
+            name = f"llvm.masked.store.v16{kind.element.intrinsic_name}.p0"
+            self._stores[kind] = self.declare(name, self.void, kind, self.pointer, self.small, mask.type)
+        builder.call(self._stores[kind], [value, address, self.small(bytes_each), mask])
 
     def call_one(
         self, builder: ir.IRBuilder, number: ir.Value, functions: Sequence[ir.Function], arguments: Sequence[ir.Value]
