@@ -165,7 +165,7 @@ class MatmulCode(Emitter):
         kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer, bit, bit]
         builder, arguments = self.define(f"tile_{rows}_{source.name}", *kinds)
         x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last = arguments
-        sums = [[builder.alloca(self.floats) for _ in range(self._form.registers)] for _ in range(rows)]
+        sums = [[self.room(builder) for _ in range(self._form.registers)] for _ in range(rows)]
         places: list[Place] = [
             (sums[row][part], row, part, self.at(builder, scratch, (row * self._form.registers + part) * LINE_BYTES))
             for row in range(rows)
