@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Random jobs: an engine that drafts for many requests at once, beside each request alone without drafts. Tokens, and the
-logits that each was chosen from, must be the same to the bit.
+"""Random jobs: an engine that drafts for many requests at once, beside each request alone without drafts.
+
+Tokens, and the logits that each was chosen from, must be the same to the bit.
 
     python scripts/random_jobs.py [--jobs 500] [--seed 0] [--dtype float32] [--device cpu:0] [--target DIR]
                                   [--heads METHOD=DIR ...] [--only N]
@@ -45,6 +46,7 @@ GUIDES = (
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = ("one", "two")
 SHIPPED_HEADS = {name: f"asset:{name}" for name in ("medusa", "eagle3")}
+SHIPPED_MEDUSA_HEADS = 4
 DRAFTS = ("asset:draft", "asset:pard_draft")
 
 
@@ -79,9 +81,11 @@ def choose_method(chance: random.Random, heads: dict[str, str]) -> tuple[dict[st
     elif method in ("eagle", "eagle3") and chance.random() < 0.6:
         options["eagle_topk"] = chance.randint(2, 4)
         options["max_total_draft_tokens"] = chance.randint(length, 4 * length)
-    elif method == "medusa" and chance.random() < 0.5:
-        options["medusa_choices"] = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-        del options["draft_len"]
+    elif method == "medusa":
+        options["draft_len"] = min(length, SHIPPED_MEDUSA_HEADS)
+        if chance.random() < 0.5:
+            options["medusa_choices"] = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
+            options["draft_len"] = min(length, 2)
     return options, chance.choice(DRAFTS) if method == "draft_target" else heads.get(method)
 
 
@@ -144,7 +148,8 @@ def run_job(number: int, options: argparse.Namespace, heads: dict[str, str], ada
     plain.pop("draft", None)
     with LLM(config=make_config(plain)) as llm:
         alone = [llm.generate([prompt], parameters)[0] for prompt, parameters in requests]
-    told = f"{values['speculation']['method']}, {values['kv_cache']['dtype']}, blocks of {values['kv_cache']['block_size']}"
+    kept = values["kv_cache"]
+    told = f"{values['speculation']['method']}, {kept['dtype']}, blocks of {kept['block_size']}"
     return [
         f"job {number} ({told}), request {index}: {what}"
         for index, (one, other) in enumerate(zip(together, alone, strict=True))
@@ -161,10 +166,8 @@ def difference(found: RequestOutput, expected: RequestOutput) -> str:
         same = sum(np.cumprod([a == b for a, b in zip(one.token_ids, other.token_ids, strict=False)]))
         return f"other tokens from place {same} on"
     assert one.generation_logits is not None and other.generation_logits is not None
-    apart = np.abs(one.generation_logits - other.generation_logits)
-    return (
-        "" if np.array_equal(one.generation_logits, other.generation_logits) else f"logits apart by {apart.max():.1e}"
-    )
+    apart = np.abs(one.generation_logits - other.generation_logits).max()
+    return f"logits apart by {apart:.1e}" if apart else ""
 
 
 def main() -> int:

@@ -48,7 +48,7 @@ def tokens_of(seed: int) -> list[int]:
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype",[torch.bfloat16,torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str, dtype) -> None:
     path = make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape])
     tokens = tokens_of(0)

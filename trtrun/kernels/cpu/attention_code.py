@@ -218,7 +218,9 @@ class _AttentionCode(Emitter):
         index = builder.select(builder.icmp_signed("<", index, final), index, final)
         query, member = builder.sdiv(index, field["group"]), builder.srem(index, field["group"])
         token = builder.add(builder.mul(row, field["queries"]), query)
-        offset = builder.mul(builder.add(builder.mul(head, field["group"]), member), integer(self._head_dim * self._form.item_bytes))
+        offset = builder.mul(
+            builder.add(builder.mul(head, field["group"]), member), integer(self._head_dim * self._form.item_bytes)
+        )
         position = self._position(builder, field, row, query)
         # Padding sees key 0 alone: its output has no meaning, but must be a number.
         position = builder.select(builder.icmp_signed("<", position, integer(0)), integer(0), position)

@@ -24,7 +24,7 @@ class Form(NamedTuple):
     """How a kind of processor attends over a store.
 
     Attributes:
-        multiplies_bfloat16: whether it has instructions for bfloat16.
+        multiplies_bfloat16: whether instructions for bfloat16 are used.
         is_float32: whether queries, store and outputs are float32; else they are bfloat16.
         variants: numbers of queries that there is code for; the last query is computed again to make up the next.
         chunk: numbers of a head that are accumulated at a time.
@@ -52,10 +52,9 @@ def form_for(kind: str, *, is_float32: bool) -> Form:
     Where registers are half as many and half as wide, and where bfloat16 is widened in them, fewer are accumulators:
     what does not fit goes to memory.
     """
-    multiplies = kind == MULTIPLIES_BFLOAT16
     if is_float32:
-        return Form(multiplies, is_float32) if kind != "avx2" else Form(multiplies, is_float32, (1, 2, 5), 32)
-    return Form(multiplies, is_float32) if multiplies else Form(multiplies, is_float32, (1, 3), 16)
+        return Form(False, True, (1, 2, 5), 32) if kind == "avx2" else Form(False, True)
+    return Form(True, False) if kind == MULTIPLIES_BFLOAT16 else Form(False, False, (1, 3), 16)
 
 
 class Arguments(ctypes.Structure):

@@ -63,7 +63,12 @@ def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
     rows, size = fused.shape[0], fused.shape[1] // 2
     output = torch.empty((rows, size), dtype=fused.dtype)
     arguments = Arguments(
-        x=fused.data_ptr(), output=output.data_ptr(), x_stride=fused.stride(0) * fused.itemsize, rows=rows, parts=1, size=size
+        x=fused.data_ptr(),
+        output=output.data_ptr(),
+        x_stride=fused.stride(0) * fused.itemsize,
+        rows=rows,
+        parts=1,
+        size=size,
     )
     return _run(SILU_AND_MULTIPLY, arguments, output)
 

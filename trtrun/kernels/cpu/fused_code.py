@@ -80,9 +80,7 @@ class _FusedCode(Emitter):
             result = builder.mul(result, factor)
         return result
 
-    def _each(
-        self, builder: ir.IRBuilder, size: ir.Value, body: Callable[[ir.Value, ir.Value | None], None]
-    ) -> None:
+    def _each(self, builder: ir.IRBuilder, size: ir.Value, body: Callable[[ir.Value, ir.Value | None], None]) -> None:
         """Emit `body` for every sixteen of `size` numbers: it gets the first, and for the last of a vector of float32 a
         mask of those that there are."""
         if not self._is_float32:

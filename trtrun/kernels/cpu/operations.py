@@ -20,7 +20,6 @@ from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import GatheredAttention, Product, TorchOperations
 from trtrun.kvcache.formats import PLAIN, KVFormat
 
-
 _OWN = (torch.bfloat16, torch.float32)
 """What the kernels compute in."""
 
@@ -64,6 +63,10 @@ class CpuOperations(TorchOperations):
         if can_pack(weight.device, weight.dtype):
             return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
         return super().product(weight, bias, batch_invariant=batch_invariant)
+
+    def packs_weights(self, dtype: torch.dtype) -> bool:
+        """See TorchOperations."""
+        return (dtype in _OWN and machine.processor_kind() is not None) or can_pack(torch.device("cpu"), dtype)
 
     def fp8_product(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool

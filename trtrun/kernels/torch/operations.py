@@ -89,6 +89,10 @@ class TorchOperations:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
         return lambda x: functional.linear(x, weight, bias)
 
+    def packs_weights(self, dtype: torch.dtype) -> bool:
+        """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""
+        return False
+
     def fp8_product(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
     ) -> Product:
