@@ -205,7 +205,7 @@ def _compilation(memory: JobMemory, starts: RankStarts, ranks: Collection[RankSt
 
 def _cpu_phases(memory: JobMemory) -> Iterator[StartPhase]:
     dtypes = {shards.dtype for shards in (memory.draft, memory.target) if shards is not None}
-    yield StartPhase("kernels", describe_cpu_kernels(has_bfloat16=torch.bfloat16 in dtypes))
+    yield StartPhase("kernels", describe_cpu_kernels(has_own=bool(dtypes & {torch.bfloat16, torch.float32})))
     yield StartPhase("KV store", "its size follows from shapes; forwards of one row run once, without CUDA graphs")
 
 

@@ -76,9 +76,9 @@ def _describe_disks(memory: JobMemory, files: Mapping[str, ModelFiles], here: Co
         yield f"{who} from {disk.type} at {disk.mounted_at}"
 
 
-def describe_cpu_kernels(*, has_bfloat16: bool) -> str:
-    """Whether kernels for this processor are compiled."""
-    if not has_bfloat16 or processor_kind() is None:
+def describe_cpu_kernels(*, has_own: bool) -> str:
+    """Whether kernels for this processor are compiled, where there are some for the models' dtypes."""
+    if not has_own or processor_kind() is None:
         return "torch's run: nothing is compiled"
     folder = cache_folder()
     if folder is None:

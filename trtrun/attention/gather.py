@@ -12,6 +12,7 @@ from torch.nn import functional
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.cpu.rotation import rotate
 from trtrun.kernels.cpu.row_buckets import bucket_rows
+from trtrun.kernels.torch.operations import GatheredAttention
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.segments import AttentionBatch, ContextGroup
 
@@ -23,10 +24,12 @@ _SMALL_PRODUCT = 16**3
 
 
 class GatherAttention:
-    """Gathers each row's tiles into one contiguous context and multiplies, in plain torch operations on any device.
+    """Gathers each row's tiles into one contiguous context and multiplies, in plain torch operations on any device; in
+    float32 on the CPU by trtrun's own kernel where it runs.
 
-    In bfloat16 on the CPU its result for a query is bit-equal whatever the number of queries, of rows and of masked
-    keys behind it, which `F.scaled_dot_product_attention` does not offer; lossless greedy decoding rests on that.
+    In bfloat16 on the CPU, and by the kernel, its result for a query is bit-equal whatever the number of queries, of
+    rows and of masked keys behind it, which `F.scaled_dot_product_attention` does not offer; lossless greedy decoding
+    rests on that.
     """
 
     tile: int | None = None
@@ -35,6 +38,7 @@ class GatherAttention:
     def __init__(self, kv_format: KVFormat = PLAIN) -> None:
         """Read and write a store of this format."""
         self._format = kv_format
+        self._kernels: dict[tuple[str, torch.dtype, int], GatheredAttention | None] = {}
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
@@ -91,6 +95,10 @@ class GatherAttention:
         num_blocks, kv_heads = store_layer.shape[1:3]
         index = group.gather_index((num_blocks, kv_heads))
         context = self._format.read(store_layer, index, head_dim, query.dtype, kv_scales)
+        own = self._own(query)
+        if own is not None:
+            context = context.view(2, rows, kv_heads, -1, head_dim)
+            return own(query, context, group.positions, scale, window)
         keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
         mask = group.mask(window)
         grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
@@ -101,6 +109,14 @@ class GatherAttention:
         ]
         output = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=3)
         return output.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, head_dim)
+
+    def _own(self, query: torch.Tensor) -> GatheredAttention | None:
+        """The device's kernel for such queries, if there is one."""
+        kind = (query.device.type, query.dtype, query.shape[-1])
+        if kind not in self._kernels:
+            device_type, dtype, head_dim = kind
+            self._kernels[kind] = operations_of(device_type).attention_over_gathered(dtype, head_dim)
+        return self._kernels[kind]
 
     @staticmethod
     def _attend_tile(

@@ -21,7 +21,8 @@ from trtrun.engine.prompt_tiles import MOST_EVEN_PADDING, tile_width
 from trtrun.engine.rows import RowState
 from trtrun.engine.start_forwards import count_tree_graphs
 from trtrun.kernels.cpu import machine
-from trtrun.kernels.cpu.attention import takes_blocks, takes_head
+from trtrun.kernels.cpu.attention import takes_blocks, takes_head, whole_head
+from trtrun.kernels.cpu.attention_form import TILE_TOKENS
 from trtrun.kernels.triton.attention_tiles import MOST_PARTIAL_BYTES
 from trtrun.kvcache.tile_widths import most_padding
 from trtrun.layers.rotary import RotaryEmbedding
@@ -281,12 +282,17 @@ def _attention_bytes(
     """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
     if device_type == "cuda" and kv_in_place:
         return MOST_PARTIAL_BYTES
-    takes_shape = kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size)
-    if dtype is torch.bfloat16 and takes_shape and machine.processor_kind() is not None:
+    is_known = device_type == "cpu" and dtype in (torch.bfloat16, torch.float32)
+    has_kernels = is_known and machine.processor_kind() is not None
+    if has_kernels and kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size):
         return 0
     heads, keys = len(model.queries.units(share)), len(model.keys.held(share))
     # A format that no kernel knows is widened, by way of float32 twice.
     context = 2 * shape.max_seq_len * keys * (dtype.itemsize + (0 if kv_in_place else 2 * _FLOAT + 1))
+    if has_kernels and dtype is torch.float32:
+        # The kernel takes whole heads and tiles, keys turned over.
+        numbers = whole_head(model.head_dim) * keys // model.head_dim
+        return context + 3 * (shape.max_seq_len + TILE_TOKENS) * numbers * _FLOAT
     mask = min(tokens, shape.max_seq_len) * shape.max_seq_len * (_FLOAT + 2)
     scores = max(1 << 20, 16 * heads * shape.max_seq_len) * (3 * _FLOAT + dtype.itemsize)
     return context + mask + scores

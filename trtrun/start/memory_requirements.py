@@ -18,7 +18,9 @@ from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.head_paths import HeadSpace
 from trtrun.engine.rows import RowState
 from trtrun.engine.working_memory import RoundShape, head_rank_bytes, working_bytes
-from trtrun.kvcache.formats import KVFormat, choose_format
+from trtrun.errors import ConfigError
+from trtrun.kernels.chooser import operations_of
+from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.linear.adapted import AdapterSpace
@@ -285,7 +287,24 @@ def reads_in_place(
     kept = kv_format_of(config, model)
     if dtype is not None:
         kept.check(dtype, device_type)
+        _check_kernels(config, kept, device_type, dtype)
     return device_type in kept.kernels
+
+
+def _check_kernels(config: RuntimeConfig, kept: KVFormat, device_type: str, dtype: torch.dtype) -> None:
+    """Codes of 8 bits turn over where torch gives a float32 other last bits among other rows: other tokens were seen.
+
+    Raises:
+        ConfigError: they would be made so.
+    """
+    if device_type != "cpu" or dtype is not torch.float32 or not isinstance(kept, ByteKV):
+        return
+    if operations_of(device_type).name(dtype) == "torch":
+        raise ConfigError(
+            f"kv_cache.dtype: {config.kv_cache.dtype} keeps keys and values in 8 bits, which in float32 needs trtrun's "
+            "own kernels on the CPU; here is no AVX2, GNU OpenMP or llvmlite for them: write kv_cache.dtype: plain, or "
+            "dtype: bfloat16"
+        )
 
 
 def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:

@@ -1,4 +1,5 @@
-"""Paged attention in bfloat16 on the CPU: right, bit-equal in any company, and it writes nothing but the new tokens."""
+"""Paged attention on the CPU, in bfloat16 and float32: right, bit-equal in any company, and nothing but the new tokens is
+written."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from native import each_processor, leave_to_torch
 from paged import straight
 
 from trtrun.attention.backend import HostAttention
-from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kernels.cpu.attention import NativeAttention, whole_head
 from trtrun.kernels.cpu.emitter import LANES, Emitter
 from trtrun.kernels.cpu.machine import compile_kernels
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -21,6 +22,7 @@ pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", 
 ROWS, LENGTH = 3, 90
 # (head_dim, heads, kv_heads, block_size)
 SHAPES = [(64, 8, 4, 16), (128, 7, 1, 32), (80, 3, 3, 48), (16, 16, 2, 16), (96, 5, 5, 16), (192, 2, 1, 16)]
+CASES = [*((shape, torch.bfloat16) for shape in SHAPES), *((shape, torch.float32) for shape in SHAPES[1:4])]
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Case:
     block_size: int
     window: int | None = None
     spare_blocks: int = 0
+    dtype: torch.dtype = torch.bfloat16
     store: KVStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,13 +44,13 @@ class Case:
         self.tables = torch.randperm(ROWS * blocks, generator=generator).view(ROWS, blocks) + 1
         self.tables = torch.nn.functional.pad(self.tables, (0, self.spare_blocks))
         self.store = KVStore(
-            1, ROWS * blocks + 1, self.kv_heads, self.block_size, self.head_dim, torch.bfloat16, torch.device("cpu")
+            1, ROWS * blocks + 1, self.kv_heads, self.block_size, self.head_dim, self.dtype, torch.device("cpu")
         )
         self.query, self.key, self.value = (
-            torch.randn(ROWS, LENGTH, heads, self.head_dim, generator=generator).bfloat16()
+            torch.randn(ROWS, LENGTH, heads, self.head_dim, generator=generator).to(self.dtype)
             for heads in (self.heads, self.kv_heads, self.kv_heads)
         )
-        self.attention = NativeAttention(self.head_dim)
+        self.attention = NativeAttention(self.head_dim, self.dtype)
         self.scale = self.head_dim**-0.5
 
     def run(self, *segments: tuple[list[int], torch.Tensor]) -> list[torch.Tensor]:
@@ -90,21 +93,24 @@ def span(start: int, stop: int, rows: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 7, 40])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_outputs_are_right(shape: tuple[int, int, int, int], window: int | None) -> None:
-    case = Case(*shape, window=window)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_outputs_are_right(shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None) -> None:
+    case = Case(*shape, window=window, dtype=dtype)
     exact, sizes = case.exact()
     found = case.run(*(([row], span(0, 70)) for row in range(ROWS)))
     found.append(case.run((list(range(ROWS)), span(70, LENGTH, ROWS)))[0])
     outputs = torch.cat((torch.cat(found[:ROWS]), found[ROWS]), dim=1)
     # Weights are rounded to bfloat16 before they meet the values, and so is the output: 2**-9 each.
-    assert bool(((outputs.double() - exact).abs() <= sizes * 2**-8 + exact.abs() * 2**-8).all())
+    most = 2**-8 if dtype is torch.bfloat16 else 2**-19
+    assert bool(((outputs.double() - exact).abs() <= sizes * most + exact.abs() * most).all())
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_query_does_not_depend_on_its_company(shape: tuple[int, int, int, int], window: int | None) -> None:
-    single, chunked = Case(*shape, window=window), Case(*shape, window=window, spare_blocks=3)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_a_query_does_not_depend_on_its_company(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None
+) -> None:
+    single, chunked = (Case(*shape, window=window, spare_blocks=spare, dtype=dtype) for spare in (0, 3))
     alone = torch.cat([single.run(([0], span(at, at + 1)))[0] for at in range(LENGTH)], dim=1)
     sizes = [1, 2, 5, 13, 40, 6, 23]
     assert sum(sizes) == LENGTH
@@ -115,6 +121,31 @@ def test_a_query_does_not_depend_on_its_company(shape: tuple[int, int, int, int]
         found.append(first)
         at += size
     assert torch.equal(torch.cat(found, dim=1), alone)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (10, 5)])
+def test_gathered_contexts_have_the_bits_of_those_in_place(head_dim: int, block_size: int, window: int | None) -> None:
+    """In float32, of any head and block, and a query alone and in company too."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, LENGTH, 4, head_dim, generator=generator)
+    context = torch.randn(2, 2, 2, -(-LENGTH // block_size) * block_size, head_dim, generator=generator)
+    attention = NativeAttention(whole_head(head_dim), torch.float32)
+
+    def attend(start: int, stop: int, tokens: int = context.shape[3]) -> torch.Tensor:
+        positions, of_rows = span(start, stop, 2), query[:, start:stop]
+        return attention.attend_gathered(of_rows, context[:, :, :, :tokens], positions, 0.3, window)
+
+    whole = attend(0, LENGTH)
+    for at in (0, 1, 16, 37, LENGTH - 1):
+        assert torch.equal(attend(at, at + 1)[:, 0], whole[:, at])
+        assert torch.equal(attend(at, at + 1, at + 1)[:, 0], whole[:, at]), "fewer tokens that nobody sees"
+    if head_dim % LANES:
+        return
+    case = Case(head_dim, 4, 2, block_size, window, dtype=torch.float32)
+    case.scale, case.query[:2] = 0.3, query
+    case.key[:2], case.value[:2] = (part[:, :, :LENGTH].transpose(1, 2) for part in context)
+    assert torch.equal(case.run(([0, 1], span(0, LENGTH, 2)))[0], whole)
 
 
 def test_rows_at_different_places_and_padding() -> None:
@@ -150,10 +181,10 @@ def test_numbers_are_rounded_as_torch_does_where_processors_have_no_instruction_
         assert torch.equal(found.isnan(), wanted.isnan())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_copied_token_is_that_token_and_no_other(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_a_copied_token_is_that_token_and_no_other(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """The first tokens of row 0's first block go to row 1's, which then is as if row 1 had written them."""
-    copied, written, count = Case(*shape), Case(*shape), 11
+    copied, written, count = Case(*shape, dtype=dtype), Case(*shape, dtype=dtype), 11
     copied.run(*(([row], span(0, LENGTH)) for row in range(ROWS)))
     source, target = (copied.tables[row, :1].expand(count) for row in range(2))
     copied.attention.copy_tokens(copied.store.data, source, target, torch.randperm(count))
@@ -189,15 +220,18 @@ def test_large_scores_stay_numbers() -> None:
         (torch.bfloat16, 64, 16, True),
         (torch.bfloat16, 64, 8, False),
         (torch.bfloat16, 40, 16, False),
-        (torch.float32, 64, 16, False),
+        (torch.float32, 64, 16, True),
+        (torch.float32, 64, 8, False),
+        (torch.float32, 10, 5, False),
+        (torch.float16, 64, 16, False),
     ],
 )
 def test_every_store_meets_one_kernel(dtype: torch.dtype, head_dim: int, block_size: int, own: bool) -> None:
-    """What the kernel does not take is torch's, and both give the same attention."""
+    """What the kernel does not take is gathered, and all give the same attention."""
     generator = torch.Generator().manual_seed(0)
     query_key, value = torch.randn(20, 6, head_dim, generator=generator).to(dtype).split((4, 2), dim=1)
     tables = torch.arange(1, 1 + -(-20 // block_size)).unsqueeze(0)
-    stores = [KVStore(1, 4, 2, block_size, head_dim, dtype, torch.device("cpu")) for _ in range(2)]
+    stores = [KVStore(1, 5, 2, block_size, head_dim, dtype, torch.device("cpu")) for _ in range(2)]
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for store in stores:

@@ -1,4 +1,5 @@
-"""The small bfloat16 operations on the CPU give the very bits of torch's, for any number of rows and threads."""
+"""The small operations on the CPU: in bfloat16 they give the very bits of torch's, for any number of rows and threads;
+in float32 a row's bits do not depend on the others."""
 
 from __future__ import annotations
 
@@ -92,5 +93,32 @@ def test_what_is_left_to_torch() -> None:
     host = torch.device("cpu")
     assert fuses(torch.bfloat16, host, 64)
     assert not fuses(torch.bfloat16, host, 40)
-    assert not fuses(torch.float32, host, 64)
+    assert fuses(torch.float32, host, 40)
+    assert not fuses(torch.float16, host, 64)
     assert not fuses(torch.bfloat16, torch.device("cuda"), 64)
+
+
+@pytest.mark.parametrize("size", [1, 15, 40, 688])
+def test_in_float32_a_row_does_not_depend_on_the_others(size: int) -> None:
+    """Sizes that are no whole registers, too; and no number beside the rows is read or written."""
+    generator = torch.Generator().manual_seed(size)
+    fused, weight = torch.randn(19, 2 * size, generator=generator) * 4, torch.randn(size, generator=generator)
+    x, delta = torch.randn(2, 19, size, generator=generator).unbind()
+    wide, added = fused.double(), (x + delta).double()
+    exact = functional.silu(wide[:, :size]) * wide[:, size:]
+    found = silu_and_multiply(fused)
+    assert torch.allclose(found.double(), exact, rtol=1e-6, atol=1e-7)
+    scaled = added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    kept = x.clone()
+    normed = normalise(kept, weight, 1e-5, delta)
+    assert torch.allclose(normed.double(), scaled, rtol=1e-5, atol=1e-6)
+    assert torch.equal(kept, x + delta)
+    for row in range(19):
+        one = slice(row, row + 1)
+        assert torch.equal(silu_and_multiply(fused[one]), found[one])
+        assert torch.equal(normalise(x[one].clone(), weight, 1e-5, delta[one]), normed[one])
+    room = torch.full((3, size + 16), torch.nan)
+    room[:, :size] = x[:3]
+    normalise(room[:, :size], weight, 1e-5, delta[:3].contiguous())
+    assert torch.equal(room[:, :size], kept[:3])
+    assert bool(room[:, size:].isnan().all())

@@ -1,4 +1,4 @@
-"""The bfloat16 product on the CPU: right to the last rounding, and bit-equal in any company."""
+"""Products on the CPU, of bfloat16 and float32: right to the last rounding, and bit-equal in any company."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from native import each_processor, leave_to_torch
 
 from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, compile_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul
-from trtrun.kernels.cpu.matmul_code import FORMS, KERNEL, STRETCH, matmul_module, prefetch_for
+from trtrun.kernels.cpu.matmul_code import FLOAT32_STRETCH, FORMS, KERNEL, STRETCH, matmul_module, prefetch_for
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 
@@ -26,28 +26,35 @@ SHAPES = [
     (130, 6 * STRETCH + 10),
 ]
 TILE_ROWS = FORMS[MULTIPLIES_BFLOAT16].rows
+CASES = [
+    *((features, inputs, torch.bfloat16) for features, inputs in SHAPES),
+    *((features, inputs, torch.float32) for features, inputs in [(1, 1), (24, 61), (128, FLOAT32_STRETCH), (70, 1100)]),
+]
 ROWS = [1, 2, 3, 4, 5, TILE_ROWS, TILE_ROWS + 1, 13, 5 * TILE_ROWS, 100]
 
 
-def numbers(*shape: int, seed: int) -> torch.Tensor:
-    """Random bfloat16 of the shape."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Random numbers of the shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_rounded(found: torch.Tensor, exact: torch.Tensor, sizes: torch.Tensor) -> None:
-    """`found` is `exact` (float64) rounded to bfloat16, but for float32 sums of terms whose `sizes` add up to these."""
-    assert found.dtype is torch.bfloat16
+    """`found` is `exact` (float64) rounded to its dtype, but for float32 sums of terms of which `sizes` are the sums."""
+    rounding = {torch.bfloat16: 2**-8, torch.float32: 2**-23}[found.dtype]
     error = (found.double() - exact).abs()
-    assert bool((error <= exact.abs() * 2**-8 + sizes * 2**-20).all()), (error / (exact.abs() + sizes)).max()
+    assert bool((error <= exact.abs() * rounding + sizes * 2**-20).all()), (error / (exact.abs() + sizes)).max()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("features", "inputs"), SHAPES)
-def test_products_are_right_and_rows_do_not_depend_on_their_number(features: int, inputs: int, with_bias: bool) -> None:
-    weight, x = numbers(features, inputs, seed=1), numbers(max(ROWS), inputs, seed=2)
-    bias = numbers(features, seed=3) * 8 if with_bias else None
+@pytest.mark.parametrize(("features", "inputs", "dtype"), CASES)
+def test_products_are_right_and_rows_do_not_depend_on_their_number(
+    features: int, inputs: int, dtype: torch.dtype, with_bias: bool
+) -> None:
+    weight, x = numbers(features, inputs, seed=1, dtype=dtype), numbers(max(ROWS), inputs, seed=2, dtype=dtype)
+    bias = numbers(features, seed=3, dtype=dtype) * 8 if with_bias else None
     matmul = BlockedMatmul(weight.clone(), bias)
     whole = matmul(x)
+    assert whole.dtype is dtype
     exact = x.double() @ weight.double().T
     sizes = x.double().abs() @ weight.double().abs().T
     if bias is not None:
@@ -94,18 +101,23 @@ def test_every_way_to_prefetch_gives_the_same(name: str, processor: str) -> None
     """What other processors get runs here too."""
     weight, x = numbers(1000, 688, seed=1), numbers(8, 688, seed=2)
     own, other = BlockedMatmul(weight, None), BlockedMatmul(weight, None)
-    other._kernel = compile_kernels(matmul_module(prefetch_for(name), processor), KERNEL)[KERNEL]
+    other._kernel = compile_kernels(matmul_module(prefetch_for(name), FORMS[processor]), KERNEL)[KERNEL]
     for rows in (1, 6, 8):
         assert torch.equal(other(x[:rows]), own(x[:rows]))
 
 
-@pytest.mark.parametrize("inputs", [64, 65])
-def test_linear_layers_agree_with_those_of_torch(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An odd number of input features is torch's in any case."""
-    weight, bias, x = numbers(70, inputs, seed=1), numbers(70, seed=2), numbers(8, inputs, seed=3)
-    dense = QUANTIZATIONS.get("none")
+@pytest.mark.parametrize(
+    ("inputs", "dtype"), [(64, torch.bfloat16), (65, torch.bfloat16), (65, torch.float32), (64, torch.float16)]
+)
+def test_linear_layers_agree_with_those_of_torch(
+    inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An odd number of input features in bfloat16 is torch's in any case."""
+    weight, x = numbers(70, inputs, seed=1, dtype=dtype), numbers(8, inputs, seed=3, dtype=dtype)
+    bias, dense = numbers(70, seed=2, dtype=dtype), QUANTIZATIONS.get("none")
     own = Linear(weight.shape, dense, {"weight": weight.clone()}, bias)
-    assert isinstance(own._product, BlockedMatmul) is (inputs % 2 == 0)
+    is_own = dtype is torch.float32 or (dtype is torch.bfloat16 and inputs % 2 == 0)
+    assert isinstance(own._product, BlockedMatmul) is is_own
     leave_to_torch(monkeypatch)
     other = Linear(weight.shape, dense, {"weight": weight.clone()}, bias)
     assert not isinstance(other._product, BlockedMatmul)

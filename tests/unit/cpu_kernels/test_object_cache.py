@@ -94,10 +94,10 @@ def test_kernels_are_compiled_once_for_each_kind_of_processor(monkeypatch: pytes
     compile_module = machine._compile
     monkeypatch.setattr(machine, "_compile", lambda module: compiled.append(module) or compile_module(module))
     for _ in range(2):
-        assert list(machine.load_kernels(fused_module, False, names=(NORMALISE,))) == [NORMALISE]
+        assert list(machine.load_kernels(fused_module, False, False, names=(NORMALISE,))) == [NORMALISE]
     assert len(compiled) == 1 and len(os.listdir(folder)) == 1
     monkeypatch.setattr(machine, "processor_name", lambda: "x86-64-v4")
-    machine.load_kernels(fused_module, False, names=(NORMALISE,))
+    machine.load_kernels(fused_module, False, False, names=(NORMALISE,))
     assert len(compiled) == 2
 
 
@@ -109,7 +109,7 @@ def test_a_kernel_counts_when_it_is_made_ready_and_not_when_it_is_used(
     """Whoever waits for it waits for what is read and linked, too."""
     load = fused._kernels.__wrapped__
     if is_on_disk:
-        load(machine.processor_kind() == machine.MULTIPLIES_BFLOAT16)
+        load(machine.processor_kind() == machine.MULTIPLIES_BFLOAT16, False)
     monkeypatch.setattr(fused, "_kernels", functools.cache(load))  # as in a process that has used none yet
     watch, halves = FirstUseWatch(), torch.ones(3, 64, dtype=torch.bfloat16)
     results = []

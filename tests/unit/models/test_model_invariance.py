@@ -48,10 +48,11 @@ def tokens_of(seed: int) -> list[int]:
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str) -> None:
-    path = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **SHAPES[shape])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str, dtype) -> None:
+    path = make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape])
     tokens = tokens_of(0)
-    model = PagedModel(path, torch.bfloat16, block_size=16)
+    model = PagedModel(path, dtype, block_size=16)
     singles = torch.cat([model.forward([[(0, at, tokens[at : at + 1])]]) for at in range(LENGTH)])
     for row, chunk in ((1, 2), (2, 6), (3, LENGTH)):
         parts = [model.forward([[(row, at, tokens[at : at + chunk])]]) for at in range(0, LENGTH, chunk)]

@@ -1,4 +1,4 @@
-"""Attention over the paged KV store in bfloat16 on the CPU, reading the store where it lies.
+"""Attention over the paged KV store in bfloat16 or float32 on the CPU, reading the store where it lies.
 
 It knows one layer's store, segments and threads. It does not know models. Written for AVX-512 BF16; processors
 without it multiply bfloat16 as float32, which its numbers are.
@@ -7,7 +7,9 @@ A tile of the store is sixteen tokens of one KV head. Its keys lie as [head / 2,
 another for sixteen tokens, and its values as [8, head, 2], pairs of tokens: so that scores of sixteen keys, and sixteen
 numbers of an output, are lanes of VDPBF16PS (see matmul.py). Scores and their softmax are float32, over the keys that a
 query sees; weights are rounded to bfloat16 for the product with the values and divided by their sum behind it, as in
-FlashAttention (arXiv:2205.14135).
+FlashAttention (arXiv:2205.14135). In float32 single numbers and tokens stand where bfloat16 has pairs: keys lie as
+[head, 16], values token by token, and no weight is rounded. A context that was gathered from a store of another format
+is attended over as a store of its own, one block for each row.
 
 A query's scores, sums and outputs are added up in the order of its keys, whatever other queries, rows and threads there
 are: its result is bit-equal in any company, which lossless verification rests on.
@@ -19,18 +21,13 @@ import ctypes
 import functools
 
 import torch
+from torch.nn import functional
 
 from trtrun.kernels.cpu import machine
-from trtrun.kernels.cpu.attention_code import (
-    KERNEL,
-    SCRATCH_BYTES_PER_KEY,
-    TILE_TOKENS,
-    Arguments,
-    attention_module,
-    tile_queries,
-)
+from trtrun.kernels.cpu.attention_code import attention_module
+from trtrun.kernels.cpu.attention_form import KERNEL, SCRATCH_BYTES_PER_KEY, TILE_TOKENS, Arguments, Form, form_for
 from trtrun.kernels.cpu.emitter import LANES
-from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, Kernel, load_kernels
+from trtrun.kernels.cpu.machine import Kernel, load_kernels
 from trtrun.kernels.cpu.rotation import rotate
 from trtrun.kvcache.segments import AttentionBatch
 
@@ -45,11 +42,12 @@ class NativeAttention:
     tile: int | None = None
     reads_forks = False
 
-    def __init__(self, head_dim: int) -> None:
-        """Compile the kernel for heads of `head_dim` numbers."""
-        multiplies_bfloat16 = machine.processor_kind() == MULTIPLIES_BFLOAT16
-        self._kernel = _kernel(head_dim, multiplies_bfloat16)
-        self._tile = tile_queries(multiplies_bfloat16)
+    def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Compile the kernel for heads of `head_dim` numbers of `dtype`, bfloat16 or float32."""
+        kind = machine.processor_kind()
+        assert kind is not None
+        self._form = form_for(kind, is_float32=dtype is torch.float32)
+        self._head_dim, self._kernel = head_dim, _kernel(head_dim, self._form)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(
@@ -69,52 +67,95 @@ class NativeAttention:
         query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         output = torch.empty(query.shape, dtype=query.dtype)
         for segment in batch.segments:
-            table = segment.block_tables
+            table, part = segment.block_tables, slice(segment.start, segment.stop)
+            new_key, new_value = key[part], value[part]
             arguments = Arguments(
+                key=new_key.data_ptr(),
+                value=new_value.data_ptr(),
                 store=store_layer.data_ptr(),
                 tables=table.data_ptr(),
-                positions=segment.positions.data_ptr(),
-                query_stride=query.stride(0) * 2,
-                key_stride=key.stride(0) * 2,
-                value_stride=value.stride(0) * 2,
-                output_stride=output.stride(0) * 2,
-                values_offset=store_layer.stride(0) * 2,
-                table_stride=table.stride(0) * 8,
-                row_stride=segment.positions.stride(0) * 8,
-                position_stride=segment.positions.stride(1) * 8,
-                rows=segment.rows,
-                queries=segment.queries,
+                key_stride=_row_bytes(key),
+                value_stride=_row_bytes(value),
+                values_offset=_row_bytes(store_layer),
+                table_stride=_row_bytes(table),
                 kv_heads=kv_heads,
-                group=query.shape[1] // kv_heads,
                 block_size=block_size,
                 keys=table.shape[1] * block_size,
-                window=_NO_WINDOW if window is None else window,
-                scale=scale,
             )
-            start = segment.start
-            arguments.query = query.data_ptr() + start * arguments.query_stride
-            arguments.key = key.data_ptr() + start * arguments.key_stride
-            arguments.value = value.data_ptr() + start * arguments.value_stride
-            arguments.output = output.data_ptr() + start * arguments.output_stride
-            items = segment.rows * kv_heads * -(-segment.queries * arguments.group // self._tile)
-            numbers = segment.rows * kv_heads * arguments.keys * query.shape[2]
-            threads = machine.team(numbers * (_READ_NS + segment.queries * arguments.group * _MULTIPLY_NS), items)
-            arguments.scratch = self._reserve(threads * arguments.keys * SCRATCH_BYTES_PER_KEY)
-            self._kernel(ctypes.addressof(arguments), threads)
+            self._attend(arguments, query[part], output[part], segment.positions, scale, window)
         return output
+
+    def attend_gathered(
+        self, query: torch.Tensor, context: torch.Tensor, positions: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attend over contexts that lie one token behind the other, and store nothing. For float32.
+
+        Args:
+            query: [rows, queries, heads, head], rotated; `head` is at most this object's.
+            context: [2, rows, kv_heads, tokens, head]: keys, then values, from each row's first token on.
+            positions: [rows, queries] int64; -1 is padding.
+            scale, window: see `AttentionBackend`.
+
+        Returns:
+            [rows, queries, heads, head].
+        """
+        head = query.shape[-1]
+        missing, padding = self._head_dim - head, -context.shape[3] % TILE_TOKENS
+        if missing or padding:  # zeros change no score, and tokens that are not there are not seen
+            context, query = functional.pad(context, (0, missing, 0, padding)), functional.pad(query, (0, missing))
+        keys, values = context
+        rows, kv_heads, tokens, _ = keys.shape
+        tiles = keys.reshape(-1, TILE_TOKENS, self._head_dim).transpose(1, 2).contiguous()
+        values, query, table = values.contiguous(), query.contiguous(), torch.arange(rows)
+        arguments = Arguments(
+            store=tiles.data_ptr(),
+            tables=table.data_ptr(),
+            values_offset=values.data_ptr() - tiles.data_ptr(),
+            table_stride=table.itemsize,
+            kv_heads=kv_heads,
+            block_size=tokens,
+            keys=tokens,
+        )
+        output = torch.empty_like(query)
+        self._attend(arguments, query.flatten(0, 1), output.flatten(0, 1), positions, scale, window)
+        return output[..., :head]
+
+    def _attend(
+        self,
+        arguments: Arguments,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        positions: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Run the kernel for queries [tokens, heads, head] at positions [rows, queries]."""
+        rows, queries = positions.shape
+        arguments.query, arguments.query_stride = query.data_ptr(), _row_bytes(query)
+        arguments.output, arguments.output_stride = output.data_ptr(), _row_bytes(output)
+        arguments.positions, arguments.row_stride = positions.data_ptr(), _row_bytes(positions)
+        arguments.position_stride = positions.stride(1) * positions.itemsize
+        arguments.rows, arguments.queries = rows, queries
+        arguments.group = group = query.shape[1] // arguments.kv_heads
+        arguments.window, arguments.scale = _NO_WINDOW if window is None else window, scale
+        items = rows * arguments.kv_heads * -(-queries * group // self._form.variants[-1])
+        numbers = rows * arguments.kv_heads * arguments.keys * query.shape[2]
+        threads = machine.team(numbers * (_READ_NS + queries * group * _MULTIPLY_NS), items)
+        arguments.scratch = self._reserve(threads * arguments.keys * SCRATCH_BYTES_PER_KEY)
+        self._kernel(ctypes.addressof(arguments), threads)
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
         """See `AttentionBackend`: a token's numbers lie scattered over its tile."""
         layers, _, blocks, kv_heads, block_size, head = store.shape
-        shape = (layers, 2, blocks, kv_heads, block_size // TILE_TOKENS)
-        keys = store.view(*shape, head // 2, TILE_TOKENS, 2)[:, 0]
-        values = store.view(*shape, TILE_TOKENS // 2, head, 2)[:, 1]
+        shape, together = (layers, 2, blocks, kv_heads, block_size // TILE_TOKENS), self._form.together
+        keys = store.view(*shape, head // together, TILE_TOKENS, together)[:, 0]
+        values = store.view(*shape, TILE_TOKENS // together, head, together)[:, 1]
         tile, token = offset // TILE_TOKENS, offset % TILE_TOKENS
-        pair, half = token // 2, token % 2
+        group, member = token // together, token % together
         keys[:, target, :, tile, :, token] = keys[:, source, :, tile, :, token]
-        values[:, target, :, tile, pair, :, half] = values[:, source, :, tile, pair, :, half]
+        values[:, target, :, tile, group, :, member] = values[:, source, :, tile, group, :, member]
 
     def _reserve(self, size: int) -> int:
         """The address of `size` bytes, kept for the next call."""
@@ -128,11 +169,21 @@ def takes_head(head_dim: int) -> bool:
     return head_dim % LANES == 0
 
 
+def whole_head(head_dim: int) -> int:
+    """The smallest head of at least `head_dim` numbers that there is code for."""
+    return -(-head_dim // LANES) * LANES
+
+
 def takes_blocks(block_size: int) -> bool:
     """Whether blocks of `block_size` tokens are whole tiles."""
     return block_size % TILE_TOKENS == 0
 
 
+def _row_bytes(tensor: torch.Tensor) -> int:
+    """From one row to the next."""
+    return tensor.stride(0) * tensor.itemsize
+
+
 @functools.cache
-def _kernel(head_dim: int, multiplies_bfloat16: bool) -> Kernel:
-    return load_kernels(attention_module, head_dim, multiplies_bfloat16, names=(KERNEL,))[KERNEL]
+def _kernel(head_dim: int, form: Form) -> Kernel:
+    return load_kernels(attention_module, head_dim, form, names=(KERNEL,))[KERNEL]

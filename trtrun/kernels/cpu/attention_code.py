@@ -5,73 +5,29 @@ It knows instructions and how the store's tiles lie, which is told in attention.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from trtrun.kernels.cpu.attention_form import (
+    KERNEL,
+    SCRATCH_BYTES_PER_KEY,
+    TILE_QUERIES,
+    TILE_TOKENS,
+    Arguments,
+    Form,
+)
 from trtrun.kernels.cpu.emitter import LANES, PAIR_BYTES, REGISTER_BYTES, Emitter, count
 from trtrun.kernels.cpu.machine import BARRIER, NUM_THREADS, THREAD_NUMBER
 
 if TYPE_CHECKING:
     from llvmlite import ir
 
-KERNEL = "attention"
-TILE_TOKENS = LANES
-"""Keys of a tile of the store: their scores are the lanes of one register."""
-TILE_QUERIES = 6
-"""Queries that go through a row's context together: with 64 numbers of a head, 24 of 32 registers are accumulators."""
-SCRATCH_BYTES_PER_KEY = TILE_QUERIES * (4 + 2)
-"""A float32 score and a bfloat16 weight for each query."""
-
-_VARIANTS = (1, 2, TILE_QUERIES)
-"""Numbers of queries that there is code for; the last query is computed again to make up the next of them."""
-_CHUNK = 64
-"""Numbers of a head that are accumulated at a time."""
-_FEWER_VARIANTS, _SMALLER_CHUNK = (1, 3), 32
-"""The same where registers are half as many and half as wide: 12 of 16 are then accumulators, and code for more takes
-long to compile."""
 _LOWEST = -3.0e38
 
 
-class Arguments(ctypes.Structure):
-    """What the kernel gets for one segment of `rows` rows with `queries` positions each. Strides are in bytes."""
-
-    _fields_: ClassVar = [
-        ("query", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("store", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("query_stride", ctypes.c_int64),
-        ("key_stride", ctypes.c_int64),
-        ("value_stride", ctypes.c_int64),
-        ("output_stride", ctypes.c_int64),
-        ("values_offset", ctypes.c_int64),
-        ("table_stride", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("position_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("queries", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("keys", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-    ]
-
-
-def tile_queries(multiplies_bfloat16: bool) -> int:
-    """Queries of a tile, at most."""
-    return (_VARIANTS if multiplies_bfloat16 else _FEWER_VARIANTS)[-1]
-
-
-def attention_module(head_dim: int, multiplies_bfloat16: bool = True) -> ir.Module:
+def attention_module(head_dim: int, form: Form) -> ir.Module:
     """A module whose function KERNEL takes Arguments, for heads of `head_dim` numbers, a multiple of 16."""
-    code = _AttentionCode(head_dim, multiplies_bfloat16)
+    code = _AttentionCode(head_dim, form)
     code.emit_kernel()
     return code.module
 
@@ -89,12 +45,10 @@ class _Query:
 class _AttentionCode(Emitter):
     """Emits the kernel and its tiles for one head size."""
 
-    def __init__(self, head_dim: int, multiplies_bfloat16: bool) -> None:
-        super().__init__(KERNEL, multiplies_bfloat16)
-        self._head_dim = head_dim
-        self._variants: tuple[int, ...] = _VARIANTS if multiplies_bfloat16 else _FEWER_VARIANTS
-        self._chunk = _CHUNK if multiplies_bfloat16 else _SMALLER_CHUNK
-        self._tile_bytes = TILE_TOKENS * head_dim * 2
+    def __init__(self, head_dim: int, form: Form) -> None:
+        super().__init__(KERNEL, form.multiplies_bfloat16)
+        self._head_dim, self._form = head_dim, form
+        self._tile_bytes = TILE_TOKENS * head_dim * form.item_bytes
         floats = self.floats
         number = floats.element
         self._largest = self.declare("llvm.vector.reduce.fmax.v16f32", number, floats)
@@ -104,16 +58,17 @@ class _AttentionCode(Emitter):
 
     def emit_kernel(self) -> None:
         """Emit the function that the threads enter, and its tiles."""
-        integer, small, most = self.integer, self.small, self._variants[-1]
-        tiles = [self.emit_tile(queries) for queries in self._variants]
+        integer, small, most = self.integer, self.small, self._form.variants[-1]
+        tiles = [self.emit_tile(queries) for queries in self._form.variants]
         thread_number, num_threads = self.declare(THREAD_NUMBER, small), self.declare(NUM_THREADS, small)
         barrier = self.declare(BARRIER, self.void)
         builder, (pointer,) = self.define(KERNEL, self.pointer)
         field = self.read(builder, pointer, Arguments)
         thread = builder.zext(builder.call(thread_number, []), integer)
         threads = builder.zext(builder.call(num_threads, []), integer)
-        self._emit_writes(builder, field, thread, threads)
-        builder.call(barrier, [])
+        with builder.if_then(builder.icmp_unsigned("!=", builder.ptrtoint(field["key"], integer), integer(0))):
+            self._emit_writes(builder, field, thread, threads)
+            builder.call(barrier, [])
         vectors = builder.mul(field["queries"], field["group"])
         per_head = builder.sdiv(builder.add(vectors, integer(most - 1)), integer(most))
         per_row = builder.mul(per_head, field["kv_heads"])
@@ -125,7 +80,7 @@ class _AttentionCode(Emitter):
             first = builder.mul(builder.srem(rest, per_head), integer(most))
             left = builder.sub(vectors, first)
             number = integer(1)
-            for queries in self._variants[:-1]:
+            for queries in self._form.variants[:-1]:
                 number = builder.add(number, builder.zext(builder.icmp_signed(">", left, integer(queries)), integer))
             self.call_one(builder, number, tiles, [pointer, row, head, first, scratch])
         builder.ret_void()
@@ -181,28 +136,32 @@ class _AttentionCode(Emitter):
         position: ir.Value,
     ) -> None:
         """Put a token's key and value of one head into their tiles."""
-        integer, half = self.integer, self._ir.IntType(16)
+        integer, form = self.integer, self._form
         tile = self._tile_address(builder, field, row, head, position)
         slot = builder.srem(position, integer(TILE_TOKENS))
-        head_offset = builder.mul(head, integer(self._head_dim * 2))
+        head_offset = builder.mul(head, integer(self._head_dim * form.item_bytes))
         source = self.at(builder, field["key"], builder.mul(token, field["key_stride"]))
         source = self.at(builder, source, head_offset)
         target = self.at(builder, tile, builder.mul(slot, integer(PAIR_BYTES)))
-        with count(builder, integer(0), integer(self._head_dim // 2), 1) as pair:
+        with count(builder, integer(0), integer(self._head_dim // form.together), 1) as pair:
             value = builder.load(
-                self.at(builder, source, builder.mul(pair, integer(PAIR_BYTES))), typ=self.small, align=2
+                self.at(builder, source, builder.mul(pair, integer(PAIR_BYTES))), typ=self.small, align=form.item_bytes
             )
             builder.store(
                 value, self.at(builder, target, builder.mul(pair, integer(TILE_TOKENS * PAIR_BYTES))), align=4
             )
         source = self.at(builder, field["value"], builder.mul(token, field["value_stride"]))
         source = self.at(builder, source, head_offset)
-        pair_offset = builder.mul(builder.sdiv(slot, integer(2)), integer(self._head_dim * PAIR_BYTES))
-        pair_offset = builder.add(pair_offset, builder.mul(builder.srem(slot, integer(2)), integer(2)))
-        target = self.at(builder, self.at(builder, tile, field["values_offset"]), pair_offset)
+        group, member = builder.sdiv(slot, integer(form.together)), builder.srem(slot, integer(form.together))
+        offset = builder.mul(group, integer(self._head_dim * PAIR_BYTES))
+        offset = builder.add(offset, builder.mul(member, integer(form.item_bytes)))
+        target = self.at(builder, self.at(builder, tile, field["values_offset"]), offset)
+        kind = self._ir.IntType(8 * form.item_bytes)
         with count(builder, integer(0), integer(self._head_dim), 1) as number:
-            value = builder.load(self.at(builder, source, builder.mul(number, integer(2))), typ=half, align=2)
-            builder.store(value, self.at(builder, target, builder.mul(number, integer(PAIR_BYTES))), align=2)
+            place = self.at(builder, source, builder.mul(number, integer(form.item_bytes)))
+            value = builder.load(place, typ=kind, align=form.item_bytes)
+            place = self.at(builder, target, builder.mul(number, integer(PAIR_BYTES)))
+            builder.store(value, place, align=form.item_bytes)
 
     # --- a tile: queries [first, first + n) of one row and KV head over the keys that any of them sees
 
@@ -223,11 +182,13 @@ class _AttentionCode(Emitter):
         begin = builder.select(builder.icmp_signed("<", begin, integer(0)), integer(0), begin)
         begin = builder.sub(begin, builder.srem(begin, integer(TILE_TOKENS)))
         end = builder.add(last, integer(1))
-        weights = self.at(builder, scratch, builder.mul(field["keys"], integer(4 * TILE_QUERIES)))
-        highest = [builder.alloca(self.floats) for _ in members]
+        weights = scratch
+        if not self._form.is_float32:
+            weights = self.at(builder, scratch, builder.mul(field["keys"], integer(4 * TILE_QUERIES)))
+        highest = [self.room(builder) for _ in members]
         for place in highest:
             builder.store(self.spread_constant(_LOWEST), place)
-        sums = [builder.alloca(self.floats) for _ in members]
+        sums = [self.room(builder) for _ in members]
         with count(builder, begin, end, TILE_TOKENS) as key:
             tile = self._tile_address(builder, field, row, head, key)
             for place in sums:
@@ -243,7 +204,7 @@ class _AttentionCode(Emitter):
             self._emit_softmax(builder, field["keys"], scratch, weights, number, begin, end, highest[number])
             for number in range(queries)
         ]
-        for start in range(0, self._head_dim, self._chunk):
+        for start in range(0, self._head_dim, self._form.chunk):
             self._emit_outputs(builder, field, members, factors, weights, row, head, (begin, end), start)
         builder.ret_void()
         return builder.function
@@ -257,7 +218,9 @@ class _AttentionCode(Emitter):
         index = builder.select(builder.icmp_signed("<", index, final), index, final)
         query, member = builder.sdiv(index, field["group"]), builder.srem(index, field["group"])
         token = builder.add(builder.mul(row, field["queries"]), query)
-        offset = builder.mul(builder.add(builder.mul(head, field["group"]), member), integer(self._head_dim * 2))
+        offset = builder.mul(
+            builder.add(builder.mul(head, field["group"]), member), integer(self._head_dim * self._form.item_bytes)
+        )
         position = self._position(builder, field, row, query)
         # Padding sees key 0 alone: its output has no meaning, but must be a number.
         position = builder.select(builder.icmp_signed("<", position, integer(0)), integer(0), position)
@@ -276,12 +239,23 @@ class _AttentionCode(Emitter):
     def _emit_scores(self, builder: ir.IRBuilder, members: list[_Query], sums: list[ir.Value], tile: ir.Value) -> None:
         """Add to `sums` the products of the queries with the sixteen keys of a tile."""
         integer = self.integer
-        with count(builder, integer(0), integer(self._head_dim // 2), 1) as pair:
+        with count(builder, integer(0), integer(self._head_dim // self._form.together), 1) as pair:
             line = self.at(builder, tile, builder.mul(pair, integer(TILE_TOKENS * PAIR_BYTES)))
-            keys = builder.load(line, typ=self.pairs, align=16)
+            keys = self._load(builder, line)
             offset = builder.mul(pair, integer(PAIR_BYTES))
             for member, place in zip(members, sums, strict=True):
-                self.add_dot(builder, place, self.spread_pair(builder, self.at(builder, member.vector, offset)), keys)
+                self._add(builder, place, self.at(builder, member.vector, offset), keys)
+
+    def _load(self, builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        """Sixteen pairs of bfloat16, or sixteen float32."""
+        return builder.load(address, typ=self.floats if self._form.is_float32 else self.pairs, align=16)
+
+    def _add(self, builder: ir.IRBuilder, place: ir.Value, address: ir.Value, others: ir.Value) -> None:
+        """Add to the sixteen sums at `place` the pair or number at `address` times `others`, from `_load`."""
+        if self._form.is_float32:
+            self.add_product(builder, place, self.spread_number(builder, address), others)
+        else:
+            self.add_dot(builder, place, self.spread_pair(builder, address), others)
 
     def _hide(self, builder: ir.IRBuilder, score: ir.Value, member: _Query, key: ir.Value) -> ir.Value:
         """The scores of sixteen keys from `key` on, lowest where the query does not see the key."""
@@ -303,16 +277,19 @@ class _AttentionCode(Emitter):
         end: ir.Value,
         highest: ir.Value,
     ) -> ir.Value:
-        """exp(score - highest) of query `number` as bfloat16 into `weights`; returns one over their float32 sum."""
+        """exp(score - highest) of query `number` into `weights`, in the store's dtype; returns one over their float32
+        sum."""
         float_type = self.floats.element
         top = self.spread(builder, builder.call(self._largest, [builder.load(highest, typ=self.floats)]))
-        total = builder.alloca(self.floats)
+        total = self.room(builder)
         builder.store(self.zeros(), total)
         with count(builder, begin, end, TILE_TOKENS) as key:
             score = builder.load(self._lane(builder, scratch, keys, number, key, 4), typ=self.floats, align=4)
             weight = self.exp(builder, builder.fsub(score, top))
             builder.store(builder.fadd(builder.load(total, typ=self.floats), weight), total)
-            builder.store(self.round(builder, weight), self._lane(builder, weights, keys, number, key, 2), align=2)
+            size = self._form.item_bytes
+            rounded = weight if self._form.is_float32 else self.round(builder, weight)
+            builder.store(rounded, self._lane(builder, weights, keys, number, key, size), align=size)
         zero = self._ir.Constant(float_type, 0.0)
         added = builder.call(self._sum, [zero, builder.load(total, typ=self.floats)])
         return self.spread(builder, builder.fdiv(self._ir.Constant(float_type, 1.0), added))
@@ -330,29 +307,28 @@ class _AttentionCode(Emitter):
         start: int,
     ) -> None:
         """Numbers from `start` on of every query's output: the weighted sum of values, times its factor."""
-        integer = self.integer
-        registers = min(self._chunk, self._head_dim - start) // LANES
-        sums = [[builder.alloca(self.floats) for _ in range(registers)] for _ in members]
+        integer, form = self.integer, self._form
+        registers = min(form.chunk, self._head_dim - start) // LANES
+        sums = [[self.room(builder) for _ in range(registers)] for _ in members]
         for place in (place for places in sums for place in places):
             builder.store(self.zeros(), place)
         with count(builder, *keys, TILE_TOKENS) as key:
             tile = self.at(builder, self._tile_address(builder, field, row, head, key), field["values_offset"])
-            sources = [self._lane(builder, weights, field["keys"], number, key, 2) for number in range(len(members))]
-            with count(builder, integer(0), integer(TILE_TOKENS // 2), 1) as pair:
+            size = form.item_bytes
+            sources = [self._lane(builder, weights, field["keys"], number, key, size) for number in range(len(members))]
+            with count(builder, integer(0), integer(TILE_TOKENS // form.together), 1) as pair:
                 line = self.at(builder, tile, builder.mul(pair, integer(self._head_dim * PAIR_BYTES)))
                 values = [
-                    builder.load(
-                        self.at(builder, line, start * PAIR_BYTES + part * REGISTER_BYTES), typ=self.pairs, align=16
-                    )
+                    self._load(builder, self.at(builder, line, start * PAIR_BYTES + part * REGISTER_BYTES))
                     for part in range(registers)
                 ]
                 offset = builder.mul(pair, integer(PAIR_BYTES))
                 for source, places in zip(sources, sums, strict=True):
-                    weight = self.spread_pair(builder, self.at(builder, source, offset))
                     for place, value in zip(places, values, strict=True):
-                        self.add_dot(builder, place, weight, value)
+                        self._add(builder, place, self.at(builder, source, offset), value)
         for member, places, factor in zip(members, sums, factors, strict=True):
             for part, place in enumerate(places):
                 result = builder.fmul(builder.load(place, typ=self.floats), factor)
-                target = self.at(builder, member.output, (start + part * LANES) * 2)
-                builder.store(self.round(builder, result), target, align=2)
+                target = self.at(builder, member.output, (start + part * LANES) * form.item_bytes)
+                rounded = result if form.is_float32 else self.round(builder, result)
+                builder.store(rounded, target, align=form.item_bytes)

@@ -60,7 +60,8 @@ class Emitter:
             self._round = self.declare("llvm.x86.avx512bf16.cvtneps2bf16.512", self.halves, floats)
         self._fma = self.declare("llvm.fma.v16f32", floats, floats, floats, floats)
         self._nearest = self.declare("llvm.rint.v16f32", floats, floats)
-        self._store: ir.Function | None = None
+        self._masked_load: ir.Function | None = None
+        self._stores: dict[ir.Type, ir.Function] = {}
         self._prefetch = self.declare("llvm.prefetch.p0", self.void, self.pointer, small, small, small)
 
     def declare(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
@@ -80,6 +81,12 @@ class Emitter:
             place = self.at(builder, pointer, getattr(layout, name).offset)
             fields[name] = builder.load(place, typ=kinds[kind], name=name)
         return fields
+
+    def room(self, builder: ir.IRBuilder) -> ir.Value:
+        """Room for sixteen float32, which becomes a register: in the entry block, where LLVM looks for such, and where
+        loops do not take it again and again."""
+        with builder.goto_entry_block():
+            return builder.alloca(self.floats)
 
     def at(self, builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value | int) -> ir.Value:
         """`pointer` plus `offset` bytes."""
@@ -178,12 +185,21 @@ class Emitter:
         read, data = self.small(0), self.small(1)
         builder.call(self._prefetch, [address, read, self.small(locality), data])
 
+    def load_some(self, builder: ir.IRBuilder, address: ir.Value, mask: ir.Value) -> ir.Value:
+        """Those of sixteen float32 whose bit of `mask` is set, zeros for the others; no other bytes are read."""
+        if self._masked_load is None:
+            name, kind = "llvm.masked.load.v16f32.p0", self.floats
+            self._masked_load = self.declare(name, kind, self.pointer, self.small, mask.type, kind)
+        return builder.call(self._masked_load, [address, self.small(4), mask, self.zeros()])
+
     def store_some(self, builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
-        """Store those of sixteen bfloat16 whose bit of `mask` is set."""
-        if self._store is None:
-            name = f"llvm.masked.store.v16{self.halves.element.intrinsic_name}.p0"
-            self._store = self.declare(name, self.void, self.halves, self.pointer, self.small, mask.type)
-        builder.call(self._store, [value, address, self.small(2), mask])
+        """Store those of sixteen bfloat16 or float32 whose bit of `mask` is set."""
+        kind = value.type
+        bytes_each = 4 if kind == self.floats else 2
+        if kind not in self._stores:
+            name = f"llvm.masked.store.v16{kind.element.intrinsic_name}.p0"
+            self._stores[kind] = self.declare(name, self.void, kind, self.pointer, self.small, mask.type)
+        builder.call(self._stores[kind], [value, address, self.small(bytes_each), mask])
 
     def call_one(
         self, builder: ir.IRBuilder, number: ir.Value, functions: Sequence[ir.Function], arguments: Sequence[ir.Value]

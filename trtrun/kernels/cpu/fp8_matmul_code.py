@@ -115,7 +115,7 @@ class _RoundingCode(Emitter):
         thread_number, num_threads = self.declare(THREAD_NUMBER, self.small), self.declare(NUM_THREADS, self.small)
         builder, (pointer,) = self.define(ROUND_ROWS, self.pointer)
         field = self.read(builder, pointer, RoundingArguments)
-        peaks = builder.alloca(self.floats)
+        peaks = self.room(builder)
         thread = builder.zext(builder.call(thread_number, []), integer)
         threads = builder.zext(builder.call(num_threads, []), integer)
         start = builder.sdiv(builder.mul(thread, field["rows"]), threads)

@@ -1,9 +1,11 @@
-"""The small operations between products in bfloat16 on the CPU: each one pass over its rows in place of several.
+"""The small operations between products in bfloat16 or float32 on the CPU: each one pass over its rows in place of
+several.
 
 They know rows of numbers. They do not know layers.
 
 Every intermediate that the models' own code rounds to bfloat16 is rounded to it here, and a row's result is bit-equal
-in any company: sums run over a row alone, in one order.
+in any company: sums run over a row alone, in one order. In float32 that is why they are here: torch computes most of a
+tensor with vectors and its last numbers without, by another exp, so that a number's bits depend on where it lies.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ _ALONE = 16 * 1024
 
 
 def fuses(dtype: torch.dtype, device: torch.device, size: int) -> bool:
-    """Whether the kernels of this module take vectors of `size` numbers of this dtype on this device."""
-    return (
-        device.type == "cpu" and dtype is torch.bfloat16 and size % LANES == 0 and machine.processor_kind() is not None
-    )
+    """Whether the kernels of this module take vectors of `size` numbers of this dtype on this device: any of float32,
+    whole registers of bfloat16."""
+    is_taken = dtype is torch.float32 or (dtype is torch.bfloat16 and size % LANES == 0)
+    return is_taken and device.type == "cpu" and machine.processor_kind() is not None
+
+
+def rotates(dtype: torch.dtype, device: torch.device, size: int) -> bool:
+    """Whether `rotate` takes heads of `size` numbers. Of others torch's has the same bits in any company, too."""
+    return size // 2 % LANES == 0 and fuses(dtype, device, size)
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,7 +49,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torc
         delta=None if delta is None else delta.data_ptr(),
         weight=weight.data_ptr(),
         output=output.data_ptr(),
-        x_stride=x.stride(0) * 2,
+        x_stride=x.stride(0) * x.itemsize,
         rows=x.shape[0],
         parts=parts,
         size=weight.shape[-1],
@@ -56,7 +63,12 @@ def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
     rows, size = fused.shape[0], fused.shape[1] // 2
     output = torch.empty((rows, size), dtype=fused.dtype)
     arguments = Arguments(
-        x=fused.data_ptr(), output=output.data_ptr(), x_stride=fused.stride(0) * 2, rows=rows, parts=1, size=size
+        x=fused.data_ptr(),
+        output=output.data_ptr(),
+        x_stride=fused.stride(0) * fused.itemsize,
+        rows=rows,
+        parts=1,
+        size=size,
     )
     return _run(SILU_AND_MULTIPLY, arguments, output)
 
@@ -69,7 +81,7 @@ def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
         weight=cosine.data_ptr(),
         sine=sine.data_ptr(),
         output=output.data_ptr(),
-        x_stride=heads.stride(0) * 2,
+        x_stride=heads.stride(0) * heads.itemsize,
         rows=heads.shape[0],
         parts=heads.shape[1],
         size=heads.shape[2],
@@ -79,10 +91,12 @@ def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
 
 def _run(name: str, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
     threads = 1 if output.numel() <= _ALONE else torch.get_num_threads()
-    _kernels(machine.processor_kind() == MULTIPLIES_BFLOAT16)[name](ctypes.addressof(arguments), threads)
+    is_float32 = output.dtype is torch.float32
+    multiplies_bfloat16 = not is_float32 and machine.processor_kind() == MULTIPLIES_BFLOAT16
+    _kernels(multiplies_bfloat16, is_float32)[name](ctypes.addressof(arguments), threads)
     return output
 
 
 @functools.cache
-def _kernels(multiplies_bfloat16: bool) -> dict[str, Kernel]:
-    return load_kernels(fused_module, multiplies_bfloat16, names=(NORMALISE, SILU_AND_MULTIPLY, ROTATE))
+def _kernels(multiplies_bfloat16: bool, is_float32: bool) -> dict[str, Kernel]:
+    return load_kernels(fused_module, multiplies_bfloat16, is_float32, names=(NORMALISE, SILU_AND_MULTIPLY, ROTATE))

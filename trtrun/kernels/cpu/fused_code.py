@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from llvmlite import ir
 
 NORMALISE, SILU_AND_MULTIPLY, ROTATE = "normalise", "silu_and_multiply", "rotate"
-_REGISTER_HALVES_BYTES = 2 * LANES
 
 
 class Arguments(ctypes.Structure):
@@ -41,16 +40,18 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def fused_module(multiplies_bfloat16: bool) -> ir.Module:
-    """A module with the three kernels, each of which shares its rows out over the threads that enter it."""
-    return _FusedCode("fused", multiplies_bfloat16).module
+def fused_module(multiplies_bfloat16: bool, is_float32: bool) -> ir.Module:
+    """A module with the three kernels, each of which shares its rows out over the threads that enter it; vectors of
+    bfloat16, and the halves that are rotated, have a multiple of 16 numbers."""
+    return _FusedCode("fused", multiplies_bfloat16, is_float32).module
 
 
 class _FusedCode(Emitter):
     """Emits the kernels."""
 
-    def __init__(self, name: str, multiplies_bfloat16: bool) -> None:
+    def __init__(self, name: str, multiplies_bfloat16: bool, is_float32: bool) -> None:
         super().__init__(name, multiplies_bfloat16)
+        self._is_float32, self._item_bytes = is_float32, 4 if is_float32 else 2
         number = self.floats.element
         self._sum = self.declare("llvm.vector.reduce.fadd.v16f32", number, number, self.floats)
         self._root = self.declare("llvm.sqrt.f32", number, number)
@@ -73,61 +74,103 @@ class _FusedCode(Emitter):
         builder.ret_void()
 
     def _bytes(self, builder: ir.IRBuilder, *factors: ir.Value) -> ir.Value:
-        """The product of the factors, in bfloat16 numbers, as bytes."""
-        result = self.integer(2)
+        """The product of the factors, in numbers, as bytes."""
+        result = self.integer(self._item_bytes)
         for factor in factors:
             result = builder.mul(result, factor)
         return result
 
-    def _write(self, builder: ir.IRBuilder, value: ir.Value, base: ir.Value, offset: ir.Value) -> ir.Value:
-        """Store sixteen float32 as bfloat16; returns what was stored, as float32."""
-        halves = self.round(builder, value)
-        builder.store(halves, self.at(builder, base, offset), align=2)
-        return self.extend(builder, halves)
+    def _each(self, builder: ir.IRBuilder, size: ir.Value, body: Callable[[ir.Value, ir.Value | None], None]) -> None:
+        """Emit `body` for every sixteen of `size` numbers: it gets the first, and for the last of a vector of float32 a
+        mask of those that there are."""
+        if not self._is_float32:
+            with count(builder, self.integer(0), size, LANES) as at:
+                body(at, None)
+            return
+        rest = builder.srem(size, self.integer(LANES))
+        whole = builder.sub(size, rest)
+        with count(builder, self.integer(0), whole, LANES) as at:
+            body(at, None)
+        with builder.if_then(builder.icmp_signed(">", rest, self.integer(0))):
+            limit = self.spread(builder, builder.trunc(rest, self.small))
+            body(whole, builder.icmp_signed("<", self.numbers(range(LANES)), limit))
+
+    def _load(self, builder: ir.IRBuilder, base: ir.Value, offset: ir.Value, mask: ir.Value | None = None) -> ir.Value:
+        """Sixteen numbers at `base` plus `offset` bytes, as float32: zeros where the mask has none."""
+        if mask is not None:
+            return self.load_some(builder, self.at(builder, base, offset), mask)
+        if self._is_float32:
+            return builder.load(self.at(builder, base, offset), typ=self.floats, align=4)
+        return self.load_halves(builder, base, offset)
+
+    def _rounded(self, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+        """Sixteen float32, rounded to the dtype, as float32."""
+        return value if self._is_float32 else self.extend(builder, self.round(builder, value))
+
+    def _write(
+        self, builder: ir.IRBuilder, value: ir.Value, base: ir.Value, offset: ir.Value, mask: ir.Value | None = None
+    ) -> None:
+        """Store sixteen float32 in the dtype."""
+        stored, place = value if self._is_float32 else self.round(builder, value), self.at(builder, base, offset)
+        if mask is not None:
+            self.store_some(builder, stored, place, mask)
+        else:
+            builder.store(stored, place, align=self._item_bytes)
 
     def _emit_normalise(self, builder: ir.IRBuilder, field: dict[str, ir.Value], row: ir.Value) -> None:
-        integer, size = self.integer, field["size"]
+        integer, size, number = self.integer, field["size"], self.floats.element
+        squares = self.room(builder)
         with count(builder, integer(0), field["parts"], 1) as part:
             inside = self._bytes(builder, part, size)
             x = self.at(builder, self.at(builder, field["x"], builder.mul(row, field["x_stride"])), inside)
             dense = builder.add(self._bytes(builder, row, field["parts"], size), inside)
-            weight = self.at(builder, field["weight"], inside)
-            squares = builder.alloca(self.floats)
-            builder.store(self.zeros(), squares)
-            has_delta = builder.icmp_unsigned("!=", builder.ptrtoint(field["delta"], integer), integer(0))
-            with builder.if_then(has_delta), count(builder, integer(0), size, LANES) as at:
+            weight, output = (self.at(builder, field[name], at) for name, at in (("weight", inside), ("output", dense)))
+
+            def add_delta(at: ir.Value, mask: ir.Value | None) -> None:
                 offset = self._bytes(builder, at)
-                delta = self.load_halves(builder, field["delta"], builder.add(dense, offset))
-                self._write(builder, builder.fadd(self.load_halves(builder, x, offset), delta), x, offset)
-            with count(builder, integer(0), size, LANES) as at:
-                value = self.load_halves(builder, x, self._bytes(builder, at))
+                delta = self._load(builder, field["delta"], builder.add(dense, offset), mask)
+                self._write(builder, builder.fadd(self._load(builder, x, offset, mask), delta), x, offset, mask)
+
+            def add_square(at: ir.Value, mask: ir.Value | None) -> None:
+                value = self._load(builder, x, self._bytes(builder, at), mask)
                 total = builder.load(squares, typ=self.floats)
                 builder.store(builder.fadd(total, builder.fmul(value, value)), squares)
-            number = self.floats.element
+
+            builder.store(self.zeros(), squares)
+            has_delta = builder.icmp_unsigned("!=", builder.ptrtoint(field["delta"], integer), integer(0))
+            with builder.if_then(has_delta):
+                self._each(builder, size, add_delta)
+            self._each(builder, size, add_square)
             total = builder.call(self._sum, [number(0.0), builder.load(squares, typ=self.floats)])
             mean = builder.fdiv(total, builder.sitofp(size, number))
             root = builder.call(self._root, [builder.fadd(mean, field["epsilon"])])
             factor = self.spread(builder, builder.fdiv(number(1.0), root))
-            output = self.at(builder, field["output"], dense)
-            with count(builder, integer(0), size, LANES) as at:
+
+            def scale(at: ir.Value, mask: ir.Value | None) -> None:
                 offset = self._bytes(builder, at)
-                normal = self.round(builder, builder.fmul(self.load_halves(builder, x, offset), factor))
-                scaled = builder.fmul(self.extend(builder, normal), self.load_halves(builder, weight, offset))
-                self._write(builder, scaled, output, offset)
+                normal = self._rounded(builder, builder.fmul(self._load(builder, x, offset, mask), factor))
+                scaled = builder.fmul(normal, self._load(builder, weight, offset, mask))
+                self._write(builder, scaled, output, offset, mask)
+
+            self._each(builder, size, scale)
 
     def _emit_silu_and_multiply(self, builder: ir.IRBuilder, field: dict[str, ir.Value], row: ir.Value) -> None:
         size, one = field["size"], self.spread_constant(1.0)
         gates = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
         factors = self.at(builder, gates, self._bytes(builder, size))
         output = self.at(builder, field["output"], self._bytes(builder, row, size))
-        with count(builder, self.integer(0), size, LANES) as at:
+
+        def multiply(at: ir.Value, mask: ir.Value | None) -> None:
             offset = self._bytes(builder, at)
-            gate = self.load_halves(builder, gates, offset)
+            gate = self._load(builder, gates, offset, mask)
             is_negative = builder.fcmp_ordered("<", gate, self.zeros())
             power = self.exp(builder, builder.select(is_negative, gate, builder.fneg(gate)))  # of -|gate|
             share = builder.fdiv(builder.select(is_negative, power, one), builder.fadd(power, one))
-            activated = self.extend(builder, self.round(builder, builder.fmul(gate, share)))
-            self._write(builder, builder.fmul(activated, self.load_halves(builder, factors, offset)), output, offset)
+            activated = self._rounded(builder, builder.fmul(gate, share))
+            product = builder.fmul(activated, self._load(builder, factors, offset, mask))
+            self._write(builder, product, output, offset, mask)
+
+        self._each(builder, size, multiply)
 
     def _emit_rotate(self, builder: ir.IRBuilder, field: dict[str, ir.Value], row: ir.Value) -> None:
         integer, size = self.integer, field["size"]
@@ -142,12 +185,7 @@ class _FusedCode(Emitter):
             for start, other in ((integer(0), half), (half, integer(0))):
                 with count(builder, integer(0), half, LANES) as at:
                     offset = self._bytes(builder, builder.add(start, at))
-                    across = self.load_halves(builder, x, self._bytes(builder, builder.add(other, at)))
-                    turned = self._rounded(builder, across, self.load_halves(builder, sine, offset))
-                    kept = self.load_halves(builder, x, offset)
-                    kept = self._rounded(builder, kept, self.load_halves(builder, cosine, offset))
-                    self._write(builder, builder.fadd(kept, turned), output, offset)
-
-    def _rounded(self, builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
-        """The product, rounded to bfloat16, as float32."""
-        return self.extend(builder, self.round(builder, builder.fmul(left, right)))
+                    across = self._load(builder, x, self._bytes(builder, builder.add(other, at)))
+                    turned = self._rounded(builder, builder.fmul(across, self._load(builder, sine, offset)))
+                    kept = builder.fmul(self._load(builder, x, offset), self._load(builder, cosine, offset))
+                    self._write(builder, builder.fadd(self._rounded(builder, kept), turned), output, offset)

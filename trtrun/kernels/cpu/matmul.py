@@ -1,4 +1,5 @@
-"""y = x @ weight.T + bias in bfloat16 on the CPU, for few rows at the speed at which the weight comes out of memory.
+"""y = x @ weight.T + bias in bfloat16 or float32 on the CPU, for few rows at the speed at which the weight comes out of
+memory.
 
 It knows one product, its blocked weight and its threads. It does not know models.
 
@@ -11,8 +12,11 @@ stretch meanwhile.
 Processors without that instruction get activations as float32, once for the whole product, and widen weights in
 registers; with AVX2, whose registers are half as many and half as wide, blocks are 16 features wide (FORMS).
 
+A weight of float32 lies the same way with single input features in place of pairs, [in, 64]: as many bytes.
+
 Every accumulator adds the pairs of input features one by one, in order, whatever the number of rows, of threads and of
-stretches: a row's result is bit-equal in any company, which lossless verification rests on.
+stretches; of float32 each 512 input features by themselves, and these sums in order. So a row's result is bit-equal in
+any company, which lossless verification rests on.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ from torch.nn import functional
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
 from trtrun.kernels.cpu.matmul_code import (
+    FLOAT32_FORMS,
     FORMS,
     KERNEL,
-    STRETCH,
     Arguments,
     Form,
     matmul_module,
@@ -71,7 +75,8 @@ class BlockedProduct:
         self._kernel = kernel
         self._unpacked_bytes = unpacked_bytes
         pairs = blocks.shape[1]
-        self._needs_scratch = pairs > STRETCH or unpacked_bytes > 0
+        self._dtype = torch.float32 if form.is_float32 else torch.bfloat16
+        self._needs_scratch = pairs > form.stretch or unpacked_bytes > 0
         self._arguments = Arguments(
             weight=blocks.data_ptr(),
             bias=None if per_feature is None else per_feature.data_ptr(),
@@ -82,16 +87,16 @@ class BlockedProduct:
         self._address = ctypes.addressof(self._arguments)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] bfloat16 → [rows, out] bfloat16."""
+        """x [rows, in] → [rows, out], in the product's dtype."""
         if not self._form.multiplies_bfloat16:
             x = x.float()
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
         threads = machine.team(self._blocks.numel() * (_READ_NS + rows * _MULTIPLY_NS), self._blocks.shape[0])
-        y = torch.empty(rows, self._features, dtype=torch.bfloat16)
+        y = torch.empty(rows, self._features, dtype=self._dtype)
         arguments = self._arguments
-        if self._needs_scratch and rows > self._form.rows:
+        if self._needs_scratch and (rows > self._form.rows or self._form.is_float32):
             scratch = torch.empty(threads, rows * self._form.block * 4 + self._unpacked_bytes, dtype=torch.uint8)
             arguments.scratch = scratch.data_ptr()
         arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
@@ -101,40 +106,42 @@ class BlockedProduct:
 
 
 class BlockedMatmul(BlockedProduct):
-    """The product with one weight of bfloat16, which it keeps in blocks.
+    """The product with one weight of bfloat16 or float32, which it keeps in blocks.
 
     Args:
-        weight: [out, in] bfloat16 on the CPU; `in` is even. It is copied.
-        bias: [out] bfloat16 or None.
+        weight: [out, in] on the CPU; `in` is even in bfloat16. It is copied.
+        bias: [out] of the same dtype, or None.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         kind = machine.processor_kind()
         assert kind is not None
-        features, form = weight.shape[0], FORMS[kind]
+        features, form = weight.shape[0], (FORMS if weight.dtype is torch.bfloat16 else FLOAT32_FORMS)[kind]
         padded = None if bias is None else functional.pad(bias.float(), (0, -features % form.block))
-        super().__init__(pack_blocks(weight, form.block), features, padded, _kernel(kind), form)
+        super().__init__(pack_blocks(weight, form.block), features, padded, _kernel(form), form)
 
 
 def pack_blocks(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """weight [out, in] → a copy [blocks, in / 2, block, 2], the last block filled up with zeros."""
+    """weight [out, in] → a copy [blocks, in / 2, block, 2], of float32 [blocks, in, block, 1], the last block filled up
+    with zeros."""
     features, inputs = weight.shape
-    count = -(-features // block)
-    blocks = torch.empty(count, inputs // 2, block, 2, dtype=weight.dtype)
-    full = features // block
-    pairs = weight[: full * block].view(full, block, inputs // 2, 2)
-    blocks[:full].copy_(pairs.transpose(1, 2))
-    if full < count:
-        rest = functional.pad(weight[full * block :], (0, 0, 0, count * block - features))
-        blocks[full].copy_(rest.view(block, inputs // 2, 2).transpose(0, 1))
-    return blocks
+    count, together = -(-features // block), 1 if weight.dtype is torch.float32 else 2
+    # What lies together moves as one number: torch turns matrices over several times faster than other tensors.
+    unit = {1: torch.int16, 2: torch.int32, 4: torch.float32}[weight.itemsize]
+    blocks = torch.empty(count, inputs // together, block, dtype=unit)
+    for number, turned in enumerate(blocks):
+        part = weight[number * block : (number + 1) * block]
+        if len(part) < block:
+            part = functional.pad(part, (0, 0, 0, block - len(part)))
+        turned.copy_(part.contiguous().view(unit).T)
+    return blocks.view(weight.dtype).view(count, inputs // together, block, together)
 
 
 def can_block(weight: torch.Tensor) -> bool:
     """Whether `BlockedMatmul` takes this weight [out, in], on a machine that has its kernel."""
-    return weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
+    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0)
 
 
 @functools.cache
-def _kernel(kind: str) -> Kernel:
-    return load_kernels(matmul_module, prefetch_for(processor_name()), kind, names=(KERNEL,))[KERNEL]
+def _kernel(form: Form) -> Kernel:
+    return load_kernels(matmul_module, prefetch_for(processor_name()), form, names=(KERNEL,))[KERNEL]

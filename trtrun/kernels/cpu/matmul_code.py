@@ -23,6 +23,9 @@ KERNEL = "matmul"
 STRETCH = 1024
 """Pairs of input features that several tiles go through together: 256 KiB of a wide block, so that this stretch and the
 next, which is on its way, fit a second-level cache of 1 MiB."""
+FLOAT32_STRETCH = 512
+"""Input features of float32 that are added up by themselves, for any number of rows. One chain of 4,096 had an error
+nine times as large as torch's products; sums of sums of 512 have the same."""
 
 
 class Form(NamedTuple):
@@ -30,24 +33,38 @@ class Form(NamedTuple):
 
     Attributes:
         multiplies_bfloat16: whether activations are bfloat16, of which an instruction takes pairs; else they come as
-            float32, and weights are widened in registers.
+            float32, and weights of bfloat16 are widened in registers.
         registers: of sixteen sums, that a row has of a block.
         rows: of a tile, which are computed together.
+        is_float32: whether weights and results are float32; else they are bfloat16.
     """
 
     multiplies_bfloat16: bool
     registers: int
     rows: int
+    is_float32: bool = False
 
     @property
     def block(self) -> int:
         """Output features of a block."""
         return self.registers * LANES
 
+    @property
+    def stretch(self) -> int:
+        """Pairs of input features, or single ones of float32, that several tiles go through together."""
+        return FLOAT32_STRETCH if self.is_float32 else STRETCH
+
 
 FORMS = {MULTIPLIES_BFLOAT16: Form(True, 4, 6), "avx512": Form(False, 4, 5), "avx2": Form(False, 1, 5)}
 """By kinds of processors (machine.py). Of 32 registers 24 or 20 are then accumulators, of AVX2's 16, half as wide, 10;
 the others hold weights and what is broadcast. With one row more LLVM keeps sums on the stack: half as fast."""
+
+FLOAT32_FORMS = {
+    MULTIPLIES_BFLOAT16: Form(False, 4, 6, True),
+    "avx512": Form(False, 4, 6, True),
+    "avx2": Form(False, 1, 6, True),
+}
+"""The same for weights of float32, which nothing widens: so registers are left for a row more."""
 
 REGISTERS, BLOCK = FORMS[MULTIPLIES_BFLOAT16].registers, FORMS[MULTIPLIES_BFLOAT16].block
 LINE_BYTES = REGISTER_BYTES
@@ -89,9 +106,9 @@ class Source(NamedTuple):
 class Arguments(ctypes.Structure):
     """What the kernel gets.
 
-    Strides are in bytes. scratch is [threads, rows, block] float32, needed for more rows than a tile's with
-    pairs > STRETCH. is_cached is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers
-    each time.
+    Strides are in bytes. `pairs` of float32 are single input features. scratch is [threads, rows, block] float32,
+    needed with pairs > STRETCH for more rows than a tile's, and of float32 with pairs > FLOAT32_STRETCH for any.
+    is_cached is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers each time.
     """
 
     _fields_: ClassVar = [
@@ -108,10 +125,9 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def matmul_module(prefetch: Prefetch, kind: str) -> ir.Module:
-    """A module whose function KERNEL takes Arguments and shares the blocks out over the threads that enter it, for
-    processors of one of FORMS' kinds."""
-    code = MatmulCode(KERNEL, FORMS[kind])
+def matmul_module(prefetch: Prefetch, form: Form) -> ir.Module:
+    """A module whose function KERNEL takes Arguments and shares the blocks out over the threads that enter it."""
+    code = MatmulCode(KERNEL, form)
     sources = Source("streamed", code.weight_pair_bytes, prefetch), Source("cached", code.weight_pair_bytes, None)
     code.emit_kernel([code.emit_tiles(source) for source in sources])
     return code.module
@@ -128,7 +144,8 @@ class MatmulCode(Emitter):
     def __init__(self, name: str, form: Form) -> None:
         super().__init__(name, form.multiplies_bfloat16)
         self._form = form
-        self._input_pair_bytes = PAIR_BYTES if form.multiplies_bfloat16 else 2 * PAIR_BYTES
+        self._input_pair_bytes = PAIR_BYTES if form.multiplies_bfloat16 or form.is_float32 else 2 * PAIR_BYTES
+        self._result_bytes = 4 if form.is_float32 else 2
         self.weight_pair_bytes = form.block * PAIR_BYTES
         """Bytes of a block for one pair of input features, as the weight lies in memory."""
 
@@ -139,29 +156,29 @@ class MatmulCode(Emitter):
     def _emit_tile(self, rows: int, source: Source) -> ir.Function:
         """tile(x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last) for `rows` rows.
 
-        `lanes` output features of the block exist. Accumulators start at zero in the `first` stretch, else in scratch,
-        and end in y after the `last`, else in scratch. With every pair the tile prefetches what lies a bit ahead of its
+        `lanes` output features of the block exist. Accumulators start at zero in the `first` stretch, else in scratch
+        (of float32 at zero in each, and scratch is added at its end), and end in y after the `last`, else in scratch.
+        With every pair the tile prefetches what lies a bit ahead of its
         weight; where the source has no prefetch, as it is in a cache, one line at `ahead`.
         """
         integer, pointer, bit = self.integer, self.pointer, self.bit
         kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer, bit, bit]
         builder, arguments = self.define(f"tile_{rows}_{source.name}", *kinds)
         x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last = arguments
-        sums = [[builder.alloca(self.floats) for _ in range(self._form.registers)] for _ in range(rows)]
+        sums = [[self.room(builder) for _ in range(self._form.registers)] for _ in range(rows)]
         places: list[Place] = [
             (sums[row][part], row, part, self.at(builder, scratch, (row * self._form.registers + part) * LINE_BYTES))
             for row in range(rows)
             for part in range(self._form.registers)
         ]
-        with builder.if_else(first) as (then, otherwise):
-            with then:
-                for place, *_ in places:
-                    builder.store(self.zeros(), place)
-            with otherwise:
-                for place, _, _, saved in places:
-                    builder.store(builder.load(saved, typ=self.floats, align=4), place)
+        for place, *_ in places:
+            builder.store(self.zeros(), place)
+        if not self._form.is_float32:
+            self._emit_saved(builder, places, first)
         inputs = [self.at(builder, x, builder.mul(x_stride, integer(row))) for row in range(rows)]
         self._emit_pairs(builder, sums, inputs, weight, ahead, pairs, source)
+        if self._form.is_float32:
+            self._emit_saved(builder, places, first)
         with builder.if_else(last) as (then, otherwise):
             with then:
                 ends = [self.at(builder, row, builder.mul(pairs, integer(self._input_pair_bytes))) for row in inputs]
@@ -171,6 +188,15 @@ class MatmulCode(Emitter):
                     builder.store(builder.load(place, typ=self.floats), saved, align=4)
         builder.ret_void()
         return builder.function
+
+    def _emit_saved(self, builder: ir.IRBuilder, places: list[Place], first: ir.Value) -> None:
+        """But in the `first` stretch, take what the one before has left: of float32 it is added."""
+        with builder.if_then(builder.not_(first)):
+            for place, _, _, saved in places:
+                value = builder.load(saved, typ=self.floats, align=4)
+                if self._form.is_float32:
+                    value = builder.fadd(value, builder.load(place, typ=self.floats))
+                builder.store(value, place)
 
     def _emit_pairs(
         self,
@@ -206,8 +232,9 @@ class MatmulCode(Emitter):
 
     def load_weights(self, builder: ir.IRBuilder, line: ir.Value, source: Source) -> list[ir.Value]:
         """A block's pairs of bfloat16 weights at `line`, of one pair of input features."""
+        kind = self.floats if self._form.is_float32 else self.pairs
         return [
-            builder.load(self.at(builder, line, part * LINE_BYTES), typ=self.pairs, align=64)
+            builder.load(self.at(builder, line, part * LINE_BYTES), typ=kind, align=64)
             for part in range(self._form.registers)
         ]
 
@@ -229,8 +256,8 @@ class MatmulCode(Emitter):
                     self.add_dot(builder, total, pairs, weights[part])
             return
         # One feature of the pair after the other: so few registers hold widened weights.
-        for feature in range(2):
-            wide = [self.widen_one(builder, pairs, feature) for pairs in weights]
+        for feature in range(1 if self._form.is_float32 else 2):
+            wide = weights if self._form.is_float32 else [self.widen_one(builder, pairs, feature) for pairs in weights]
             for row, place in enumerate(places):
                 number = self.spread_number(builder, self.at(builder, place, feature * PAIR_BYTES))
                 for part, total in enumerate(sums[row]):
@@ -253,11 +280,13 @@ class MatmulCode(Emitter):
         is_whole = builder.icmp_signed(">=", lanes, integer(self._form.block))
         for place, row, part, _ in places:
             target = self.at(builder, y, builder.mul(y_stride, integer(row)))
-            target = self.at(builder, target, part * LINE_BYTES // 2)
-            rounded = self.round(builder, builder.load(place, typ=self.floats))
+            target = self.at(builder, target, part * LANES * self._result_bytes)
+            rounded = builder.load(place, typ=self.floats)
+            if not self._form.is_float32:
+                rounded = self.round(builder, rounded)
             with builder.if_else(is_whole) as (then, otherwise):
                 with then:
-                    builder.store(rounded, target, align=2)
+                    builder.store(rounded, target, align=self._result_bytes)
                 with otherwise:
                     lane = self.numbers(range(part * LANES, (part + 1) * LANES))
                     self.store_some(builder, rounded, target, builder.icmp_signed("<", lane, limit))
@@ -282,9 +311,11 @@ class MatmulCode(Emitter):
         blocks = builder.sdiv(builder.add(features, integer(block - 1)), integer(block))
         start = builder.sdiv(builder.mul(thread, blocks), threads)
         stop = builder.sdiv(builder.mul(builder.add(thread, integer(1)), blocks), threads)
-        y_stride = builder.mul(features, integer(2))
+        y_stride = builder.mul(features, integer(self._result_bytes))
         alone = builder.icmp_signed("<=", rows, integer(self._form.rows))
-        stretch = builder.select(alone, pairs, integer(STRETCH))
+        stretch = integer(self._form.stretch)
+        if not self._form.is_float32:
+            stretch = builder.select(alone, pairs, stretch)
         saved_bytes = integer(block * 4)
         room_bytes = builder.add(builder.mul(rows, saved_bytes), integer(self.unpacked_bytes))
         room = self.at(builder, field["scratch"], builder.mul(thread, room_bytes))
@@ -296,7 +327,7 @@ class MatmulCode(Emitter):
             first_feature = builder.mul(number, integer(block))
             bias = self.at(builder, field["bias"], builder.mul(first_feature, integer(self.feature_bytes)))
             bias = builder.select(has_bias, bias, field["bias"])
-            y = self.at(builder, field["y"], builder.mul(first_feature, integer(2)))
+            y = self.at(builder, field["y"], builder.mul(first_feature, integer(self._result_bytes)))
             lanes = builder.sub(features, first_feature)
             with count(builder, integer(0), pairs, stretch) as pair:
                 remaining = builder.sub(pairs, pair)

@@ -1,5 +1,5 @@
-"""The operations of a round on the CPU: trtrun's own kernels in bfloat16 where there are any for the processor and
-they take the shape, oneDNN's products, and torch's operations for the rest. It does not know who asks.
+"""The operations of a round on the CPU: trtrun's own kernels in bfloat16 and float32 where there are any for the
+processor and they take the shape, oneDNN's products, and torch's operations for the rest. It does not know who asks.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import torch
 
 from trtrun.kernels.cpu import fused as kernels
 from trtrun.kernels.cpu import machine
-from trtrun.kernels.cpu.attention import NativeAttention, takes_head
+from trtrun.kernels.cpu.attention import NativeAttention, takes_head, whole_head
 from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
 from trtrun.kernels.cpu.low_rank import CpuLowRank
 from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
-from trtrun.kernels.torch.operations import Product, TorchOperations
+from trtrun.kernels.torch.operations import GatheredAttention, Product, TorchOperations
 from trtrun.kvcache.formats import PLAIN, KVFormat
+
+_OWN = (torch.bfloat16, torch.float32)
+"""What the kernels compute in."""
 
 
 class CpuOperations(TorchOperations):
@@ -26,13 +29,18 @@ class CpuOperations(TorchOperations):
 
     def name(self, dtype: torch.dtype) -> str:
         """See TorchOperations."""
-        kind = machine.processor_kind() if dtype is torch.bfloat16 else None
+        kind = machine.processor_kind() if dtype in _OWN else None
         return kind or super().name(dtype)
 
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         """See TorchOperations."""
-        is_taken = dtype is torch.bfloat16 and takes_head(head_dim) and machine.processor_kind() is not None
-        return NativeAttention(head_dim) if is_taken else None
+        is_taken = dtype in _OWN and takes_head(head_dim) and machine.processor_kind() is not None
+        return NativeAttention(head_dim, dtype) if is_taken else None
+
+    def attention_over_gathered(self, dtype: torch.dtype, head_dim: int) -> GatheredAttention | None:
+        """See TorchOperations: of bfloat16 torch's products have the same bits in any company."""
+        is_taken = dtype is torch.float32 and machine.processor_kind() is not None
+        return NativeAttention(whole_head(head_dim), dtype).attend_gathered if is_taken else None
 
     def normalise(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
@@ -55,6 +63,10 @@ class CpuOperations(TorchOperations):
         if can_pack(weight.device, weight.dtype):
             return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
         return super().product(weight, bias, batch_invariant=batch_invariant)
+
+    def packs_weights(self, dtype: torch.dtype) -> bool:
+        """See TorchOperations."""
+        return (dtype in _OWN and machine.processor_kind() is not None) or can_pack(torch.device("cpu"), dtype)
 
     def fp8_product(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool

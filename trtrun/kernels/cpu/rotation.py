@@ -18,6 +18,6 @@ def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
     differently in vectorised loops and in their scalar tails, and so depend on the number of tokens.
     """
     half = heads.shape[2] // 2
-    if native.fuses(heads.dtype, heads.device, half):
+    if native.rotates(heads.dtype, heads.device, heads.shape[2]):
         return native.rotate(heads, cosine, sine)
     return (heads * cosine).add_(torch.roll(heads, half, 2).mul_(sine))

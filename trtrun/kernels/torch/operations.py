@@ -25,6 +25,10 @@ from trtrun.tensors import kept_integers, kept_range
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
 
+GatheredAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None"], torch.Tensor]
+"""Queries [rows, queries, heads, head], contexts [2, rows, kv_heads, tokens, head] of keys and values, positions [rows,
+queries] int64, the factor of scores, and the window in tokens or None → outputs like the queries."""
+
 
 _MOST_BITS = 1 << 20
 """Of masks that are spread out at once."""
@@ -49,6 +53,10 @@ class TorchOperations:
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         """An `AttentionBackend` (trtrun.attention) for heads of `head_dim` and a store of a format that the device's
         kernels know; None where plain torch attends."""
+        return None
+
+    def attention_over_gathered(self, dtype: torch.dtype, head_dim: int) -> GatheredAttention | None:
+        """What attends over contexts that were gathered from a store; None where torch's own operations do."""
         return None
 
     def normalise(
@@ -80,6 +88,10 @@ class TorchOperations:
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
         return lambda x: functional.linear(x, weight, bias)
+
+    def packs_weights(self, dtype: torch.dtype) -> bool:
+        """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""
+        return False
 
     def fp8_product(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool

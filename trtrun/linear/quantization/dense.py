@@ -2,8 +2,8 @@
 
 Products, by device and dtype:
 
-- CPU, bfloat16, on processors with AVX-512 BF16: trtrun's own kernel (trtrun.kernels.cpu.matmul).
-- CPU, float32, and bfloat16 elsewhere: oneDNN with the weight packed once (trtrun.kernels.cpu.onednn_matmul).
+- CPU, bfloat16 and float32, on processors with AVX2 or AVX-512: trtrun's own kernel (trtrun.kernels.cpu.matmul).
+- CPU, bfloat16 and float32 elsewhere: oneDNN with the weight packed once (trtrun.kernels.cpu.onednn_matmul).
 - CPU, float16, and builds of torch without oneDNN: `F.linear`.
 - CUDA, bfloat16 and float16, with Triton: a kernel and cuBLASLt that give a row the same bits in any company
   (trtrun.kernels.triton.matmul).
@@ -42,9 +42,9 @@ class Dense:
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Wherever the weight is not packed; that depends on device and dtype alone."""
-        from trtrun.kernels.cpu.onednn_matmul import can_pack
+        from trtrun.kernels.chooser import operations_of
 
-        return not can_pack(device, dtype)
+        return device.type != "cpu" or not operations_of(device.type).packs_weights(dtype)
 
     def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
         """See `Quantization`."""
