@@ -70,7 +70,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kvcache"}),
         frozenset({"wire", "timing", "configuration", "registry"}),
         frozenset({"tokens"}),
-        frozenset({"core", "environment", "first_uses", "garbage", "tensors", "threads"}),
+        frozenset({"core", "environment", "first_uses", "garbage", "module_patterns", "tensors", "threads"}),
         frozenset({"errors"}),
     ),
     "trtrun.api": (
