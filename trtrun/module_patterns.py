@@ -165,7 +165,12 @@ class _Letters:
 
 def _counted(steps: Steps | None, matches: Matcher) -> Matcher:
     counted = steps or Steps()
-    return lambda name: (counted.take(), matches(name))[1]
+
+    def count(name: str) -> bool:
+        counted.take()
+        return matches(name)
+
+    return count
 
 
 def _parse(pattern: str) -> Any:
