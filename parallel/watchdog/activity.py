@@ -12,10 +12,15 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 NO_ROUND = -1
+
+Kind = Literal["start", "idle", "orders", "adapters", "guides", "end", "round", "step"]
+"""Kinds of phases, for programs that read them."""
 
 
 class Phase(enum.StrEnum):
@@ -31,6 +36,9 @@ class Phase(enum.StrEnum):
     ALLOCATING = "allocating"
     WARMING_UP = "warming up"
     IDLE = "idle"
+    ORDERED = "doing what was asked between rounds"
+    ADAPTERS = "changing adapters"
+    ENDING = "ending"
     SCHEDULING = "scheduling"
     DRAFTING = "drafting"
     TRANSFERRING = "transferring"
@@ -61,16 +69,64 @@ class Phase(enum.StrEnum):
     @property
     def is_in_round(self) -> bool:
         """Whether it is part of a round, or of a step."""
-        return self.order > Phase.IDLE.order
+        return self.order >= Phase.SCHEDULING.order
 
     @property
-    def whole(self) -> str:
+    def whole(self) -> Literal["round", "step"]:
         """What it is part of, in a word: "round", or of a training run "step"."""
         return "step" if self.order >= Phase.PREPARING.order else "round"
 
+    @property
+    def kind(self) -> Kind:
+        """What it is, for programs that read it."""
+        if self.is_start:
+            return "start"
+        return self.whole if self.is_in_round else _KINDS[self]
+
 
 _ORDER = {phase: index for index, phase in enumerate(Phase)}
+_KINDS: Mapping[Phase, Kind] = {
+    Phase.IDLE: "idle", Phase.ORDERED: "orders", Phase.ADAPTERS: "adapters", Phase.ENDING: "end",
+}  # fmt: skip
 _IDLE = Phase.IDLE
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What another thread of a rank was doing at one moment, beside its rounds.
+
+    Attributes:
+        kind: of the work.
+        words: as a message says it, such as "loading adapter 'x'".
+        still_seconds: since it last got on.
+        seconds: since it began.
+        limit: seconds that it may stand still.
+    """
+
+    kind: Kind
+    words: str
+    still_seconds: float
+    seconds: float
+    limit: float
+
+
+class Work:
+    """The marks of one thread that works beside the rounds."""
+
+    __slots__ = ("_advanced", "_began", "_kind", "_limit", "_words")
+
+    def __init__(self, kind: Kind, words: str, limit: float) -> None:
+        self._kind, self._words, self._limit = kind, words, limit
+        self._began = self._advanced = time.monotonic()
+
+    def advance(self) -> None:
+        """It gets on."""
+        self._advanced = time.monotonic()
+
+    def look(self) -> Beside:
+        """What it is doing now; from any thread."""
+        now = time.monotonic()
+        return Beside(self._kind, self._words, now - self._advanced, now - self._began, self._limit)
 
 
 @dataclass(frozen=True)
@@ -83,7 +139,9 @@ class Doing:
         still_seconds: since it last got on: entered the phase, or finished a layer in it.
         phase_seconds: since it entered the phase.
         done, total: bytes of weights, in the phase WEIGHTS.
-        step: what it checks, in the phase CHECKING.
+        step: what it checks, in the phase CHECKING, or does, in the phase ADAPTERS.
+        ticks: whether it gets on where it is idle, too; see Activity.
+        beside: what other threads of the rank are doing.
     """
 
     phase: Phase = Phase.STARTED
@@ -93,11 +151,18 @@ class Doing:
     done: int = 0
     total: int = 0
     step: str = ""
+    ticks: bool = False
+    beside: tuple[Beside, ...] = ()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is expected of it."""
         return self.phase is Phase.IDLE
+
+    @property
+    def must_get_on(self) -> bool:
+        """Whether it hangs where it stands still. A start has a time of its own."""
+        return self.ticks if self.is_idle else not self.phase.is_start
 
     @property
     def words(self) -> str:
@@ -107,6 +172,8 @@ class Doing:
             return f"{self.phase} {100 * self.done // self.total} %"
         if self.phase is Phase.CHECKING:
             return f"in the step '{self.step}'"
+        if self.step:
+            return self.step
         if self.phase.is_in_round:
             return f"in {self.phase.whole} {self.round_index} ({self.phase})"
         if self.is_idle and self.round_index != NO_ROUND:
@@ -124,7 +191,8 @@ class Doing:
         Raises:
             ValueError, TypeError: the values come from something else.
         """
-        return cls(**{**values, "phase": Phase(values.get("phase", ""))})
+        beside = tuple(Beside(**work) for work in values.get("beside", ()))
+        return cls(**{**values, "phase": Phase(values.get("phase", "")), "beside": beside})
 
 
 class Activity:
@@ -132,9 +200,11 @@ class Activity:
 
     Attributes:
         thread: its identifier.
+        ticks: whether it gets on between rounds, too (`advance`), however little there is to do: a thread of its own
+            runs them. Else a user's program may have the word for as long as it likes.
     """
 
-    __slots__ = ("_advanced", "_mark", "_progress", "thread")
+    __slots__ = ("_advanced", "_beside", "_changing", "_mark", "_progress", "thread", "ticks")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -143,6 +213,9 @@ class Activity:
         self._mark: tuple[Phase, int, float] = (Phase.STARTED, NO_ROUND, now)
         self._advanced = now
         self._progress = (0, 0, "")
+        self._beside: tuple[Work, ...] = ()
+        self._changing = threading.Lock()
+        self.ticks = False
 
     def enter(self, round_index: int, phase: Phase) -> None:
         """The main thread enters a phase of a round, or of a step."""
@@ -159,6 +232,40 @@ class Activity:
     def rest(self) -> None:
         """Its round is done: a worker waits for a plan, the orchestrator's user has the word."""
         self._mark = (_IDLE, self._mark[1], time.monotonic())
+
+    @contextmanager
+    def between(self, phase: Phase, step: str = "") -> Iterator[None]:
+        """The main thread is in a phase between rounds meanwhile.
+
+        Args:
+            phase: one of those that are neither of the start nor of a round.
+            step: what it does, for people; else the phase's name.
+        """
+        before, self._progress = self._mark, (0, 0, step)
+        self._mark = (phase, before[1], time.monotonic())
+        try:
+            yield
+        finally:
+            self._progress = (0, 0, "")
+            self._mark = (before[0], before[1], time.monotonic())
+
+    @contextmanager
+    def beside(self, kind: Kind, words: str, limit: float) -> Iterator[Work]:
+        """Another thread works meanwhile, and says so by what it is given when it gets on.
+
+        Args:
+            kind: of the work.
+            words: as a message says it.
+            limit: seconds that it may stand still.
+        """
+        work = Work(kind, words, limit)
+        with self._changing:
+            self._beside = (*self._beside, work)
+        try:
+            yield work
+        finally:
+            with self._changing:
+                self._beside = tuple(one for one in self._beside if one is not work)
 
     def start(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         """The main thread is in a phase of the start, or gets on in it.
@@ -186,4 +293,5 @@ class Activity:
         (phase, round_index, started), (done, total, step) = self._mark, self._progress
         advanced = max(started, self._advanced)
         now = time.monotonic()
-        return Doing(phase, round_index, now - advanced, now - started, done, total, step)
+        beside = tuple(work.look() for work in self._beside)
+        return Doing(phase, round_index, now - advanced, now - started, done, total, step, self.ticks, beside)

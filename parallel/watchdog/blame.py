@@ -122,6 +122,8 @@ def examine(
         return Accusation(tuple(s.rank for s in silent), f"silent for {limit:g} s, {_last_seen(silent[0])}{job}")
     if own.phase is Phase.SCHEDULING and own.phase_seconds > still_limit:
         return Accusation((0,), f"stands still {own.words} for longer than {still_limit:g} s")
+    if outside := _find_outside_rounds([RankState(0, own), *present], still_limit):
+        return outside
     busy = [state for state in present if state.doing is not None and state.doing.phase.is_in_round]
     stands_still = bool(busy) and all(s.doing is not None and s.doing.still_seconds > still_limit for s in busy)
     if not stands_still:
@@ -135,6 +137,21 @@ def examine(
     if is_lost:
         return _find_lost_message(own, present, still_limit)
     return StacksWanted() if stacks is None else _find_late(own, present, busy, still_limit, stacks)
+
+
+def _find_outside_rounds(states: Sequence[RankState], limit: float) -> Accusation | None:
+    """Accuse the first rank that stands still in what no other rank waits for within a round: between rounds, or in
+    another thread beside them, which has a limit of its own."""
+    for state in states:
+        if state.doing is None:
+            continue
+        for work in state.doing.beside:
+            if work.still_seconds > work.limit:
+                return Accusation((state.rank,), f"stands still in {work.words} for longer than {work.limit:g} s")
+        is_outside = state.doing.must_get_on and not state.doing.phase.is_in_round
+        if is_outside and state.doing.still_seconds > limit:
+            return Accusation((state.rank,), f"stands still {state.doing.words} for longer than {limit:g} s")
+    return None
 
 
 def find_lost(states: Sequence[RankState], limit: float) -> Accusation | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from parallel import abort
 from parallel.topology import Topology
-from parallel.watchdog.activity import Activity
+from parallel.watchdog.activity import Activity, Doing
 from parallel.watchdog.addresses import listen
 from parallel.watchdog.blame import (
     LOST_SECONDS,
@@ -187,6 +187,11 @@ class HeartbeatServer:
         """Whether the processes of all lost ranks have ended, as far as is known: the end of MPI waits for others."""
         return self._loss is None or self._workers.lost_are_gone
 
+    def look(self) -> dict[int, Doing]:
+        """What each rank does, as far as is known: rank 0, and the workers that are not lost. From any thread."""
+        told = {state.rank: state.doing for state in self._workers.states()}
+        return {0: self._activity.look()} | {rank: doing for rank, doing in told.items() if doing is not None}
+
     def take_failure(self) -> Failure | None:
         """The failure, if there is one: the caller sees to the end of the job, and the thread does not."""
         self._is_taken = self._failure is not None
@@ -312,7 +317,8 @@ class HeartbeatServer:
 
     def _await_taking(self, failure: Failure) -> None:
         """End the job where the main thread does not see to it: it hangs, in MPI or elsewhere."""
-        if self._activity.look().is_idle:
+        doing = self._activity.look()
+        if doing.is_idle and not (doing.ticks and doing.still_seconds > self._still_limit):
             self._take_due = time.monotonic() + TAKE_SECONDS
         if not self._is_taken and time.monotonic() > self._take_due:
             abort.begin_ending()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,15 @@ def test_a_rank_that_cannot_load_has_all_refuse(folder: Path, name: str, monkeyp
     if MPI.COMM_WORLD.rank == 0:
         make_adapter(path / "a", target, seed=1)
     if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
-        original, calls = Engine.load_adapter, []
+        original, calls = Engine.read_adapter, []
 
-        def load(engine: Engine, slot: int, path: Path) -> None:
-            calls.append(slot)
+        def read(engine: Engine, path: Path, on_progress: Callable[[], None]) -> Callable[[int], None]:
+            calls.append(path)
             if len(calls) == 1:
                 raise CheckpointError("the disk of this host is empty")
-            original(engine, slot, path)
+            return original(engine, path, on_progress)
 
-        monkeypatch.setattr(Engine, "load_adapter", load)
+        monkeypatch.setattr(Engine, "read_adapter", read)
     MPI.COMM_WORLD.barrier()
 
     def load_and_use(llm: LLM) -> list[Any]:

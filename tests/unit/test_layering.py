@@ -70,7 +70,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kvcache"}),
         frozenset({"wire", "timing", "configuration", "registry"}),
         frozenset({"tokens"}),
-        frozenset({"core", "environment", "first_uses", "garbage", "tensors", "threads"}),
+        frozenset({"core", "environment", "first_uses", "garbage", "module_patterns", "tensors", "threads"}),
         frozenset({"errors"}),
     ),
     "trtrun.api": (
@@ -93,7 +93,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.roles": (
         frozenset({"orchestrator"}),
         frozenset({"engine_ranks", "solo_ranks", "served_rank"}),
-        frozenset({"round", "ordered_guides"}),
+        frozenset({"ordered_adapters", "ordered_guides"}),
+        frozenset({"round"}),
         frozenset({"message_exchange"}),
         frozenset({"exchange", "hidden_link", "gated_drafts"}),
         frozenset({"launched_round", "guess_tables", "draft_tables"}),

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtrun.adapters.module_patterns import Matcher, end_matcher, is_plain, whole_matcher
 from trtrun.errors import CheckpointError, reading, shorten
 from trtrun.models.checkpoint import read_json
 from trtrun.models.model_files import hash_files
+from trtrun.module_patterns import Matcher, Steps, TooManyStepsError, end_matcher, is_plain, whole_matcher
 
 T = TypeVar("T")
 
@@ -30,7 +30,8 @@ _LAYER = re.compile(r".*\.layers\.(\d+)\.")
 
 _MOST_NAMES = 16384
 _MOST_PATTERN_CHARACTERS = 8192
-"""Of a key that names modules: names, and characters of regular expressions in all, so that matching takes no time."""
+"""Of a key that names modules: names, and characters of regular expressions in all, so that reading them takes no time.
+What matching takes is counted, over all keys (`Steps`)."""
 
 _USED = (
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern",
@@ -95,15 +96,15 @@ def read_lora_config(path: Path) -> LoraConfig:
             raise CheckpointError(f"{path} has no {CONFIG_FILE}: give a directory that PEFT saved an adapter to")
         values = read_json(path, CONFIG_FILE, required=True)
         _check_kind(file, values)
-        rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
+        rank, alpha, steps = values.get("r", 8), values.get("lora_alpha", 8), Steps()
         return LoraConfig(
             path,
             _read_rank(file, "r", rank),
             _read_alpha(file, "lora_alpha", alpha),
-            _read_patterns(file, values, "rank_pattern", _read_rank),
-            _read_patterns(file, values, "alpha_pattern", _read_alpha),
+            _read_patterns(file, values, "rank_pattern", _read_rank, steps),
+            _read_patterns(file, values, "alpha_pattern", _read_alpha, steps),
             bool(values.get("use_rslora")),  # which is true, false or null
-            _read_targets(file, values),
+            _read_targets(file, values, steps),
         )
 
 
@@ -143,14 +144,16 @@ def _check_kind(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _read_patterns(
-    file: Path, values: Mapping[str, Any], key: str, read: Callable[[Path, str, object], T]
+    file: Path, values: Mapping[str, Any], key: str, read: Callable[[Path, str, object], T], steps: Steps
 ) -> Callable[[str], T | None]:
     """The value of the first pattern that matches the end of a module's name, or from "^" on its begin, as in PEFT."""
     found = values.get(key) or {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: {key} must be an object, not {shorten(found)}")
     _check_size(file, key, list(found))
-    pairs = [(_compile(file, key, pattern, end_matcher), read(file, key, value)) for pattern, value in found.items()]
+    pairs = [
+        (_compile(file, key, pattern, end_matcher, steps), read(file, key, value)) for pattern, value in found.items()
+    ]
     return cache(lambda module: next((value for matches, value in pairs if matches(module)), None))
 
 
@@ -177,22 +180,35 @@ def _read_alpha(file: Path, key: str, value: object) -> float:
     return float(value)
 
 
-def _compile(file: Path, key: str, pattern: str, make: Callable[[str], Matcher]) -> Matcher:
+def _compile(
+    file: Path, key: str, pattern: str, make: Callable[[str, Steps], Matcher], steps: Steps
+) -> Callable[[str], bool]:
+    """Its matcher, which may raise a CheckpointError, too: what all patterns of a file take is bounded."""
+
+    def refused(error: ValueError) -> CheckpointError:
+        return CheckpointError(f"{file}: {key}: {shorten(pattern)} is no regular expression that can be used: {error}")
+
     try:
-        return make(pattern)
+        matches = make(pattern, steps)
     except ValueError as error:
-        raise CheckpointError(
-            f"{file}: {key}: {shorten(pattern)} is no regular expression that can be used: {error}"
-        ) from None
+        raise refused(error) from None
+
+    def checked(module: str) -> bool:
+        try:
+            return matches(module)
+        except TooManyStepsError as error:
+            raise refused(error) from None
+
+    return checked
 
 
-def _read_targets(file: Path, values: Mapping[str, Any]) -> Callable[[str], bool]:
+def _read_targets(file: Path, values: Mapping[str, Any], steps: Steps) -> Callable[[str], bool]:
     """Which modules are changed: by the ends of their names, by a regular expression, or all."""
     targets, excluded = values.get("target_modules"), values.get("exclude_modules")
     if not targets:
         raise CheckpointError(f"{file}: target_modules is missing: name the modules that the adapter changes")
-    names = _read_names(file, "target_modules", targets)
-    not_names = _read_names(file, "exclude_modules", excluded) if excluded else None
+    names = _read_names(file, "target_modules", targets, steps)
+    not_names = _read_names(file, "exclude_modules", excluded, steps) if excluded else None
     if values.get("layers_pattern") not in (None, [], "", "layers", ["layers"]):
         raise CheckpointError(f"{file}: layers_pattern is {shorten(values['layers_pattern'])}; leave it out")
     layers = values.get("layers_to_transform")
@@ -212,12 +228,12 @@ def _read_targets(file: Path, values: Mapping[str, Any]) -> Callable[[str], bool
     return cache(is_target)
 
 
-def _read_names(file: Path, key: str, value: object) -> Callable[[str], bool]:
+def _read_names(file: Path, key: str, value: object, steps: Steps) -> Callable[[str], bool]:
     if isinstance(value, str):
         if value == "all-linear" and key == "target_modules":
             return lambda module: True
         _check_size(file, key, [value])
-        return _compile(file, key, value, whole_matcher)
+        return _compile(file, key, value, whole_matcher, steps)
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise CheckpointError(f"{file}: {key} must be a list of names or a regular expression, not {shorten(value)}")
     if len(value) > _MOST_NAMES:

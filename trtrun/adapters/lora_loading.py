@@ -7,13 +7,14 @@ knows a rank's layers and files. It does not know requests, or who has which slo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from trtrun.adapters.lora_files import DOWN, PREFIX, UP, LoraFiles, module_of
 from trtrun.errors import CheckpointError, reading
-from trtrun.kernels.torch.low_rank import Factors
+from trtrun.kernels.torch.low_rank import Factors, Install
 from trtrun.linear.adapted import AdapterSpace
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.config import ModelConfig
@@ -25,43 +26,73 @@ _SHARES_BYTES = 32 * 4
 """Of a number of `down`'s result on GPUs, in float32."""
 
 
-def load_adapter(model: CausalLM, slot: int, path: Path | None) -> None:
-    """Fill a slot of a rank's model that no row has, or empty it where `path` is None.
+def load_adapter(model: CausalLM, slot: int, path: Path) -> None:
+    """Fill a slot of a rank's model that no row has; see `read_adapter`."""
+    read_adapter(model, path)(slot)
+
+
+def read_adapter(model: CausalLM, path: Path, on_progress: Callable[[], None] = lambda: None) -> Install:
+    """Read an adapter, and make all of it ready that can be while others compute.
+
+    Args:
+        model: of the rank.
+        path: of the adapter's directory.
+        on_progress: called whenever a part of it is there.
+
+    Returns:
+        What fills a slot with it.
 
     Raises:
         CheckpointError: see LoraFiles; or a tensor holds values that are not finite, or not in the model's dtype; or
-            there is no memory for it. What the slot has then is nobody's.
+            there is no memory for it.
     """
     layers = model.adapted
     assert layers is not None, "the configuration leaves room for adapters"
-    if path is None:
-        for weight, layer in layers.layers:
-            layer.put(slot, [None] * len(weight.parts))
-        return
     files = LoraFiles(path, model.config, layers.space.max_rank)
+    on_progress()
     with reading(path, CheckpointError):
-        adapter = [[_read(files, part, model.dtype) for part in weight.parts] for weight, _ in layers.layers]
+        ready: list[Install] = []
+        for weight, layer in layers.layers:
+            ready.append(layer.prepare([_read(files, part, model.dtype, on_progress) for part in weight.parts]))
         files.tensors.close()
-        for (_, layer), factors in zip(layers.layers, adapter, strict=True):
-            layer.put(slot, factors)
+    return lambda slot: _install(ready, slot)
 
 
-def _read(files: LoraFiles, part: TensorSlice, dtype: torch.dtype) -> Factors | None:
+def empty_slot(model: CausalLM, slot: int) -> None:
+    """Empty a slot of a rank's model that no row has."""
+    assert model.adapted is not None, "the configuration leaves room for adapters"
+    _install([layer.prepare([None] * len(weight.parts)) for weight, layer in model.adapted.layers], slot)
+
+
+def _install(ready: Sequence[Install], slot: int) -> None:
+    for install in ready:
+        install(slot)
+
+
+def _read(files: LoraFiles, part: TensorSlice, dtype: torch.dtype, on_progress: Callable[[], None]) -> Factors | None:
     """A rank's share of a matrix's factors, on the host; None where the adapter leaves it as it is."""
     module = module_of(part.name)
     if module not in files.modules:
         return None
     every, scale = range(files.config.rank_of(module)), files.config.scale_of(module)
     outputs, inputs = part.ranges
-    down = _tensor(files, f"{PREFIX}{module}{DOWN}", (every, inputs), 1.0, dtype)
-    return Factors(down, _tensor(files, f"{PREFIX}{module}{UP}", (outputs, every), scale, dtype))
+    down = _tensor(files, f"{PREFIX}{module}{DOWN}", (every, inputs), 1.0, dtype, on_progress)
+    return Factors(down, _tensor(files, f"{PREFIX}{module}{UP}", (outputs, every), scale, dtype, on_progress))
 
 
-def _tensor(files: LoraFiles, name: str, ranges: tuple[range, ...], scale: float, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(
+    files: LoraFiles,
+    name: str,
+    ranges: tuple[range, ...],
+    scale: float,
+    dtype: torch.dtype,
+    on_progress: Callable[[], None],
+) -> torch.Tensor:
     """A slice, multiplied by `scale` in float32 and rounded once."""
     result = torch.empty([len(item) for item in ranges], dtype=dtype)
     for offset, piece in files.tensors.pieces(name, ranges):
         result[offset : offset + piece.shape[0]].copy_(piece.float() * scale)
+        on_progress()
     if not is_finite(result):
         raise CheckpointError(
             f"{files.tensors.file(name)}: tensor '{name}' holds NaN or infinite values in "

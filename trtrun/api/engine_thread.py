@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from parallel.watchdog.activity import Phase
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
 from trtrun.core.outputs import CompletionDelta, RequestId
@@ -30,6 +31,9 @@ the other come in less. A front hands over together what came together."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
+
+TICK_SECONDS = 1.0
+"""How often an engine that has nothing to do says that it is there: one that hangs says nothing."""
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +228,7 @@ class EngineThread:
         self._opened.set_result(engine)
         if engine is None:
             return
+        engine.orchestrator.activity.ticks = True
         try:
             while self._do_orders(engine):
                 self._step(engine)
@@ -244,7 +249,8 @@ class EngineThread:
         """Do what is ordered, once there is something to do; whether the engine goes on."""
         with self._has_orders:
             while not (self._orders or self._is_closing or engine.has_work):
-                self._has_orders.wait()
+                self._has_orders.wait(TICK_SECONDS)
+                engine.orchestrator.activity.advance()
         was_idle = not engine.has_work
         self._do_waiting(engine)
         if was_idle and engine.has_work and self._gathers:
@@ -264,8 +270,11 @@ class EngineThread:
     def _do_waiting(self, engine: LLMEngine) -> None:
         with self._has_orders:
             orders, self._orders = self._orders, deque()
-        for order in orders:
-            order.do(engine)
+        if not orders:
+            return
+        with engine.orchestrator.activity.between(Phase.ORDERED):
+            for order in orders:
+                order.do(engine)
 
     def _step(self, engine: LLMEngine) -> None:
         if not engine.has_work:

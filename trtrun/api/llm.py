@@ -32,7 +32,7 @@ from trtrun.api.shared_engine import PendingRequest, SharedEngine
 from trtrun.configuration.config import RuntimeConfig, load_config, make_one_device_config
 from trtrun.core.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError
+from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError, TrtrunError
 from trtrun.tokens.text import Tokenizer
 
 
@@ -273,8 +273,13 @@ class LLM:
             InvalidRequestError: there is one of that name, or no slot is free (`adapter_slots.max_loaded`).
             CheckpointError: it is damaged, not supported or not for this model; nothing has changed.
         """
+        ended: list[TrtrunError | None] = []
         with self._shared.turn() as engine:
-            engine.load_adapter(name, Path(path).absolute())
+            engine.begin_adapter(name, Path(path).absolute(), ended.append)
+        while not ended:
+            self._shared.step()
+        if ended[0] is not None:
+            raise ended[0]
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter. Requests that have it go on; its slot is free once they have ended.
@@ -283,7 +288,7 @@ class LLM:
             InvalidRequestError: there is none of that name.
         """
         with self._shared.turn() as engine:
-            engine.adapters.drop(name)
+            engine.drop_adapter(name)
 
     def check_idle(self) -> None:
         """Raise RuntimeError when no request runs but a KV block is still held: a defect."""

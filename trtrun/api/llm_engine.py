@@ -14,20 +14,23 @@ time (see `llm`).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from parallel.watchdog.activity import Phase
 from trtrun.api.adapters import AdapterTable, check_adapter
 from trtrun.api.deltas import make_delta, make_lost_delta, new_text
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.values import show_value
 from trtrun.engine.prompt_tiles import tile_width
-from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError
+from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError, TrtrunError, one_line
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.roles.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
@@ -42,6 +45,9 @@ from trtrun.tokens.text import Tokenizer, read_shared_tokenizer
 
 T = TypeVar("T")
 
+_ADAPTER_SECONDS = 0.005
+"""How long a step waits for an adapter where nothing else can be done: what is asked meanwhile comes behind it."""
+
 _MOST_REPORTED = 1 << 22
 """Logits of prompts that a round reports, or as many as a tile has: 16 MiB, which reach rank 0 in some milliseconds,
 so that other rows do not wait for long."""
@@ -54,6 +60,16 @@ class _Request:
     request_id: RequestId
     num_completions: int
     going_on: dict[int, Completion]
+
+
+@dataclass(slots=True)
+class _AdapterLoad:
+    """An adapter that is to be loaded, who is told, and its slot once ranks read it."""
+
+    name: str
+    path: Path
+    on_end: Callable[[TrtrunError | None], None]
+    slot: int | None = None
 
 
 class LLMEngine:
@@ -89,6 +105,7 @@ class LLMEngine:
         self._owners: dict[int, tuple[_Request, int]] = {}
         self._lost: list[CompletionDelta] = []
         self._failure: RankFailedError | None = None
+        self._loads: deque[_AdapterLoad] = deque()
 
     @classmethod
     def open(
@@ -140,8 +157,8 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or a plan is still out."""
-        return self.has_unfinished_requests or self.orchestrator.has_work
+        """Whether a request waits or runs, a plan is still out, or an adapter is being loaded."""
+        return self.has_unfinished_requests or self.orchestrator.has_work or bool(self._loads)
 
     def num_waiting_of(self, group: Hashable) -> int:
         """Completions of a group, as `add_request` was given it, that never had a row."""
@@ -280,7 +297,8 @@ class LLMEngine:
         return some_have_ended or any(map(self.scheduler.has_begun, request.going_on))
 
     def step(self) -> list[CompletionDelta]:
-        """One heartbeat: keep the ranks supplied with plans, take one verdict in.
+        """One heartbeat: keep the ranks supplied with plans, take one verdict in. Where all that is left is an adapter
+        that ranks read, it waits for it a moment.
 
         Returns:
             What the round added, one delta for each completion that gained tokens or ended.
@@ -311,19 +329,27 @@ class LLMEngine:
         self.drain()
         self.scheduler.set_speculation(enabled)
 
-    def load_adapter(self, name: str, path: Path) -> None:
-        """Load an adapter on every target rank, between two rounds. Nothing changes where that fails.
+    def begin_adapter(self, name: str, path: Path, on_end: Callable[[TrtrunError | None], None]) -> None:
+        """Have an adapter loaded on every target rank: read beside the rounds of the steps that follow, one adapter
+        after the other, and put into its slot between two of them. Nothing changes where that fails.
+
+        Args:
+            name: that requests will call it by.
+            path: of its directory, the same on every host.
+            on_end: called in a step, or in `close`, once requests may name it (None), or with why they may not: an
+                InvalidRequestError where there is one of that name or no slot is free, a CheckpointError where a rank
+                cannot load it.
+        """
+        self._loads.append(_AdapterLoad(name, path, on_end))
+
+    def drop_adapter(self, name: str) -> None:
+        """Requests that come may not name an adapter any more; those that have it go on.
 
         Raises:
-            InvalidRequestError: there is one of that name, or no slot is free.
-            CheckpointError: a rank cannot load it; the message is the rank's.
-            RankFailedError: a rank failed.
+            InvalidRequestError: there is none of that name.
         """
-        slot = self.adapters.find_slot(name, self.scheduler.slots_in_use)
-        problems = self._guard(lambda: self.orchestrator.load_adapter(slot, path))
-        if problems:
-            raise CheckpointError(problems[0])
-        self.adapters.enter(name, slot)
+        with self.orchestrator.activity.between(Phase.ADAPTERS, f"in unloading adapter {show_value(name)}"):
+            self.adapters.drop(name)
 
     def check_idle(self) -> None:
         """Raise RuntimeError when no request runs but a KV block is still held: a defect."""
@@ -341,7 +367,11 @@ class LLMEngine:
                     self.abort_request(request_id)
                 self.drain()
         finally:
-            self.orchestrator.close()
+            while self._loads:
+                closed = InvalidRequestError("the engine was closed while the adapter was loaded")
+                self._loads.popleft().on_end(self._failure or closed)
+            with self.orchestrator.activity.between(Phase.ENDING):
+                self.orchestrator.close()
 
     def prompt_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
         """The prompt's tokens of a request that goes on."""
@@ -362,11 +392,41 @@ class LLMEngine:
             raise
 
     def _step(self) -> list[CompletionDelta]:
-        gains = self.orchestrator.step()
+        has_rounds = self.orchestrator.has_work
+        if self._loads:
+            self._load_on(0.0 if has_rounds else _ADAPTER_SECONDS)
+        gains = self.orchestrator.step() if has_rounds else []
         started = time.perf_counter()
         deltas = [self._tell(gain) for gain in gains]
         self.orchestrator.add_committing(time.perf_counter() - started)
         return deltas
+
+    def _load_on(self, seconds: float) -> None:
+        """Begin with the next adapter, or take in what has come of the one that ranks read: `seconds` at most are
+        waited for it."""
+        load, ranks = self._loads[0], self.orchestrator
+        error: TrtrunError | None = None
+        if load.slot is None:
+            try:
+                load.slot = self.adapters.find_slot(load.name, self.scheduler.slots_in_use)
+                ranks.begin_adapter(load.name, load.path)
+                return
+            except InvalidRequestError as refusal:
+                error = refusal
+        else:
+            problems = ranks.take_adapter(seconds)
+            if problems is None:
+                return
+            try:
+                ranks.end_adapter(0 if problems else load.slot)
+            except RuntimeError as failure:  # of the device; what the slot has then is nobody's
+                problems = [f"{load.path} could not be put into its slot: {one_line(failure)}"]
+            if problems:
+                error = CheckpointError(problems[0])
+            else:
+                self.adapters.enter(load.name, load.slot)
+        self._loads.popleft()
+        load.on_end(error)
 
     def _tell(self, gain: RowGain) -> CompletionDelta:
         completion = gain.result.completion

@@ -114,6 +114,7 @@ class LaunchSection(Section):
         check_seconds: for `trtrun check`, and for the short check before every run.
         heartbeat_seconds: a rank that is silent for longer, or a round in which no rank gets on for longer, ends the
             job. Steps of a training run have ten times as long to get on.
+        adapter_seconds: a rank that loads an adapter, and of which no part comes for longer, ends the job.
         on_draft_loss: whether the job goes on without drafts when it loses a draft rank, where the draft has devices of
             its own and MPI can do that, or ends.
         drain_seconds: how long rows in flight may go on after a signal to end.
@@ -130,6 +131,7 @@ class LaunchSection(Section):
     start_seconds: Seconds = 600.0
     check_seconds: Seconds = 60.0
     heartbeat_seconds: Seconds = 60.0
+    adapter_seconds: Seconds = 300.0
     on_draft_loss: Literal["continue", "end"] = "continue"
     drain_seconds: Seconds = 30.0
     log_directory: FilePath | None = None

@@ -6,14 +6,14 @@ computes what (roles) or why a row runs (scheduling).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn.functional import pad
 
-from trtrun.adapters.lora_loading import load_adapter
+from trtrun.adapters.lora_loading import empty_slot, read_adapter
 from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
@@ -165,14 +165,18 @@ class Engine:
             if self._forwards.paths is not None and len(plan.decode_rows):
                 self._forwards.paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
 
-    def load_adapter(self, slot: int, path: Path | None) -> None:
-        """Fill a slot that no row has, or empty it; nothing changes where that fails.
+    def read_adapter(self, path: Path, on_progress: Callable[[], None]) -> Callable[[int], None]:
+        """Read an adapter, beside forwards; what comes back fills a slot that no row has, between two of them.
 
         Raises:
             CheckpointError: see LoraFiles.
         """
+        return read_adapter(self._model, path, on_progress)
+
+    def empty_slot(self, slot: int) -> None:
+        """Empty a slot of adapters that no row has."""
         if self._model.adapted is not None:
-            load_adapter(self._model, slot, path)
+            empty_slot(self._model, slot)
 
     @inference
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:

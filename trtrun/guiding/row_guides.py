@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import torch
 from llguidance import LLMatcher
 
+from parallel.watchdog.activity import Activity
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import RoundPlan, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
@@ -47,6 +48,8 @@ class RowGuides:
         share: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         follows: bool = True,
+        activity: Activity | None = None,
+        seconds: float = float("inf"),
     ) -> None:
         """Guide rows whose logits are [vocab_size] on `device`.
 
@@ -57,8 +60,11 @@ class RowGuides:
             num_threads: that make masks.
             share: what the rank that decides has in a tensor, on all ranks of a group that draft alike. Collective.
             follows: whether this rank keeps matchers; one that does not is told what must follow by `share`.
+            activity: where the process says what its threads are doing; None where nobody looks.
+            seconds: that a guide may take to build.
         """
         self._share = share
+        self._activity, self._seconds = activity or Activity(), seconds
         self._follows = follows
         self._make_grammars = make_grammars
         self._vocab_size = vocab_size
@@ -132,7 +138,11 @@ class RowGuides:
         if self._compiler is None:
             builders = max(_FEWEST_BUILDERS, min(_MOST_BUILDERS, self._num_threads))
             self._compiler = ThreadPoolExecutor(builders, thread_name_prefix="guides")
-        return self._compiler.submit(self._begin, guide, output)
+        return self._compiler.submit(self._build, guide, output)
+
+    def _build(self, guide: Guide, output: list[int]) -> LLMatcher | None:
+        with self._activity.beside("guides", "compiling a guide", self._seconds):
+            return self._begin(guide, output)
 
     def _begin(self, guide: Guide, output: list[int], *, anew: bool = False) -> LLMatcher | None:
         """A matcher behind a row's output so far; None where it cannot follow."""

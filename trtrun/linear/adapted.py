@@ -15,7 +15,7 @@ import torch
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.line_slots import LineSlots
 from trtrun.kernels.rounded_rows import Activations
-from trtrun.kernels.torch.low_rank import Factors, LowRankShape
+from trtrun.kernels.torch.low_rank import Factors, Install, LowRankShape
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization.base import LinearWeight, Quantization, Tensors
 
@@ -97,9 +97,9 @@ class AdaptedLinear(Linear):
         operations = operations_of(self.device.type)
         self._adapters = operations.low_rank(layers.space.shape(weight), dtype, self.device)
 
-    def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
-        """Fill a slot; see LowRank."""
-        self._adapters.put(slot, factors)
+    def prepare(self, factors: Sequence[Factors | None]) -> Install:
+        """Make an adapter ready; see LowRank."""
+        return self._adapters.prepare(factors)
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """See Linear."""

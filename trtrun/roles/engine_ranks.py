@@ -7,7 +7,7 @@ Two ways with one interface: `MpiRanks` talks to worker ranks over the control p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -17,11 +17,11 @@ from parallel.watchdog.activity import Activity, Doing, Phase
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.failures import RankFailures
+from trtrun.roles.ordered_adapters import OrderedAdapters
 from trtrun.roles.ordered_guides import OrderedGuides
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import RankSpans
 from trtrun.timing.tracing import Answer, RankTracer
-from trtrun.wire.adapter_loads import encode_load
 from trtrun.wire.plans import encode_plan
 from trtrun.wire.reports import ReportKind, RoundReport, decode_report
 
@@ -34,8 +34,13 @@ class EngineRanks(Protocol):
         """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
         ...
 
-    def look(self) -> Doing:
-        """What this process's part of the rounds is doing. From any thread."""
+    @property
+    def activity(self) -> Activity:
+        """Where this process says what it is doing."""
+        ...
+
+    def look(self) -> Mapping[int, Doing]:
+        """What each rank is doing, as far as is known, by world ranks; 0 is this process. From any thread."""
         ...
 
     def publish(self, plan: RoundPlan) -> None:
@@ -88,8 +93,26 @@ class EngineRanks(Protocol):
         """
         ...
 
-    def load_adapter(self, slot: int, path: Path) -> list[str]:
-        """Have every target rank fill a slot that no row has; what is wrong, rank by rank, and nothing where all have.
+    def begin_adapter(self, name: str, path: Path) -> None:
+        """Have every target rank read an adapter beside the rounds. Does not wait.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
+    def take_adapter(self, seconds: float = 0.0) -> list[str] | None:
+        """What is wrong with the adapter that is being read, rank by rank, and nothing where all have it; None while
+        some are reading. It waits for that, `seconds` at most and no longer than until something comes from a rank.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
+    def end_adapter(self, slot: int) -> None:
+        """Have what was read fill a slot that no row has, before plans that are published from now on, or forgotten
+        where that is 0.
 
         Raises:
             RankFailedError: a rank failed.
@@ -128,12 +151,13 @@ class MpiRanks:
 
     def __init__(self, control: ControlPlane, activity: Activity, failures: RankFailures) -> None:
         self._control = control
-        self._activity = activity
+        self.activity = activity
         self._failures = failures
         self._tracer = RankTracer(self._ask)
         # A draft leader's report of the last round before a trace may come after the first request.
         self._set_aside: deque[Report] = deque()
         self._guides = OrderedGuides()
+        self._adapters = OrderedAdapters()
         self._published = -1
         self._num_due = 0
         self._is_stepping = False
@@ -143,9 +167,9 @@ class MpiRanks:
         """See EngineRanks; known from the next publish or collect on."""
         return bool(self._failures.lost_ranks)
 
-    def look(self) -> Doing:
+    def look(self) -> Mapping[int, Doing]:
         """See EngineRanks."""
-        return self._activity.look()
+        return self._failures.look()
 
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""
@@ -156,7 +180,7 @@ class MpiRanks:
 
     def collect(self) -> RoundReport:
         """See EngineRanks."""
-        self._activity.enter(self._published, Phase.AWAITING_REPORT)
+        self.activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             received = self._set_aside.popleft() if self._set_aside else self._next_report()
             report = decode_report(received.payload)
@@ -175,7 +199,7 @@ class MpiRanks:
         built = self._take_built()
         if seconds and not built:
             report = self._failures.collect_within(seconds, self._control)
-            if report is not None and not self._is_of_guide(report):
+            if report is not None and not self._is_noted(report):
                 self._set_aside.append(report)
             built = self._take_built()
         return built
@@ -184,28 +208,32 @@ class MpiRanks:
         return self._guides.take_built(self._control.num_workers, self._failures.lost_ranks)
 
     def _next_report(self) -> Report:
-        """The next one that is not about guides."""
-        while self._is_of_guide(report := self._failures.collect(self._control)):
+        """The next one that is not about guides or adapters."""
+        while self._is_noted(report := self._failures.collect(self._control)):
             pass
         return report
 
-    def _is_of_guide(self, report: Report) -> bool:
-        """Whether a report says that a guide is built, which is noted then."""
+    def _is_noted(self, report: Report) -> bool:
+        """Whether a report says that a guide is built, or an adapter read, which is noted then."""
         if report.kind == ReportKind.GUIDE_BUILT:
             self._guides.note(report.rank, report.payload)
-        return report.kind == ReportKind.GUIDE_BUILT
+        elif report.kind == ReportKind.ADAPTER_READ:
+            self._adapters.note(report.rank, report.payload)
+        else:
+            return False
+        return True
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """See EngineRanks."""
         self._failures.check()
         self._is_stepping = True
-        self._activity.enter(self._published, Phase.SCHEDULING)
+        self.activity.enter(self._published, Phase.SCHEDULING)
         try:
             yield
         finally:
             self._is_stepping = False
-            self._activity.rest()
+            self.activity.rest()
 
     def reset(self) -> None:
         """See EngineRanks."""
@@ -220,10 +248,25 @@ class MpiRanks:
         """See EngineRanks."""
         return self._tracer.take()
 
-    def load_adapter(self, slot: int, path: Path) -> list[str]:
+    def begin_adapter(self, name: str, path: Path) -> None:
         """See EngineRanks."""
-        answers = sorted(self._ask(encode_load(slot, path)))
-        return [answer.payload.decode() for answer in answers if answer.payload]
+        self._failures.check()
+        self._control.publish(self._adapters.begin(name, path))
+
+    def take_adapter(self, seconds: float = 0.0) -> list[str] | None:
+        """See EngineRanks."""
+        problems = self._adapters.problems(self._control.num_workers, self._failures.lost_ranks)
+        if problems is None and seconds:
+            report = self._failures.collect_within(seconds, self._control)
+            if report is not None and not self._is_noted(report):
+                self._set_aside.append(report)
+            problems = self._adapters.problems(self._control.num_workers, self._failures.lost_ranks)
+        return problems
+
+    def end_adapter(self, slot: int) -> None:
+        """See EngineRanks."""
+        self._failures.check()
+        self._control.publish(self._adapters.end(slot))
 
     def close(self) -> None:
         """See EngineRanks."""
@@ -232,7 +275,7 @@ class MpiRanks:
     def _ask(self, request: bytes) -> Iterator[Answer]:
         """Send a request to every worker, and yield the answers of all as they come."""
         self._failures.check()
-        self._activity.enter(self._published, Phase.AWAITING_REPORT)
+        self.activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             self._control.publish(request)
             due = self._control.num_workers
@@ -248,6 +291,6 @@ class MpiRanks:
 
     def _leave(self) -> None:
         if self._is_stepping:
-            self._activity.enter(self._published, Phase.SCHEDULING)
+            self.activity.enter(self._published, Phase.SCHEDULING)
         else:
-            self._activity.rest()
+            self.activity.rest()

@@ -7,10 +7,12 @@ not know what a failure is. Ranks that the job can do without are no failure: th
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 
 from parallel import abort
 from parallel.control import ControlPlane, Report
+from parallel.watchdog.activity import Doing
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.errors import RankFailedError
 
@@ -55,6 +57,10 @@ class RankFailures:
             abort.abort_at_exit()
         if self._error is not None:
             raise self._error
+
+    def look(self) -> Mapping[int, Doing]:
+        """What each rank is doing, as far as is known, by world ranks. From any thread."""
+        return self._heartbeat.look()
 
     def collect(self, control: ControlPlane) -> Report:
         """Wait for the next report of any worker.

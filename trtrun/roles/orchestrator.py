@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from parallel.watchdog.activity import Doing
+from parallel.watchdog.activity import Activity, Doing
 from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.batch import RowResult
@@ -137,8 +137,13 @@ class Orchestrator:
         """Whether the draft engine is gone for good: no row will be drafted any more."""
         return self._ranks.draft_is_lost
 
-    def look(self) -> Doing:
-        """What the thread that takes the steps is doing. From any thread."""
+    @property
+    def activity(self) -> Activity:
+        """Where the thread that takes the steps says what it is doing."""
+        return self._ranks.activity
+
+    def look(self) -> Mapping[int, Doing]:
+        """What each rank is doing, by world ranks; 0 is the thread that takes the steps. From any thread."""
         return self._ranks.look()
 
     def add_committing(self, seconds: float) -> None:
@@ -166,13 +171,17 @@ class Orchestrator:
         self.scheduler.reset()
         self._ranks.reset()
 
-    def load_adapter(self, slot: int, path: Path) -> list[str]:
-        """Have every target rank fill a slot that no row has; see EngineRanks.
+    def begin_adapter(self, name: str, path: Path) -> None:
+        """Have every target rank read an adapter; see EngineRanks."""
+        self._ranks.begin_adapter(name, path)
 
-        Raises:
-            RankFailedError: a rank failed.
-        """
-        return self._ranks.load_adapter(slot, path)
+    def take_adapter(self, seconds: float) -> list[str] | None:
+        """What is wrong with it, once all ranks have answered; see EngineRanks."""
+        return self._ranks.take_adapter(seconds)
+
+    def end_adapter(self, slot: int) -> None:
+        """Have it fill a slot that no row has, or forgotten where that is 0; see EngineRanks."""
+        self._ranks.end_adapter(slot)
 
     def start_trace(self, most_rounds: int) -> None:
         """Log what this rank and every engine rank does in the next `most_rounds` rounds. No plan may be out.

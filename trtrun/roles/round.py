@@ -11,7 +11,7 @@
 
 The round's plan says who runs. Every rank knows from the verdicts where each row stands, so plans carry no lengths and
 may be sent one round ahead. How a draft and a verdict travel is the exchange's business: on the device where ranks
-share devices (device_exchange.py), as messages where the draft has devices of its own, so that the target never waits
+share devices (exchange.py), as messages where the draft has devices of its own, so that the target never waits
 for a draft that is late or lost (message_exchange.py).
 
 It does not know where plans come from (served_rank.py), how a drafter drafts (speculation/drafters), nor how engines
@@ -21,7 +21,7 @@ were made (start/startup.py). The method is speculative sampling (Leviathan et a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +30,6 @@ import torch
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
-from trtrun.errors import CheckpointError
 from trtrun.first_uses import FirstUseWatch
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.row_guides import RowGuides
@@ -59,6 +58,7 @@ class Worker:
         drafter: set where the process drafts.
         target: set where it holds a target rank.
         draft: set where it holds a rank of a draft model.
+        adapter_seconds: that it may take to get on with an adapter.
         leads_draft: whether it is the first of the ranks that draft.
         leads_target: whether its target rank is the target leader, which decides.
         use_logits: acceptance mode of sampled rows.
@@ -83,6 +83,7 @@ class Worker:
     forced_acceptance: float | None = None
     guides: RowGuides | None = None
     draft: RoundEngine | None = None
+    adapter_seconds: float = 300.0
 
     @torch.inference_mode()
     def launch_round(self, plan: RoundPlan) -> LaunchedRound:
@@ -295,17 +296,26 @@ class Worker:
             first_uses=self.first_uses.take(),
         )
 
-    def load_adapter(self, slot: int, path: Path) -> str:
-        """Fill a slot that no row has, where the process holds a target rank, and empty the draft's; returns what is
-        wrong, else nothing."""
-        try:
-            if self.target is not None:
-                self.target.load_adapter(slot, path)
+    def read_adapter(self, name: str, path: Path) -> Callable[[int], None]:
+        """Read an adapter beside the rounds, where the process holds a target rank.
+
+        Returns:
+            What fills a slot with it, for `install_adapter`.
+
+        Raises:
+            CheckpointError: it cannot be read, or does not fit the model.
+        """
+        if self.target is None:
+            return lambda slot: None
+        with self.activity.beside("adapters", f"loading adapter {name!r}", self.adapter_seconds) as work:
+            return self.target.read_adapter(path, work.advance)
+
+    def install_adapter(self, name: str, slot: int, fill: Callable[[int], None]) -> None:
+        """Fill a slot that no row has with what was read, and empty the draft's. Between two rounds."""
+        with self.activity.between(Phase.ADAPTERS, f"in installing adapter {name!r}"):
+            fill(slot)
             if self.draft is not None:
-                self.draft.load_adapter(slot, None)
-        except CheckpointError as error:
-            return str(error)
-        return ""
+                self.draft.empty_slot(slot)
 
     def reset(self) -> None:
         """Forget a round that did not come to its end. For a job of one process: other ranks would not know of it."""

@@ -11,10 +11,11 @@ from collections import deque
 from parallel.control import ControlPlane
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.launched_round import LaunchedRound
+from trtrun.roles.ordered_adapters import AdapterDesk
 from trtrun.roles.ordered_guides import GuideDesk
 from trtrun.roles.round import Worker
 from trtrun.timing.tracing import PhaseTracer
-from trtrun.wire.adapter_loads import decode_load
+from trtrun.wire.adapter_loads import decode_order
 from trtrun.wire.guide_orders import are_orders, decode_orders
 from trtrun.wire.plans import decode_plan, is_plan
 from trtrun.wire.reports import ReportArrays, ReportKind
@@ -39,7 +40,7 @@ class _Served:
     def __init__(self, control: ControlPlane, worker: Worker) -> None:
         self._control = control
         self._worker = worker
-        self._tracer, self._desk = PhaseTracer(worker), GuideDesk(worker.guides)
+        self._tracer, self._desk, self._adapters = PhaseTracer(worker), GuideDesk(worker.guides), AdapterDesk(worker)
         self._messages: deque[RoundPlan | bytes] = deque()
         self._launched: deque[LaunchedRound] = deque()
 
@@ -47,6 +48,8 @@ class _Served:
         """Do what can be done; else wait for a message, or for a round's end."""
         for built in self._desk.take_answers():
             self._control.report(built, kind=ReportKind.GUIDE_BUILT)
+        for read in self._adapters.take_answers():
+            self._control.report(read, kind=ReportKind.ADAPTER_READ)
         launched = self._launched
         if launched and launched[0].is_done():
             report = launched.popleft().finish()
@@ -58,7 +61,7 @@ class _Served:
         if not launched:
             self._worker.activity.rest()
         # A plan that comes while the device works is launched behind what it does.
-        waits = launched or self._desk.is_waiting
+        waits = launched or self._desk.is_waiting or self._adapters.is_waiting
         payload = self._control.receive(until=self._has_news if waits else None)
         if payload is not None:
             self._messages.append(decode_plan(payload) if is_plan(payload) else payload)
@@ -74,7 +77,8 @@ class _Served:
                 self._launched[0].release()
 
     def _has_news(self) -> bool:
-        return (bool(self._launched) and self._launched[0].is_done()) or self._desk.has_answer()
+        is_done = bool(self._launched) and self._launched[0].is_done()
+        return is_done or self._desk.has_answer() or self._adapters.has_answer()
 
     def _take_in(self) -> None:
         """Do what messages say, in their order, until one has to wait for the end of rounds."""
@@ -86,18 +90,23 @@ class _Served:
                     self._launched[0].release()
             elif (orders := decode_orders(message)) is not None:
                 self._desk.take(orders)
+            elif (order := decode_order(message)) is not None:
+                if not self._launched:
+                    self._worker.activity.rest()
+                self._adapters.take(order)
             else:
                 self._worker.activity.rest()  # no round is left
-                load = decode_load(message)
-                answer = self._worker.load_adapter(*load).encode() if load is not None else self._tracer.answer(message)
+                answer = self._tracer.answer(message)
                 assert answer is not None
                 self._control.report(answer, kind=ReportKind.ANSWER)
 
     def _may_do(self, message: RoundPlan | bytes) -> bool:
-        """Whether launched rounds allow it: what loads waits for the device, and what is traced is whole rounds."""
+        """Whether launched rounds allow it: what fills a slot waits for the device, what is traced is whole rounds."""
         if isinstance(message, RoundPlan):
             return all(one.may_be_followed for one in self._launched)
-        return not self._launched or are_orders(message)
+        order = decode_order(message)
+        reads = order is not None and order.path is not None
+        return not self._launched or reads or are_orders(message)
 
     def _tell(self, report: ReportArrays | None) -> None:
         if report is not None:

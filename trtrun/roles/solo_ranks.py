@@ -6,17 +6,18 @@ It knows `EngineRanks`' interface, and the worker. It does not know what a plan 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
-from parallel.watchdog.activity import NO_ROUND, Doing, Phase
+from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.launched_round import LaunchedRound
+from trtrun.roles.ordered_adapters import AdapterReading
 from trtrun.roles.round import Worker
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import ENGINES, RankSpans
@@ -41,15 +42,21 @@ class SoloRanks:
         self._launched: deque[LaunchedRound] = deque()
         self._guides_due: list[Guide] = []
         self._published = NO_ROUND
+        self._reading: AdapterReading | None = None
 
     @property
     def draft_is_lost(self) -> bool:
         """See EngineRanks; a process alone loses nothing."""
         return False
 
-    def look(self) -> Doing:
+    @property
+    def activity(self) -> Activity:
         """See EngineRanks."""
-        return self._worker.activity.look()
+        return self._worker.activity
+
+    def look(self) -> Mapping[int, Doing]:
+        """See EngineRanks."""
+        return {0: self._worker.activity.look()}
 
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""
@@ -105,10 +112,21 @@ class SoloRanks:
         self._launched.clear()
         self._worker.reset()
 
-    def load_adapter(self, slot: int, path: Path) -> list[str]:
+    def begin_adapter(self, name: str, path: Path) -> None:
         """See EngineRanks."""
-        with self._on_device():
-            return list(filter(None, [self._worker.load_adapter(slot, path)]))
+        self._reading = AdapterReading(self._worker, name, path)
+
+    def take_adapter(self, seconds: float = 0.0) -> list[str] | None:
+        """See EngineRanks."""
+        assert self._reading is not None
+        return list(filter(None, [self._reading.problem])) if self._reading.wait(seconds) else None
+
+    def end_adapter(self, slot: int) -> None:
+        """See EngineRanks."""
+        reading, self._reading = self._reading, None
+        if slot and reading is not None:
+            with self._on_device():
+                reading.install(slot)
 
     def start_trace(self, most_rounds: int) -> None:
         """See EngineRanks."""

@@ -103,8 +103,13 @@ class RoundEngine(Protocol):
         """Take in admissions, drops and blocks."""
         ...
 
-    def load_adapter(self, slot: int, path: Path | None) -> None:
-        """Fill a slot that no row has, or empty it; raises CheckpointError, and nothing changes, where that fails."""
+    def read_adapter(self, path: Path, on_progress: Callable[[], None]) -> Callable[[int], None]:
+        """Read an adapter, beside forwards, and say when a part of it is there; what comes back fills a slot that no
+        row has. Raises CheckpointError, and nothing changes, where that fails."""
+        ...
+
+    def empty_slot(self, slot: int) -> None:
+        """Empty a slot of adapters that no row has."""
         ...
 
     def close(self) -> None:

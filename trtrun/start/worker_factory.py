@@ -126,6 +126,7 @@ class WorkerFactory:
             forced_acceptance=self.config.speculation.forced_acceptance,
             guides=guides,
             draft=self.engines.get("draft"),
+            adapter_seconds=self.config.launch.adapter_seconds,
         )
 
     def _make_guides(self, *, is_ready: bool) -> RowGuides:
@@ -146,7 +147,17 @@ class WorkerFactory:
         in_place = self._drafting_role is Role.TARGET and group is not None and group.size > 1
         share = GroupOfTarget(group).share if in_place and group is not None else None
         follows = share is None or self.rank == self.topology.target_leader
-        guides = RowGuides(make_grammars, vocab, self.device, threads, share, follows=follows)
+        seconds = self.config.launch.heartbeat_seconds
+        guides = RowGuides(
+            make_grammars,
+            vocab,
+            self.device,
+            threads,
+            share,
+            follows=follows,
+            activity=self.activity,
+            seconds=seconds,
+        )
         if spelling is not None and follows:
             guides.prepare()
         return guides

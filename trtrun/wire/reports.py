@@ -20,11 +20,13 @@ from trtrun.first_uses import FirstUses
 
 
 class ReportKind(IntEnum):
-    """What a report on the control plane is: of a round, what a request is answered with, or that a guide is built."""
+    """What a report on the control plane is: of a round, what a request is answered with, or that a guide is built, or
+    an adapter read."""
 
     ROUND = 0
     ANSWER = 1
     GUIDE_BUILT = 2
+    ADAPTER_READ = 3
 
 
 class _ReportHeader(NamedTuple):

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from launch.serve.anthropic import api as anthropic
-from launch.serve.application.status import metrics_route
+from launch.serve.application.status import describe_phases, metrics_route
 from launch.serve.door.limits import RETRY_SECONDS
 from launch.serve.door.refusals import Refusal, retry_headers
 from launch.serve.door.stretches import MeasuredLoop
@@ -57,11 +57,13 @@ def make_application(front: Front, routes: Sequence[Route], allowed_origins: Seq
     """
 
     async def health(request: Request) -> Response:
+        phases = describe_phases(front.client.standings())
         try:
             front.door.check_open()
         except Refusal as refusal:
-            return JSONResponse({"status": refusal.code}, status_code=503, headers=retry_headers(refusal))
-        return JSONResponse({"status": "ok"})
+            told = {"status": refusal.code, "phases": phases}
+            return JSONResponse(told, status_code=503, headers=retry_headers(refusal))
+        return JSONResponse({"status": "ok", "phases": phases})
 
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.application.draft_shapes import describe_drafts
-from launch.serve.engine.messages import Ready, Status
+from launch.serve.engine.messages import Ready, Standing, Status
 from launch.serve.front.front import Front
 from launch.serve.http.requests import Keys
 from parallel.topology import Role, Topology
@@ -41,7 +42,8 @@ def metrics_route(front: Front, keys: Keys) -> Route:
     async def metrics(request: Request) -> Response:
         keys.check(request)
         status = await front.client.ask_status()
-        told = front.metrics.render(front.client.ready, status, is_hanging=front.door.is_hanging)
+        client = front.client
+        told = front.metrics.render(client.ready, status, client.standings(), is_hanging=front.door.is_hanging)
         return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     return Route(METRICS_PATH, metrics, methods=["GET"])
@@ -111,6 +113,7 @@ class StatusBoard:
             "max_seq_len": ready.limits["max_seq_len"] if ready is not None else None,
             "models": self._models,
             "ranks": self._ranks(is_up=ready is not None, is_draft_lost=is_draft_lost),
+            "phases": describe_phases(front.client.standings(), with_words=True),
             "speculation": {
                 "method": config.speculation.method,
                 "draft_len": front.draft_len,
@@ -159,6 +162,16 @@ class StatusBoard:
                 }
             )
         return ranks
+
+
+def describe_phases(standings: Sequence[Standing], *, with_words: bool = False) -> list[dict[str, Any]]:
+    """In which phase each process of the engine is, and for how long: for anybody, or with words, which may have names
+    of adapters, for who has a key."""
+    return [
+        {"rank": one.rank, "phase": one.phase, "seconds": round(one.seconds, 3)}
+        | ({"doing": one.doing, "still_seconds": round(one.still_seconds, 3)} if with_words else {})
+        for one in standings
+    ]
 
 
 def _models(config: RuntimeConfig) -> dict[str, Any]:

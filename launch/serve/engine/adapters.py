@@ -16,6 +16,9 @@ from trtrun.adapters.lora_config import hash_adapter_files
 
 AdapterChange = LoadAdapter | DropAdapter
 
+_MOST_LOST = 2
+"""Engines that are lost, one after the other, while they load the same adapter again: one may be lost by chance."""
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -43,6 +46,7 @@ class AdapterBook:
     offered: dict[str, _Source | None] = field(default_factory=dict)
     dropped: dict[str, _Source | None] = field(default_factory=dict)
     lingering: set[str] = field(default_factory=set)
+    _lost_at: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, names: Iterable[str]) -> AdapterBook:
@@ -89,6 +93,20 @@ class AdapterBook:
                 yield source.message(name)
             else:
                 self.forget(name)
+
+    def note_loaded(self, name: str) -> None:
+        """An engine that was started again has answered for it."""
+        self._lost_at.pop(name, None)
+
+    def give_up(self, name: str, *, at_once: bool) -> bool:
+        """An engine was lost while it loaded an adapter again: the next one is not to try it where that was `at_once`
+        known to be what held it up, or for the second time; whether it is forgotten so."""
+        self._lost_at[name] = self._lost_at.get(name, 0) + 1
+        if not at_once and self._lost_at[name] < _MOST_LOST:
+            return False
+        self.note_loaded(name)
+        self.forget(name)
+        return True
 
     def forget(self, name: str) -> None:
         """The engine does not have it."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
+
+import msgspec
 
 from launch.serve.door.limits import engine_starting
 from launch.serve.door.refusals import Kind, Refusal
@@ -34,6 +37,7 @@ from launch.serve.engine.messages import (
     MessageError,
     MessageStream,
     Ready,
+    Standing,
     Status,
     encode,
 )
@@ -84,11 +88,24 @@ class EngineClient:
         self._statuses: deque[asyncio.Future[Status | None]] = deque()
         self._changes: deque[tuple[AdapterChange, asyncio.Future[None] | None]] = deque()
         self._server: asyncio.Server | None = None
+        self._beat: Beat | None = None
+        self._heard = self._absent_since = time.monotonic()
 
     @property
     def num_requests(self) -> int:
         """Requests that go on."""
         return len(self._requests)
+
+    def standings(self) -> list[Standing]:
+        """In which phase each process of the engine is, and since when, as it has last told."""
+        now = time.monotonic()
+        if self.ready is None:
+            since = now - self._absent_since
+            return [Standing(rank=0, phase="start", doing="starting", seconds=since, still_seconds=since)]
+        if self._beat is None:
+            return []
+        ago = now - self._heard
+        return [msgspec.structs.replace(one, seconds=one.seconds + ago) for one in self._beat.standings]
 
     async def listen(self, socket: str) -> None:
         """Wait for engines at a socket, one after the other."""
@@ -169,6 +186,7 @@ class EngineClient:
         """What came of the first change that was not answered."""
         change, done = self._changes.popleft()
         if done is None:  # nobody has asked for it: an engine is told what the one before had
+            self.adapters.note_loaded(change.lora_name)
             if answer.error is not None:
                 logger.error("the adapter %s is gone: %s", change.lora_name, answer.error)
                 self.adapters.forget(change.lora_name)
@@ -178,12 +196,12 @@ class EngineClient:
         if not done.done():
             done.set_exception(Refusal(Kind.INVALID, answer.error)) if answer.error else done.set_result(None)
 
-    def drop(self) -> None:
+    def drop(self, cause: str | None = None) -> None:
         """The engine's process has ended: what is left of it, such as ranks without their mpirun, is no longer listened
-        to, and ends when it notices."""
+        to, and ends when it notices. Where a change of adapters was what held it up, `cause` says so."""
         if self._writer is not None:
             self._writer.close()
-            self._detach()
+            self._detach(cause)
 
     def take_loss(self) -> int | None:
         """The number of the engine that was lost since the last call; None where none was there to be lost."""
@@ -276,15 +294,22 @@ class EngineClient:
             self._submit(opened)
         self.on_ready()
 
-    def _detach(self) -> None:
+    def _detach(self, cause: str | None = None) -> None:
+        self._beat, self._absent_since = None, time.monotonic()
         self.ready = self.limits = self._writer = None
         self._beginning, self._num_together = [], 0
         while self._statuses:
             self._answer_status(None)
+        if self._changes:  # the engine was at the first of them
+            change, done = self._changes[0]
+            if done is None and self.adapters.give_up(change.lora_name, at_once=cause is not None):
+                logger.error("the adapter %s is gone: an engine was lost while it loaded it again", change.lora_name)
+        line = "the engine was lost meanwhile: send the request again"
         while self._changes:
             _, done = self._changes.popleft()
             if done is not None and not done.done():
-                done.set_exception(Refusal(Kind.FAILED, "the engine was lost meanwhile: send the request again"))
+                done.set_exception(Refusal(Kind.FAILED, line if cause is None else f"the engine hangs: {cause}"))
+            cause = None
         for blame in self._suspects.lose(self._requests):
             self._give_up(blame)
         self._lost = self._suspects.engine
@@ -327,6 +352,7 @@ class EngineClient:
             case Status():
                 self._answer_status(message)
             case Beat():
+                self._beat, self._heard = message, time.monotonic()
                 self.on_beat(message)
             case _:
                 raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")

@@ -1,10 +1,11 @@
 """Keeps an engine running: starts it, sees whether it gets on, hears that it has ended, starts it again, and gives up
 when it ends too often.
 
-The ranks of a job watch each other (`parallel.watchdog`). An engine that is one process has nobody beside it but the
-front: it tells about once a second what its rounds are doing, and one that is silent, or whose round stands still, for
-longer than launch.heartbeat_seconds hangs. So does one that is not up after launch.start_seconds. It knows processes,
-times and how often engines may end. It does not know what an engine does (`process`) or what it is told (`client`).
+An engine tells about once a second where each of its threads stands, in rounds and outside of them. It hangs where
+it is silent, or where a thread stands still for longer than its phase may take, and where it is not up after
+launch.start_seconds. The ranks of a job watch each other (`parallel.watchdog`); of these the front asks only that rank 0
+goes on telling. It knows processes, times and how often engines may end. It does not know what an engine does
+(`process`) or what it is told (`client`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from dataclasses import dataclass, field
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.parent_death import ending_with_parent
 from launch.mpi.supervise import GRACE_SECONDS
-from launch.serve.engine.messages import Beat
+from launch.serve.engine.messages import Beat, Standing
 from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, beat_seconds
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 
+SILENT_TIMES = 2
+"""How many times launch.heartbeat_seconds a job of several ranks may be silent: their own watch, which names the rank,
+comes before."""
+
 
 def is_watched(config: RuntimeConfig) -> bool:
-    """Whether the front has to watch the engine: where it is one process."""
+    """Whether nobody but the front watches the engine: where it is one process."""
     return make_topology(config).world_size == 1
 
 
@@ -40,12 +45,12 @@ class EngineWatch:
         beat: seconds between two beats, and between two looks.
     """
 
-    def __init__(self, limit: float, start_limit: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Watch one that starts now.
+    def __init__(self, limit: float, start_limit: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Watch one that starts now. How long its threads may stand still, it says itself.
 
         Args:
-            limit: seconds that an engine may be silent, or a round may stand still.
-            start_limit: seconds from its start to its first beat.
+            limit: seconds that an engine may be silent.
+            start_limit: seconds from its start to its first beat; None where its start is watched elsewhere.
             clock: seconds; for tests.
         """
         self.beat = beat_seconds(limit)
@@ -71,15 +76,25 @@ class EngineWatch:
             self._heard = now
             self._begun += now - before
         if self._last is None:
-            if now - self._begun <= self._start_limit:
+            if self._start_limit is None or now - self._begun <= self._start_limit:
                 return None
             self._begun = now
             return f"it has not started within {self._start_limit:g} s (launch.start_seconds)"
         if now - self._heard > self._limit:
-            return f"it is silent for {self._limit:g} s, last seen {self._last.doing}"
-        if self._last.still_seconds is not None and self._last.still_seconds > self._limit:
-            return f"it stands still {self._last.doing} for longer than {self._limit:g} s"
-        return None
+            return f"it is silent for {self._limit:g} s, last seen {self._last.standings[0].doing}"
+        late = find_late(self._last)
+        return None if late is None else f"it stands still {late.doing} for longer than {late.limit:g} s"
+
+    @property
+    def late_phase(self) -> str | None:
+        """The kind of the phase in which the engine stands still; None where it does not."""
+        late = None if self._last is None else find_late(self._last)
+        return None if late is None else late.phase
+
+
+def find_late(beat: Beat) -> Standing | None:
+    """The first thread that stands still for longer than it may."""
+    return next((one for one in beat.standings if one.limit is not None and one.still_seconds > one.limit), None)
 
 
 END_SECONDS = 2 * GRACE_SECONDS
@@ -228,12 +243,15 @@ class EngineKeeper:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 1.0)
 
-    def end_hung(self, cause: str) -> None:
-        """The engine, one process, hangs: end it, so that it is started again."""
+    def end_hung(self, cause: str, *, has_ranks: bool = False) -> None:
+        """The engine hangs: end it, so that it is started again. The parent of ranks ends these first."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         logger.error("the engine (process %d) hangs: %s", process.pid, cause)
+        if has_ranks:
+            self._end()
+            return
         with suppress(ProcessLookupError):
             process.kill()
 

@@ -192,16 +192,34 @@ class Status(_Message, frozen=True, tag="status"):
         return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
 
 
-class Beat(_Message, frozen=True, tag="beat"):
-    """A sign of life of an engine of one process, again and again.
+class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a thread of a rank stands.
 
     Attributes:
-        doing: what its rounds are doing, for people.
-        still_seconds: for how long a round has not got on; None between rounds.
+        rank: world rank.
+        phase: its kind, for programs: "start", "idle", "orders", "adapters", "guides", "end", "round".
+        doing: the same for people, as in "it stands still …".
+        seconds: since the phase began.
+        still_seconds: since it last got on in it.
+        limit: seconds that it may stand still; None where it may for ever, or is watched elsewhere.
     """
 
+    rank: int
+    phase: str
     doing: str
-    still_seconds: float | None
+    seconds: float
+    still_seconds: float
+    limit: float | None = None
+
+
+class Beat(_Message, frozen=True, tag="beat"):
+    """A sign of life of an engine, again and again.
+
+    Attributes:
+        standings: of the thread that runs the rounds, first of rank 0, and of those that work beside it.
+    """
+
+    standings: tuple[Standing, ...]
 
 
 _OfFront = Begin | Abort | AskStatus | LoadAdapter | DropAdapter | Close

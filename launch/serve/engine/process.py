@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
 from launch.serve.engine.identity import hash_config, hash_files
-from launch.serve.engine.keeper import is_watched
+from launch.serve.engine.keeper import find_late, is_watched
 from launch.serve.engine.messages import (
     Abort,
     AdapterChanged,
@@ -34,6 +35,7 @@ from launch.serve.engine.messages import (
     MessageError,
     MessageStream,
     Ready,
+    Standing,
     Status,
 )
 from launch.serve.engine.outbox import Outbox, Sending
@@ -47,7 +49,7 @@ from trtrun.api.llm_engine import LLMEngine
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
-from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError
+from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.roles.draft_loss import losable_ranks
 
@@ -67,10 +69,33 @@ async def describe_engine(llm: AsyncLLM) -> Ready:
     )
 
 
-def describe_round(llm: AsyncLLM) -> Beat:
-    """What the engine is doing. In any thread."""
-    doing = llm.engine.orchestrator.look()
-    return Beat(doing=doing.words, still_seconds=doing.still_seconds if doing.phase.is_in_round else None)
+def describe_ranks(llm: AsyncLLM) -> Beat:
+    """Where the engine's threads stand. In any thread. Ranks of a job are watched by each other."""
+    is_alone, limit = is_watched(llm.config), llm.config.launch.heartbeat_seconds
+    standings = []
+    for rank, doing in llm.engine.orchestrator.look().items():
+        standings.append(
+            Standing(
+                rank=rank,
+                phase=doing.phase.kind,
+                doing=doing.words,
+                seconds=doing.phase_seconds,
+                still_seconds=doing.still_seconds,
+                limit=limit if is_alone and doing.must_get_on else None,
+            )
+        )
+        for work in doing.beside:
+            standings.append(
+                Standing(
+                    rank=rank,
+                    phase=work.kind,
+                    doing=f"in {work.words}",
+                    seconds=work.seconds,
+                    still_seconds=work.still_seconds,
+                    limit=work.limit if is_alone else None,
+                )
+            )
+    return Beat(standings=tuple(standings))
 
 
 def read_status(engine: LLMEngine) -> Status:
@@ -149,20 +174,23 @@ class _Served:
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._telling: set[asyncio.Task[None]] = set()
+        self._changes: asyncio.Queue[LoadAdapter | DropAdapter] = asyncio.Queue()
+        self._changing: Counter[str] = Counter()
+        self._held: dict[str, Generate] = {}
 
     async def follow(self, messages: MessageStream) -> None:
         """See `serve_front`."""
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
-        if is_watched(self._llm.config):
-            self._telling.add(asyncio.create_task(self._beat()))
+        changing = asyncio.create_task(self._change_adapters())
+        self._telling.add(asyncio.create_task(self._beat()))
         try:
-            await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reading, changing, self._failed), return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 self._failed.result()
-            reading.result()
+            (changing if changing.done() else reading).result()
         finally:
-            tasks = (reading, *self._telling)
+            tasks = (reading, changing, *self._telling)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -173,6 +201,7 @@ class _Served:
                 case Begin():
                     self._begin(message.requests)
                 case Abort():
+                    self._held.pop(message.request_id, None)
                     self._llm.abort(message.request_id)
                 case AskStatus():
                     # The engine answers between two rounds; what comes behind the question does not wait for that.
@@ -180,37 +209,63 @@ class _Served:
                     self._telling.add(telling)
                     telling.add_done_callback(self._telling.discard)
                 case LoadAdapter() | DropAdapter():
-                    await self._change_adapters(message)  # requests behind it may ask for it
+                    self._changing[message.lora_name] += 1
+                    self._changes.put_nowait(message)
                 case Close():
                     return
                 case _:
                     raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
 
-    async def _change_adapters(self, change: LoadAdapter | DropAdapter) -> None:
-        """Load or drop an adapter between two rounds, and tell what came of it."""
+    async def _change_adapters(self) -> None:
+        """Load and drop adapters, one after the other and beside the rounds, and tell what came of each."""
+        while True:
+            change = await self._changes.get()
+            error = await (self._load(change) if isinstance(change, LoadAdapter) else self._drop(change))
+            if isinstance(error, RankFailedError):
+                self._fail(error)
+                return
+            self._outbox.send(AdapterChanged(error=None if error is None else str(error)))
+            name = change.lora_name
+            self._changing[name] -= 1
+            if not self._changing[name]:
+                del self._changing[name]
+                # Whoever names it was to wait for this change, as one of the next engine's first.
+                waited = [one for one in self._held.values() if one.sampling_params().lora_name == name]
+                for request in waited:
+                    del self._held[request.request_id]
+                self._begin(waited)
 
-        def work(engine: LLMEngine) -> None:
-            if isinstance(change, LoadAdapter):
-                engine.load_adapter(change.lora_name, Path(change.path))
-            else:
-                engine.adapters.drop(change.lora_name)
+    async def _load(self, change: LoadAdapter) -> TrtrunError | None:
+        """Why an adapter cannot be loaded; None once requests may name it."""
+        ended: asyncio.Future[TrtrunError | None] = self._loop.create_future()
 
-        error = None
+        def tell(error: TrtrunError | None) -> None:
+            if not ended.done():
+                ended.set_result(error)
+
+        def end(error: TrtrunError | None) -> None:  # in the engine's thread
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(tell, error)
+
         try:
-            await self._llm.call(work)
-        except RankFailedError as failure:
-            self._fail(failure)
-            return
-        except (CheckpointError, InvalidRequestError) as problem:
-            error = str(problem)
-        self._outbox.send(AdapterChanged(error=error))
+            await self._llm.call(lambda engine: engine.begin_adapter(change.lora_name, Path(change.path), end))
+        except TrtrunError as error:
+            return error
+        return await ended
+
+    async def _drop(self, change: DropAdapter) -> TrtrunError | None:
+        try:
+            await self._llm.call(lambda engine: engine.drop_adapter(change.lora_name))
+        except TrtrunError as error:
+            return error
+        return None
 
     async def _beat(self) -> None:
         limit = self._llm.config.launch.heartbeat_seconds
         was_hanging = False
         while True:
-            beat = describe_round(self._llm)
-            is_hanging = beat.still_seconds is not None and beat.still_seconds > limit
+            beat = describe_ranks(self._llm)
+            is_hanging = find_late(beat) is not None
             if is_hanging and not was_hanging:
                 faulthandler.dump_traceback()  # before the front hears it, and may end this process
             was_hanging = is_hanging
@@ -225,12 +280,15 @@ class _Served:
         except InvalidRequestError:
             pass  # it is closed
 
-    def _begin(self, requests: Sequence[Generate]) -> None:
+    def _begin(self, requests: Iterable[Generate]) -> None:
         """The front has checked them; their bad words become tokens, and their guides grammars, here, beside the
-        rounds."""
+        rounds. One that names an adapter which is being loaded waits for that."""
         arrivals = []
         for request in requests:
             sampling = request.sampling_params()
+            if sampling.lora_name is not None and self._changing[sampling.lora_name]:
+                self._held[request.request_id] = request
+                continue
             recipient = Sending(self._outbox, request.request_id, self._hear_failure)
             if sampling.bad_words or sampling.guided:
                 with suppress(InvalidRequestError):  # told when it is added

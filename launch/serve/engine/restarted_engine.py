@@ -14,7 +14,7 @@ from launch.exit_codes import FailedError
 from launch.mpi.mpirun import build_environment
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.identity import hash_config, hash_files
-from launch.serve.engine.keeper import EngineKeeper, EngineWatch, RestartLimit, is_watched
+from launch.serve.engine.keeper import SILENT_TIMES, EngineKeeper, EngineWatch, RestartLimit, is_watched
 from launch.serve.engine.messages import Ready
 from launch.serve.engine.unix_socket import make_name
 from trtrun import __version__
@@ -64,8 +64,9 @@ class RestartedEngine:
         self._first: Ready | None = None
         self._change: str | None = None
         self._keeper: EngineKeeper | None = None
-        launch = config.launch
-        self._watch = EngineWatch(launch.heartbeat_seconds, launch.start_seconds) if is_watched(config) else None
+        launch, self._is_alone = config.launch, is_watched(config)
+        silent = launch.heartbeat_seconds * (1 if self._is_alone else SILENT_TIMES)
+        self._watch = EngineWatch(silent, launch.start_seconds if self._is_alone else None)
 
     async def keep(self, events: EngineEvents) -> int:
         """Start the engine and keep it until `close`, or until it cannot be kept.
@@ -82,8 +83,7 @@ class RestartedEngine:
             events.on_ready()
 
         def lose() -> None:
-            if self._watch is not None:
-                self._watch.forget()
+            self._watch.forget()
             events.on_lost()
             keeper.note_silence()
 
@@ -109,14 +109,15 @@ class RestartedEngine:
 
     async def _watch_on(self, keeper: EngineKeeper) -> None:
         """End an engine that hangs."""
-        if self._watch is None:
-            return
         self.engine.on_beat = self._watch.hear
         while True:
             await asyncio.sleep(self._watch.beat)
             if (cause := self._watch.find_fault()) is not None:
-                keeper.end_hung(cause)
-                self.engine.drop()  # from now on: the kernel may take its time with a process that waits for a device
+                is_in_change = self._watch.late_phase == "adapters"
+                keeper.end_hung(cause, has_ranks=not self._is_alone)
+                self.engine.drop(
+                    cause if is_in_change else None
+                )  # from now on: the kernel may take its time with a process that waits for a device
 
     async def close(self) -> None:
         """Let the engine end; `keep` then returns."""

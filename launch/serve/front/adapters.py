@@ -7,10 +7,11 @@ knows names and paths, and no protocol.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.serve.door.limits import out_of_time
+from launch.serve.door.limits import RETRY_SECONDS, out_of_time
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine.adapters import AdapterChange
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
@@ -20,23 +21,32 @@ from trtrun.configuration.server_config import ServerSection
 from trtrun.core.values import show_value
 from trtrun.errors import ConfigError, nearest, shorten_path
 
+logger = logging.getLogger(__name__)
+
 _LONGEST_NAME = 200
 """Characters."""
 
 
-@dataclass(frozen=True)
+_MOST_WAITING = 16
+"""Changes that wait for the one that the engine is at."""
+
+
+@dataclass
 class AdapterDesk:
-    """Who loads and drops them.
+    """Who loads and drops them: one after the other.
 
     Attributes:
         front: that takes requests.
         directory: below which adapters lie; None where none are loaded.
-        timeout: seconds that the engine may take.
+        timeout: seconds that a client waits.
     """
 
     front: Front
     directory: Path | None
     timeout: float
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _waiting: set[asyncio.Task[None]] = field(default_factory=set)
+    _changing: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, front: Front, section: ServerSection) -> AdapterDesk:
@@ -58,7 +68,8 @@ class AdapterDesk:
             path: of its directory, in the one below which adapters lie, or from the root.
 
         Raises:
-            Refusal: the name is taken or none, the path is not below the directory, or a rank cannot load it.
+            Refusal: the name is taken or none, the path is not below the directory, too many wait, or a rank cannot
+                load it.
         """
         found = self._find(path)
         if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() or name != name.strip():
@@ -86,12 +97,37 @@ class AdapterDesk:
         await self._change(DropAdapter(lora_name=name))
 
     async def _change(self, change: AdapterChange) -> None:
-        """Have the engine do it. Whoever is told that it took too long may find it done later."""
+        """Have the engine do it, once it is done with what was asked before. Who gives up while it waits is not waited
+        for; a change that the engine is at goes on to its end, and counts as if its client had waited."""
+        if len(self._waiting) >= _MOST_WAITING:
+            line = f"{len(self._waiting)} changes of adapters wait for their turn: send the request again later"
+            raise Refusal(Kind.BUSY, line, code="queue_full", retry_after=RETRY_SECONDS)
+        task = asyncio.create_task(self._take_turn(change))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
         try:
             async with asyncio.timeout(self.timeout):
-                await self.front.client.change_adapters(change)
+                await asyncio.shield(task)
         except TimeoutError:
-            raise out_of_time(self.timeout) from None
+            if task is not self._changing:
+                raise out_of_time(self.timeout) from None
+            line = (
+                f"the adapter was not there within {self.timeout:g} s (server.request_timeout_s), and is still loaded"
+            )
+            raise Refusal(Kind.TIMEOUT, f"{line}: /v1/models has it once it is", code="timeout") from None
+        finally:
+            if task is not self._changing:
+                task.cancel()
+            elif not task.done():
+                task.add_done_callback(_take_result)
+
+    async def _take_turn(self, change: AdapterChange) -> None:
+        async with self._turn:
+            task = asyncio.current_task()
+            assert task is not None
+            self._changing = task
+            self._waiting.discard(task)
+            await self.front.client.change_adapters(change)
 
     def _check(self) -> Path:
         if self.directory is None:
@@ -117,3 +153,9 @@ class AdapterDesk:
             line = f"lora_path: there is no directory {show_value(path)} below server.adapter_directory"
             raise Refusal(Kind.INVALID, line, "lora_path")
         return found
+
+
+def _take_result(task: asyncio.Task[None]) -> None:
+    """Of a change whose client has gone: nobody else asks what came of it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.info("a change of adapters, whose client had gone, came to nothing: %s", error)

@@ -6,7 +6,7 @@ Names that begin with `vllm:` are vLLM's, for dashboards that know them. It know
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from launch.serve.engine.messages import Ready, Status
+from launch.serve.engine.messages import Ready, Standing, Status
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 
@@ -122,6 +122,7 @@ class Numbers:
         draft_len: tokens drafted in a round, at most.
         ask_longest_stretch: tells how many seconds the event loop has worked at a stretch.
         ready, status: of the engine; None while there is none, or none that has told it.
+        standings: in which phases its threads are.
         is_hanging: whether the engine is there and does not get on.
     """
 
@@ -130,14 +131,15 @@ class Numbers:
     ask_longest_stretch: Callable[[], float] = lambda: 0.0
     ready: Ready | None = None
     status: Status | None = None
+    standings: Sequence[Standing] = ()
     is_hanging: bool = False
     _before: dict[str, float] = field(default_factory=dict)
     _now: dict[str, float] = field(default_factory=dict)
 
-    def take(self, ready: Ready | None, status: Status | None, is_hanging: bool) -> None:
+    def take(self, ready: Ready | None, status: Status | None, standings: Sequence[Standing], is_hanging: bool) -> None:
         """How the engine stands; no `ready` where there is none, no `status` where it does not say, as in a long
         round: it then stands as it did."""
-        self.ready, self.is_hanging = ready, is_hanging
+        self.ready, self.standings, self.is_hanging = ready, standings, is_hanging
         if ready is None:
             self.status = None
         elif status is not None:
@@ -279,6 +281,7 @@ class Families(Collector):
             yield self._fill(CounterMetricFamily, name, text, self._numbers.total(total))
         for name, text, where in COUNTERS:
             yield self._fill(CounterMetricFamily, name, text, attrgetter(where)(self._numbers), LABELS.get(where))
+        yield self._phases()
         yield self._cache_config()
         yield self._acceptance_length()
 
@@ -287,6 +290,21 @@ class Families(Collector):
         for value, number in found.items() if isinstance(found, Mapping) else [((), found)]:
             if number is not None:
                 family.add_metric([*self._values, *([value] if label else ())], number)  # type: ignore[attr-defined]
+        return family
+
+    def _phases(self) -> Metric:
+        """Of several threads of a rank that do the same the one that has been at it for longest."""
+        longest: dict[tuple[str, str], float] = {}
+        for one in self._numbers.standings:
+            key = (str(one.rank), one.phase)
+            longest[key] = max(one.seconds, longest.get(key, 0.0))
+        family = GaugeMetricFamily(
+            "trtrun:engine_phase_seconds",
+            "For how long each rank has been in the phase that it is in, and other threads of it beside that.",
+            labels=[*self._names, "rank", "phase"],
+        )
+        for (rank, phase), seconds in longest.items():
+            family.add_metric([*self._values, rank, phase], seconds)
         return family
 
     def _cache_config(self) -> Metric:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from launch.serve.engine.messages import Ready, Status
+from launch.serve.engine.messages import Ready, Standing, Status
 from launch.serve.metrics.families import Families, FrontTotals, Numbers
 from launch.serve.metrics.models import ModelRecorder
 from launch.serve.metrics.triton import TritonMetrics, write_exposition
@@ -165,14 +165,21 @@ class FrontMetrics:
         """A request was answered with an error."""
         self.totals.num_refused[str(status)] += 1
 
-    def render(self, ready: Ready | None, status: Status | None, is_hanging: bool = False) -> bytes:
+    def render(
+        self,
+        ready: Ready | None,
+        status: Status | None,
+        standings: Sequence[Standing] = (),
+        is_hanging: bool = False,
+    ) -> bytes:
         """Everything, as Prometheus reads it.
 
         Args:
             ready: what the engine has said at its start; None while there is none.
             status: of the engine just now; None where there is none, or it does not say.
+            standings: in which phases its threads are.
             is_hanging: whether the engine is there and does not get on.
         """
-        self._numbers.take(ready, status, is_hanging)
+        self._numbers.take(ready, status, standings, is_hanging)
         tritons = (family for collector in (self.models, self._triton) for family in collector.collect())
         return generate_latest(self._registry) + write_exposition(tritons)

@@ -16,7 +16,7 @@ from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.front.adapters import AdapterDesk
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.json_bodies import parse_json
-from launch.serve.http.requests import Endpoint, Keys
+from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 
@@ -44,13 +44,13 @@ class AdapterApi:
     async def load(self, request: Request) -> Response:
         """Load an adapter, and answer when requests may name it."""
         name, path = await self._read(request, ("lora_name", "lora_path"))
-        await self._desk.load(name, path)
+        await unless_gone(request, self._desk.load(name, path))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
         """Have requests name an adapter no more."""
         (name,) = await self._read(request, ("lora_name",))
-        await self._desk.drop(name)
+        await unless_gone(request, self._desk.drop(name))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _read(self, request: Request, wanted: Collection[str]) -> list[str]:

@@ -72,15 +72,15 @@ def test_who_looks_from_outside_sees_what_a_round_is_doing(llm: LLM, monkeypatch
     schedule = orchestrator.scheduler.schedule
 
     def look_and_schedule(*given: Any, **more: Any) -> Any:
-        seen.append(orchestrator.look())
+        seen.append(orchestrator.look()[0])
         return schedule(*given, **more)
 
     monkeypatch.setattr(orchestrator.scheduler, "schedule", look_and_schedule)
     llm.engine.add_request("abc", GREEDY)
-    assert orchestrator.look().is_idle
+    assert orchestrator.look()[0].is_idle
     run(llm)
     assert seen[0].phase is Phase.SCHEDULING and all(doing.phase.is_in_round for doing in seen)
-    assert orchestrator.look().is_idle and orchestrator.look().round_index > 0
+    assert orchestrator.look()[0].is_idle and orchestrator.look()[0].round_index > 0
 
 
 def test_an_id_in_use_is_refused_and_is_free_again_at_the_end(llm: LLM) -> None:

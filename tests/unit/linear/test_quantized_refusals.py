@@ -337,6 +337,14 @@ def test_lists_of_modules(entry: str, found: set[int]) -> None:
     assert {at for at, name in enumerate(NAMES) if name in ModuleNames([entry])} == found
 
 
+def test_an_expression_that_takes_too_long_is_refused() -> None:
+    """Python's `re` would take longer than anybody waits for the name that does not match."""
+    assert NAMES[1] not in ModuleNames([r"re:(\w+\.?)+!"])
+    nested = f"re:{'(?:' * 40}.{'{1,2})' * 40}!"
+    with pytest.raises(CheckpointError, match=r"in quantization_config is no expression .* more than 1048576 steps"):
+        assert NAMES[1] in ModuleNames([nested])
+
+
 def test_lists_of_globs() -> None:
     globs = ModuleNames(["model.layers.1.*", "lm_hea?"], are_globs=True)
     assert [name in globs for name in NAMES] == [True, True, False, True]

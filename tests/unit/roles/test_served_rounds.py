@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.served_rank import serve
 from trtrun.timing.phase_clock import HostPhases
-from trtrun.wire.adapter_loads import encode_load
+from trtrun.wire.adapter_loads import AdapterOrder, encode_order
 from trtrun.wire.plans import encode_plan
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
@@ -22,6 +23,10 @@ from trtrun.wire.reports import ReportArrays, RoundTimes
 def plan(round_index: int) -> RoundPlan:
     nothing, none = np.zeros(0, dtype=np.int32), np.zeros((0, 3), dtype=np.int32)
     return RoundPlan(round_index, (), (), none, (), nothing, nothing, nothing, 1)
+
+
+READ = encode_order(AdapterOrder(1, "a", Path("adapter")))
+FILL = encode_order(AdapterOrder(1, slot=2))
 
 
 class Rank:
@@ -42,6 +47,9 @@ class Rank:
             self.is_shut_down = True
             return None
         message = self._messages.popleft()
+        for thread in threading.enumerate():
+            if thread.name == "adapter":
+                thread.join()
         if message is None:
             self._done.add(min(self.rounds()))
             assert until is not None and until()
@@ -54,12 +62,14 @@ class Rank:
         }
 
     def report(self, payload: bytes, kind: int) -> None:
-        self.said.append("report" if kind == 0 else "answer")
+        self.said.append({0: "report", 3: "read"}[kind])
 
-    def load_adapter(self, slot: int, path: Path) -> str:
+    def read_adapter(self, name: str, path: Path) -> Callable[[int], None]:
+        return lambda slot: self.said.append(f"fill {slot}")
+
+    def install_adapter(self, name: str, slot: int, fill: Callable[[int], None]) -> None:
         assert self.activity.look().is_idle, "a rank in a round must get on with it"
-        self.said.append(f"load {slot}")
-        return ""
+        fill(slot)
 
     def launch_round(self, plan: RoundPlan) -> SimpleNamespace:
         number = plan.round_index
@@ -94,16 +104,16 @@ class Rank:
         ),
         (
             True,
-            [encode_plan(plan(0)), encode_plan(plan(1)), encode_load(2, Path("adapter")), None, None],
-            "launch 0, release 0, launch 1, finish 0, report, release 1, finish 1, load 2, answer, report",
+            [encode_plan(plan(0)), READ, encode_plan(plan(1)), FILL, None, None],
+            "launch 0, release 0, read, launch 1, finish 0, report, release 1, finish 1, fill 2, report",
         ),
         (
             False,
-            [encode_plan(plan(0)), encode_plan(plan(1)), encode_load(2, Path("adapter")), None, None],
-            "launch 0, release 0, finish 0, launch 1, release 1, report, release 1, finish 1, load 2, answer, report",
+            [encode_plan(plan(0)), READ, encode_plan(plan(1)), FILL, None, None],
+            "launch 0, release 0, read, finish 0, launch 1, release 1, report, release 1, finish 1, fill 2, report",
         ),
     ],
-    ids=["ahead", "one by one", "before a load", "behind verdicts"],
+    ids=["ahead", "one by one", "with an adapter", "behind verdicts"],
 )
 def test_a_round_is_released_once_the_one_before_is_told(
     may_be_followed: bool, messages: list[bytes | None], expected: str

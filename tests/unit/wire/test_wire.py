@@ -15,7 +15,7 @@ from trtrun.core.nouns import LogitsPart, PrefillChunk, RoundPlan, RowAdmission,
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
-from trtrun.wire.adapter_loads import decode_load, encode_load
+from trtrun.wire.adapter_loads import AdapterOrder, decode_order, decode_read, encode_order, encode_read
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 
@@ -118,8 +118,10 @@ def test_a_plan_comes_back_as_it_was(plan: RoundPlan) -> None:
 
 def test_what_is_asked_of_adapters_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "ä b"
-    assert decode_load(encode_load(7, path)) == (7, path)
-    assert decode_load(encode_request(Request.START, 3)) is None
+    for order in (AdapterOrder(3, "ä", path), AdapterOrder(3, slot=7), AdapterOrder(3)):
+        assert decode_order(encode_order(order)) == order
+    assert decode_order(encode_request(Request.START, 3)) is None
+    assert decode_read(encode_read(3, "ä")) == (3, "ä")
 
 
 def come_back(report: ReportArrays) -> RoundReport:

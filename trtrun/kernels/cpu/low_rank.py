@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from trtrun.kernels.line_slots import LineSlots
-from trtrun.kernels.torch.low_rank import Factors, LowRank, LowRankShape
+from trtrun.kernels.torch.low_rank import Factors, Install, LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product
 
 _RANKS = 8
@@ -32,7 +32,7 @@ class CpuLowRank(LowRank):
         self._product = product
         self._slots: dict[int, tuple[Product, list[tuple[slice, slice, Product]]]] = {}
 
-    def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
+    def prepare(self, factors: Sequence[Factors | None]) -> Install:
         """See LowRank."""
         downs, ups, start, rank = [], [], 0, 0
         for outputs, of_matrix in zip(self._shape.outputs, factors, strict=True):
@@ -44,9 +44,14 @@ class CpuLowRank(LowRank):
                 ups.append((slice(start, start + outputs), slice(rank, end), self._product(up)))
                 rank = end
             start += outputs
-        self._slots.pop(slot, None)
-        if downs:
-            self._slots[slot] = self._product(torch.cat(downs)), ups
+        filled = (self._product(torch.cat(downs)), ups) if downs else None
+
+        def install(slot: int) -> None:
+            self._slots.pop(slot, None)
+            if filled is not None:
+                self._slots[slot] = filled
+
+        return install
 
     def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
         """See LowRank."""

@@ -26,6 +26,10 @@ class Factors(NamedTuple):
     up: torch.Tensor
 
 
+Install = Callable[[int], None]
+"""Fills a slot that no line has with an adapter that is ready. In the thread that computes, between two forwards."""
+
+
 class LowRankShape(NamedTuple):
     """A linear layer with adapters.
 
@@ -51,8 +55,13 @@ class LowRank(ABC):
     """What adapters add to one linear layer."""
 
     @abstractmethod
+    def prepare(self, factors: Sequence[Factors | None]) -> Install:
+        """Make an adapter ready, in the order of the layer's matrices; None where it leaves one as it is. Any thread
+        may do so while others compute."""
+
     def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
-        """Fill a slot, in the order of the layer's matrices; None where an adapter leaves one as it is."""
+        """Fill a slot at once; see `prepare`."""
+        self.prepare(factors)(slot)
 
     @abstractmethod
     def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
@@ -83,8 +92,11 @@ class StackedFactors(LowRank):
         self.down = torch.zeros((shape.num_slots, rows, shape.inputs), dtype=dtype, device=device)
         self.up = torch.zeros((shape.num_slots, sum(shape.outputs), shape.max_rank), dtype=dtype, device=device)
 
-    def put(self, slot: int, factors: Sequence[Factors | None]) -> None:
+    def prepare(self, factors: Sequence[Factors | None]) -> Install:
         """See LowRank."""
+        return lambda slot: self._fill(slot, factors)
+
+    def _fill(self, slot: int, factors: Sequence[Factors | None]) -> None:
         shape, start = self.shape, 0
         down, up = self.down[slot - 1], self.up[slot - 1]
         down.zero_()

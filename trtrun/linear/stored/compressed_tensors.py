@@ -21,12 +21,13 @@ from trtrun.linear.stored.packed_layout import PackedLayout
 from trtrun.linear.stored.settings import (
     Activations,
     ModuleNames,
-    matches,
+    meaning,
     read_group_size,
     read_names,
     read_section,
     refuse,
 )
+from trtrun.module_patterns import Steps
 
 _METHOD = "compressed-tensors"
 
@@ -42,9 +43,13 @@ def parse(values: Mapping[str, Any]) -> StoredQuantizations:
     refuse({"sparsity": sparsity.get("format")}, "sparsity", "dense", method=_METHOD, default="dense")
     if read_section(values, "transform_config"):
         raise CheckpointError(f"{_METHOD} weights with a transform_config (rotations) are not supported")
-    plain = ModuleNames(read_names(values, "ignore"))
+    steps = Steps()
+    plain = ModuleNames(read_names(values, "ignore"), steps)
     groups = [
-        (read_names(group, "targets"), _read_group(group, values.get("format")))
+        (
+            [(_rank(target), meaning(target, steps)) for target in read_names(group, "targets")],
+            _read_group(group, values.get("format")),
+        )
         for group in _list_groups(read_section(values, "config_groups"), has_kv=bool(values.get("kv_cache_scheme")))
     ]
 
@@ -53,10 +58,7 @@ def parse(values: Mapping[str, Any]) -> StoredQuantizations:
         if module in plain:
             return None
         found = [
-            (_rank(target), -at, held)
-            for at, (targets, held) in enumerate(groups)
-            for target in targets
-            if matches(target, module)
+            (rank, -at, held) for at, (targets, held) in enumerate(groups) for rank, means in targets if means(module)
         ]
         return max(found, key=lambda it: it[:2])[2] if found else None
 

@@ -22,7 +22,6 @@ from trtrun.linear.stored.layout import Codes, StoredLinear, codes_of_groups, cu
 from trtrun.linear.stored.packed_layout import read_order
 from trtrun.linear.stored.settings import (
     ModuleNames,
-    check_expression,
     everywhere,
     read_group_size,
     read_names,
@@ -159,6 +158,5 @@ def _read_exceptions(values: Mapping[str, Any]) -> list[str]:
                 f"gptq weights with settings of some modules (dynamic: {shorten(key)}: {shorten(changes)}) are not "
                 "supported"
             )
-        check_expression(key.removeprefix("-:"))
         names.append(f"re:{key.removeprefix('-:')}")
     return names

@@ -5,13 +5,14 @@ It knows JSON values. It does not know formats.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Literal
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import Quantization, StoredQuantizations
+from trtrun.module_patterns import Steps, TooManyStepsError, start_matcher
 
 Activations = Literal["none", "token", "group", "static"]
 """What a checkpoint was made to round activations by: not at all; by each token's largest number; by that of each group
@@ -32,47 +33,56 @@ class ModuleNames:
     "mlp.gate"), an expression ("re:.*q_proj$"), or with `are_globs` a pattern of a shell ("model.layers.0.*").
     """
 
-    def __init__(self, entries: Sequence[str], *, are_globs: bool = False) -> None:
-        self._entries, self._are_globs = tuple(entries), are_globs
+    def __init__(self, entries: Sequence[str], steps: Steps | None = None, *, are_globs: bool = False) -> None:
+        """`steps` are those that its expressions share with others of the file."""
+        steps = Steps() if steps is None else steps
+        self._means = [meaning(entry, steps, is_glob=are_globs) for entry in entries]
 
     def __contains__(self, module: object) -> bool:
-        return any(matches(entry, str(module), is_glob=self._are_globs) for entry in self._entries)
+        return any(means(str(module)) for means in self._means)
 
 
-def matches(entry: str, module: str, *, is_glob: bool = False) -> bool:
-    """Whether an entry of a list means a module; see ModuleNames."""
-    if entry.startswith(_EXPRESSION):
-        return re.match(entry.removeprefix(_EXPRESSION), module) is not None
-    if is_glob and any(sign in entry for sign in "*?["):
-        return fnmatchcase(module, entry)
-    return entry == _CLASS or f".{entry.strip('.')}." in f".{module}."
-
-
-def check_expression(expression: str) -> None:
-    """Refuse a text that is no regular expression.
+def meaning(entry: str, steps: Steps, *, is_glob: bool = False) -> Callable[[str], bool]:
+    """Tells whether an entry of a list means a module, see ModuleNames; raises a CheckpointError where expressions take
+    more than `steps`.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is an expression that cannot be used.
     """
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise CheckpointError(f"{shorten(expression)} in quantization_config is no expression: {error}") from None
+    if entry.startswith(_EXPRESSION):
+        expression = entry.removeprefix(_EXPRESSION)
+        try:
+            matches = start_matcher(expression, steps)
+        except ValueError as error:
+            raise _refused(expression, error) from None
+
+        @cache
+        def means(module: str) -> bool:
+            try:
+                return matches(module)
+            except TooManyStepsError as error:
+                raise _refused(expression, error) from None
+
+        return means
+    if is_glob and any(sign in entry for sign in "*?["):
+        return lambda module: fnmatchcase(module, entry)
+    return lambda module: entry == _CLASS or f".{entry.strip('.')}." in f".{module}."
+
+
+def _refused(expression: str, error: ValueError) -> CheckpointError:
+    return CheckpointError(f"{shorten(expression)} in quantization_config is no expression that can be used: {error}")
 
 
 def read_names(values: Mapping[str, Any], *keys: str) -> list[str]:
     """The texts of the first of several keys that is there; none where it is null, too.
 
     Raises:
-        CheckpointError: it is no list of texts, or one of them an expression that is none.
+        CheckpointError: it is no list of texts.
     """
     key = next((key for key in keys if values.get(key) is not None), None)
     names = [] if key is None else values[key]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"'{key}' of quantization_config must be a list of modules, not {shorten(names)}")
-    for name in names:
-        if name.startswith(_EXPRESSION):
-            check_expression(name.removeprefix(_EXPRESSION))
     return names
 
 

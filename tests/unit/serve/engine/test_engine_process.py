@@ -11,7 +11,8 @@ from engine_messages import run
 
 from launch.serve.engine.messages import Beat, Message
 from launch.serve.engine.process import _Served
-from parallel.watchdog.activity import Doing, Phase
+from parallel.watchdog.activity import Beside, Doing, Phase
+from trtrun.configuration.config import make_config
 from trtrun.errors import RankFailedError
 
 
@@ -25,26 +26,40 @@ class Sent:
         self.messages.put_nowait(message)
 
 
+BESIDE = Beside("adapters", "loading adapter 'x'", 301.0, 400.0, 300.0)
+
+
 @pytest.mark.parametrize(
-    ("doing", "beat", "is_shown"),
+    ("doing", "told", "is_shown"),
     [
-        (Doing(Phase.IDLE, 7, still_seconds=99.0), Beat(doing="idle after round 7", still_seconds=None), False),
-        (Doing(Phase.VERIFYING, 8, 9.0), Beat(doing="in round 8 (verifying)", still_seconds=9.0), False),
-        (Doing(Phase.VERIFYING, 8, 11.0), Beat(doing="in round 8 (verifying)", still_seconds=11.0), True),
+        (Doing(Phase.IDLE, 7, still_seconds=99.0), [("idle", "idle after round 7", 99.0, None)], False),
+        (Doing(Phase.IDLE, 7, 9.0, ticks=True), [("idle", "idle after round 7", 9.0, 10.0)], False),
+        (Doing(Phase.IDLE, 7, 11.0, ticks=True), [("idle", "idle after round 7", 11.0, 10.0)], True),
+        (Doing(Phase.VERIFYING, 8, 9.0), [("round", "in round 8 (verifying)", 9.0, 10.0)], False),
+        (Doing(Phase.VERIFYING, 8, 11.0), [("round", "in round 8 (verifying)", 11.0, 10.0)], True),
+        (Doing(Phase.ORDERED, 8, 11.0), [("orders", "doing what was asked between rounds", 11.0, 10.0)], True),
+        (
+            Doing(Phase.VERIFYING, 8, 9.0, beside=(BESIDE,)),
+            [("round", "in round 8 (verifying)", 9.0, 10.0), ("adapters", "in loading adapter 'x'", 301.0, 300.0)],
+            True,
+        ),
     ],
 )
-def test_an_engine_tells_what_its_rounds_are_doing(
-    doing: Doing, beat: Beat, is_shown: bool, capfd: pytest.CaptureFixture[str]
+def test_an_engine_tells_where_its_threads_stand(
+    doing: Doing, told: list[Any], is_shown: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    devices = {"target": {"model": "asset:target", "devices": ["cpu:0"]}, "launch": {"heartbeat_seconds": 10.0}}
     llm: Any = SimpleNamespace(
-        config=SimpleNamespace(launch=SimpleNamespace(heartbeat_seconds=10.0)),
-        engine=SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: doing)),
+        config=make_config(devices),
+        engine=SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: {0: doing})),
     )
 
     async def work() -> None:
         sent: Any = Sent()
         beating = asyncio.create_task(_Served(llm, sent)._beat())
-        assert await sent.messages.get() == beat
+        beat = await sent.messages.get()
+        assert isinstance(beat, Beat)
+        assert [(one.phase, one.doing, one.still_seconds, one.limit) for one in beat.standings] == told
         beating.cancel()
 
     run(work())

@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 
 from launch.serve.engine.keeper import EngineWatch, is_watched
-from launch.serve.engine.messages import Beat
+from launch.serve.engine.messages import Beat, Standing
 from trtrun.configuration.config import make_config
 
-BETWEEN = Beat(doing="idle after round 7", still_seconds=None)
+
+def beat(*standings: tuple[str, float, float | None]) -> Beat:
+    """Of threads that do something, stand still in it for so long, and may for so long."""
+    return Beat(
+        standings=tuple(
+            Standing(rank=0, phase="round", doing=doing, seconds=still, still_seconds=still, limit=limit)
+            for doing, still, limit in standings
+        )
+    )
+
+
+BETWEEN = beat(("idle after round 7", 0.5, 60.0))
 
 
 class Clock:
@@ -46,9 +57,29 @@ def test_an_engine_that_tells_nothing_any_more_hangs() -> None:
 def test_a_round_that_stands_still_hangs_and_a_rest_does_not() -> None:
     watch, clock = watch_of()
     assert pass_by(watch, clock, 500, BETWEEN) is None
-    assert pass_by(watch, clock, 500, Beat(doing="in round 8 (verifying)", still_seconds=59.0)) is None
-    still = Beat(doing="in round 8 (verifying)", still_seconds=61.0)
+    assert pass_by(watch, clock, 500, beat(("in round 8 (verifying)", 59.0, 60.0))) is None
+    assert watch.late_phase is None
+    still = beat(("in round 8 (verifying)", 61.0, 60.0))
     assert pass_by(watch, clock, 1, still) == "it stands still in round 8 (verifying) for longer than 60 s"
+    assert watch.late_phase == "round"
+
+
+def test_each_thread_has_a_limit_of_its_own() -> None:
+    watch, clock = watch_of()
+    reading = ("in loading adapter 'x'", 299.0, 300.0)
+    assert pass_by(watch, clock, 500, beat(("idle after round 7", 0.5, 60.0), reading)) is None
+    assert pass_by(watch, clock, 500, beat(("in round 8 (verifying)", 99.0, None), reading)) is None
+    late = ("in loading adapter 'x'", 301.0, 300.0)
+    cause = "it stands still in loading adapter 'x' for longer than 300 s"
+    assert pass_by(watch, clock, 1, beat(("in round 8 (verifying)", 0.5, 60.0), late)) == cause
+
+
+def test_the_start_of_a_job_of_ranks_is_watched_by_these() -> None:
+    clock = Clock()
+    watch = EngineWatch(120.0, None, clock)
+    assert pass_by(watch, clock, 9000) is None
+    watch.hear(BETWEEN)
+    assert pass_by(watch, clock, 122) == "it is silent for 120 s, last seen idle after round 7"
 
 
 def test_an_engine_that_is_not_up_in_time_hangs_and_the_next_one_has_its_own_time() -> None:

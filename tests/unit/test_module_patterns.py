@@ -10,12 +10,11 @@ import pytest
 from adapters import edit_adapter, make_adapter
 from checkpoints import make_checkpoint
 
-from trtrun.adapters import module_patterns
 from trtrun.adapters.lora_config import read_lora_config
 from trtrun.adapters.lora_files import LoraFiles, adaptable_modules
-from trtrun.adapters.module_patterns import end_matcher, whole_matcher
 from trtrun.errors import CheckpointError
 from trtrun.models.config import read_model_config
+from trtrun.module_patterns import Steps, TooManyStepsError, end_matcher, start_matcher, whole_matcher
 
 ENDLESS = r"(\w+\.?)+!"
 """Python's `re` doubles its time with each letter of a name."""
@@ -44,6 +43,8 @@ NAMES = [
 def test_patterns_match_what_re_matches(pattern: str) -> None:
     matches = whole_matcher(pattern)
     assert [matches(name) for name in NAMES] == [re.fullmatch(pattern, name) is not None for name in NAMES]
+    starts = start_matcher(pattern)
+    assert [starts(name) for name in NAMES] == [re.match(pattern, name) is not None for name in NAMES]
 
 
 def make_pattern(chance: random.Random, depth: int) -> str:
@@ -71,9 +72,21 @@ def test_any_patterns_match_what_re_matches() -> None:
 
 def test_patterns_of_ends_are_whole_parts() -> None:
     name = "model.layers.1.mlp.up_proj"
-    ends = ("up_proj", r"mlp\.up_proj", "mlp.(up|down)_proj", "^model", "^model.layers.1.mlp", name, "^.*layers.1")
+    ends = (
+        "up_proj",
+        r"mlp\.up_proj",
+        "mlp.up.proj$",
+        "mlp.(up|down)_proj",
+        "^model",
+        "^model.layers.1.mlp",
+        name,
+        "^.*layers.1",
+    )
     assert all(end_matcher(pattern)(name) for pattern in ends)
-    assert not any(end_matcher(pattern)(name) for pattern in ("p_proj", "p.*_proj", "^layers", "mlp", "^.*layers.0"))
+    assert not any(
+        end_matcher(pattern)(name)
+        for pattern in ("p_proj", "p.*_proj", "^layers", "mlp", "^.*layers.0", "^model$", r"up\.proj")
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,24 +106,30 @@ def test_what_patterns_may_not_be(pattern: str, line: str) -> None:
         whole_matcher(pattern)
 
 
-def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every set of places that is taken on by a character."""
-    steps: list[str] = []
-    character = module_patterns._character
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ENDLESS, "(.|.)+!", "((.?){99}){99}!", r"((\w|\.){2,}){2,}!", "(.*)*" * 9 + "!",
+        "(?=.*" * 12 + "zz" + ")" * 12 + ".*", "(?!.*" * 12 + "zz" + ")" * 12 + ".*zz", "(?:(?=.*x)(?!.*y)[^x])*",
+    ],
+)  # fmt: skip
+def test_no_pattern_goes_back(pattern: str) -> None:
+    """Each look-ahead is found once for all places of a name, whatever stands within it."""
+    steps = Steps()
+    assert not whole_matcher(pattern, steps)("model.layers.0.self_attn.q_proj")
+    assert steps.most - steps.left < 4000
 
-    def counted(mask: module_patterns.Mask) -> module_patterns.Step:
-        step = character(mask)
-        return lambda name, places: (steps.append(name), step(name, places))[1]
 
-    monkeypatch.setattr(module_patterns, "_character", counted)
-    return steps
-
-
-@pytest.mark.parametrize("pattern", [ENDLESS, "(.|.)+!", "((.?){99}){99}!", r"((\w|\.){2,}){2,}!", "(.*)*" * 9 + "!"])
-def test_no_pattern_goes_back(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = count_steps(monkeypatch)
-    assert not whole_matcher(pattern)("model.layers.0.self_attn.q_proj")
-    assert len(steps) < 2000
+def test_patterns_that_take_too_many_steps_are_refused_together() -> None:
+    nested = f"{'(?:' * 40}.{'{1,2})' * 40}!"
+    with pytest.raises(TooManyStepsError, match="takes more than 5000 steps to match"):
+        whole_matcher(nested, Steps(5000))(NAMES[0])
+    steps = Steps(5000)
+    matchers = [whole_matcher(".*a.*b.*x", steps), end_matcher("q_proj", steps)]
+    with pytest.raises(TooManyStepsError):
+        for number in range(5000):
+            assert not any(matches(f"layers.{number}") for matches in matchers)
+    assert number > 100
 
 
 def test_hostile_patterns_of_adapters_are_answered(tmp_path: Path) -> None:
@@ -122,25 +141,19 @@ def test_hostile_patterns_of_adapters_are_answered(tmp_path: Path) -> None:
     assert list(LoraFiles(path, model, 16).modules) == ["model.layers.0.self_attn.q_proj"]
     usual = {"exclude_modules": None, "alpha_pattern": None, "rank_pattern": None, "target_modules": ["x"]}
     for key, value, line in (
+        ("target_modules", f"{'(?:' * 40}.{'{1,2})' * 40}!", "target_modules: .* takes more than 1048576 steps"),
         ("alpha_pattern", {".*" * 4097: 1}, "alpha_pattern has regular expressions of 8194 characters"),
         ("target_modules", ".*" * 4097, "target_modules has regular expressions of 8194 characters"),
         ("rank_pattern", {f"x{n}": 1 for n in range(16385)}, "rank_pattern names 16385 modules; more than 16384"),
         ("exclude_modules", ["x"] * 16385, "exclude_modules names 16385 modules; more than 16384"),
     ):
         with pytest.raises(CheckpointError, match=line):
-            read_lora_config(edit_adapter(path, **{**usual, key: value}))
+            LoraFiles(edit_adapter(path, **{**usual, key: value}), model, 16)
 
 
-def test_a_pattern_for_each_module_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more than `re` remembers, which would compile each anew for each module."""
+def test_a_pattern_for_each_module_takes_a_part_of_the_steps(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", num_hidden_layers=75)
-    model = read_model_config(target)
-    path = make_adapter(tmp_path / "a", target, rank_pattern={module: 4 for module in adaptable_modules(model)}, rank=9)
-    made: list[str] = []
-    compile_ = re.compile
-    monkeypatch.setattr(re, "compile", lambda pattern, flags=0: (made.append(pattern), compile_(pattern, flags))[1])
-    monkeypatch.setattr(re, "match", None)
+    modules = adaptable_modules(read_model_config(target))
+    path = make_adapter(tmp_path / "a", target, rank_pattern=dict.fromkeys(modules, 4), rank=9)
     config = read_lora_config(path)
-    count = len(made)
-    assert {config.rank_of(module) for module in adaptable_modules(model)} == {4}
-    assert len(made) == count <= 2 * 525 + 10
+    assert len(modules) == 525 and {config.rank_of(module) for module in modules} == {4}
