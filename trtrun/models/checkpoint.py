@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine, was_built
-from trtrun.configuration.hub_cache import mend_download
+from trtrun.configuration.hub_cache import fetch_again, mend_download
 from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.damage import describe_damage
@@ -146,6 +146,11 @@ class Checkpoint:
     def _read_header(self, file: Path) -> None:
         with reading(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
             for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
+                if name in self._file_of:  # of which one would win by the order of files, whatever the index says
+                    raise CheckpointError(
+                        f"{self.path}: tensor {shorten(name)} is in {self._file_of[name].name} and in {file.name}, and "
+                        f"may be in one file alone: {fetch_again(self.path, 'copy or save the model again')}"
+                    )
                 piece = handle.get_slice(name)
                 self._file_of[name] = file
                 self._shapes[name] = tuple(piece.get_shape())
