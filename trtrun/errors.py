@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
+from types import TracebackType
 
 
 class TrtrunError(Exception):
@@ -38,6 +39,33 @@ class PromptTooLongError(InvalidRequestError):
 
 class StartError(TrtrunError):
     """A rank could not start, for a reason that the user can mend; the message is the rank's own."""
+
+
+class LibraryPanicError(TrtrunError):
+    """A library that is written in Rust gave up in the middle of a call; what was asked of it is not done."""
+
+
+class RustLibrary(ContextDecorator):
+    """Calls of a library that is written in Rust, as a `with` block or around a function: its panics are errors.
+
+    What pyo3 makes of a panic is no `Exception`, so that code which is ready for every error lets it pass, and threads,
+    tasks and whole processes end by it. Nothing else is taken up: KeyboardInterrupt and SystemExit go on.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Take the library's name, for messages."""
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raise a LibraryPanicError in place of a panic."""
+        # Each library has a class of its own, which cannot be imported.
+        if kind is not None and (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException"):
+            raise LibraryPanicError(f"the library {self._name} panicked: {_one_line(str(error), 200)}") from None
 
 
 class QueueFullError(InvalidRequestError):
@@ -96,6 +124,8 @@ def reading(file: object, error: type[TrtrunError]) -> Iterator[None]:
     """
     try:
         yield
+    except LibraryPanicError as panic:
+        raise error(f"{file} cannot be used: {panic}") from None
     except TrtrunError:
         raise
     except RecursionError:

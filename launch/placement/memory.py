@@ -28,7 +28,7 @@ from trtrun.start.memory_requirements import (
     resolve_dtype,
     store_bytes_per_block,
 )
-from trtrun.start.model_settings import read_target_heads, target_context
+from trtrun.start.model_settings import read_target_heads, row_context
 from trtrun.start.rank_heads import demand_apart
 from trtrun.start.startup import device_of
 
@@ -92,7 +92,7 @@ class JobMemory:
             heads = read_target_heads(config, target.model)
         except NoWeightsError:
             heads = None
-        return cls(config, topology, draft, target, target_context(config, target.model), heads)
+        return cls(config, topology, draft, target, row_context(config, target.model), heads)
 
     @property
     def heads_on_target(self) -> HeadsPlan | None:

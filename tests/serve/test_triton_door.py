@@ -46,14 +46,17 @@ def test_keys_tls_ids_and_the_time_of_a_request(
     logs = tmp_path / "logs"
     with serving(config, *words, "--log-dir", str(logs)) as server:
         with grpcclient.InferenceServerClient(server.grpc_address, ssl=True, root_certificates=str(cert)) as client:
-            assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ensemble")
+            assert client.is_server_live() and client.is_server_ready()
             unauthenticated = str(grpc.StatusCode.UNAUTHENTICATED)
             for headers in ({}, {"authorization": "Bearer third"}, {"authorization": "second"}):
                 assert status_of(client, short, headers=headers) == unauthenticated
                 with pytest.raises(InferenceServerException) as caught:
                     client.get_server_metadata(headers=headers)
                 assert caught.value.status() == unauthenticated
+                with pytest.raises(InferenceServerException, match="API key"):  # as of its form over HTTP
+                    client.is_model_ready("ensemble", headers=headers)
             known = {"authorization": "Bearer second", "x-request-id": "mine"}
+            assert client.is_model_ready("ensemble", headers=known)
             result = client.infer("ensemble", inputs_of("grpc", short), headers=known)
             assert result.as_numpy("text_output").shape == (1,)
             long = of_text("a secret", {"max_tokens": 900, "end_id": -1, "num_return_sequences": 4})
@@ -61,7 +64,7 @@ def test_keys_tls_ids_and_the_time_of_a_request(
         with httpx.Client(
             base_url=server.url, verify=ssl.create_default_context(cafile=str(cert)), timeout=PATIENCE
         ) as client:
-            for path in ("/v2", "/v2/models/ensemble", "/v2/models/stats"):
+            for path in ("/v2", "/v2/models/ensemble", "/v2/models/ensemble/ready", "/v2/models/stats"):
                 answer = client.get(path)
                 assert answer.status_code == 401 and "API key" in answer.json()["error"]
                 assert client.get(path, headers={"authorization": "Bearer first"}).status_code == 200

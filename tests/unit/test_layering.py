@@ -210,7 +210,6 @@ FORBIDDEN = {
     ("trtrun.wire", "trtrun.core.outputs"),
     ("trtrun.timing", "trtrun.core.outputs"),
     *product(("trtrun.configuration", "trtrun.tokens"), (f"trtrun.{room}" for room in ROOTS)),
-    *product(("trtrun.tokens.detokenizer", "trtrun.tokens.decoders"), ("trtrun.errors",)),
     *product(("trtrun.api.prompts", "trtrun.api.deltas"), ("trtrun.start", "trtrun.roles", "trtrun.timing")),
     *product((f"trtrun.{room}" for room in UNTIMED), ("trtrun.timing",)),
 }

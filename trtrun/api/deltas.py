@@ -27,6 +27,7 @@ def make_delta(
     logprobs: Sequence[TokenLogprobs] | None,
     vocab_size: int,
     logits: np.ndarray | None = None,
+    text: str = "",
 ) -> CompletionDelta:
     """The delta of one row's result.
 
@@ -36,6 +37,7 @@ def make_delta(
         logprobs: of the row's verdict; None where it asked for none.
         vocab_size: tokens that the target may choose from.
         logits: [tokens, vocab] float32 of the row's verdict; None where it asked for none.
+        text: that the round added, from `new_text`.
     """
     completion, gained = result.completion, result.new_token_ids
     reason = completion.finish_reason
@@ -43,7 +45,7 @@ def make_delta(
         request_id,
         index,
         tuple(gained),
-        new_text(completion, gained),
+        text,
         completion.statistics,
         _asked_logprobs(completion, logprobs, len(gained)) if logprobs is not None else None,
         None if reason is None else str(reason),
@@ -84,7 +86,10 @@ def _prompt_logits(completion: Completion) -> Logits | None:
 
 
 def _why_failed(completion: Completion, vocab_size: int) -> str:
-    """What is known of a row for which the target had no token: what it lists forbids a token each, at most."""
+    """What is known of a row whose text cannot be made, or for which the target had no token: what it lists forbids a
+    token each, at most."""
+    if completion.text is not None and completion.text.failure is not None:
+        return completion.text.failure
     if completion.request.sampling.guided is not None:
         return GUIDE_ENDED
     lists = completion.request.lists

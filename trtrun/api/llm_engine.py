@@ -26,11 +26,19 @@ from trtrun.api.adapters import AdapterTable, check_adapter
 from trtrun.api.deltas import make_delta, make_lost_delta, new_text
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.core.nouns import FinishReason
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
 from trtrun.engine.prompt_tiles import tile_width
-from trtrun.errors import CheckpointError, InvalidRequestError, RankFailedError, TrtrunError, one_line
+from trtrun.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    LibraryPanicError,
+    RankFailedError,
+    TrtrunError,
+    one_line,
+)
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.roles.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
@@ -252,7 +260,10 @@ class LLMEngine:
         if self.tokenizer is not None:
             stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
             ends = self._prompts.end_token_ids
-            detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
+            try:
+                detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
+            except LibraryPanicError as panic:
+                raise InvalidRequestError(f"the prompt's tokens cannot be made text: {panic}") from None
             text = CompletionText(detokenizer, stop, keeps_stop)
         stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
@@ -432,12 +443,16 @@ class LLMEngine:
         completion = gain.result.completion
         completion_id = completion.request.request_id
         request, index = self._owners[completion_id]
+        text = new_text(completion, gain.result.new_token_ids)
+        if completion.text is not None and completion.text.failure is not None:
+            self.scheduler.cancel(completion_id)  # unless it has just ended
+            completion.finish(FinishReason.ERROR, time.perf_counter())
         if completion.finish_reason is not None:
             del self._owners[completion_id], request.going_on[completion_id]
             if not request.going_on:
                 del self._requests[request.request_id]
             self.orchestrator.totals.add_request(completion.statistics)
-        return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size, gain.logits)
+        return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size, gain.logits, text)
 
     def _recover(self) -> None:
         """After an exception from the middle of a round: forget all requests, so that the next one finds all whole.

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from trtrun.configuration.launch_config import Section
 from trtrun.configuration.yaml_source import describe_kind
-from trtrun.errors import MOST_SHOWN, ConfigError, nearest, shorten
+from trtrun.errors import MOST_SHOWN, ConfigError, LibraryPanicError, RustLibrary, nearest, shorten
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -30,7 +30,10 @@ def check_section(kind: type[AnySection], values: object, where: str, path: Sequ
         ConfigError: one line that names the file and the key.
     """
     try:
-        return kind.model_validate(values)
+        with RustLibrary("pydantic"):
+            return kind.model_validate(values)
+    except LibraryPanicError as panic:
+        raise ConfigError(f"{where} cannot be used: {panic}") from None
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first_problem(error, kind, path)}") from None
 

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from trtrun.core.guide import Guide
-from trtrun.errors import InvalidRequestError
+from trtrun.errors import InvalidRequestError, LibraryPanicError, RustLibrary
 from trtrun.guiding.bounds import check_bounds, limits
 from trtrun.guiding.complaints import WORDS, complaint, in_words
 from trtrun.guiding.json_schemas import closed
@@ -93,9 +93,7 @@ class Grammars:
             check_bounds(guide)
             self._check_literals(guide)
         started = time.thread_time()
-        matcher = LLMatcher(self._tokens, _grammar(guide), log_level=0, limits=limits())
-        if matcher.is_error():
-            raise InvalidRequestError(complaint(guide, matcher.get_error()))
+        matcher = _build(self._tokens, guide)
         if not anew:
             self._check_first(guide, matcher.deep_copy())
         with self._lock:
@@ -135,6 +133,22 @@ class Grammars:
             raise InvalidRequestError(
                 f"guided: the {WORDS[guide.kind]} leaves no choice for {forced} tokens; {_MOST_FORCED} are the most"
             )
+
+
+def _build(tokens: LLTokenizer, guide: Guide) -> LLMatcher:
+    """A matcher at the start of a text.
+
+    Raises:
+        InvalidRequestError: the guide is wrong, or the library gives up on it.
+    """
+    try:
+        with RustLibrary("llguidance"):
+            matcher = LLMatcher(tokens, _grammar(guide), log_level=0, limits=limits())
+            if matcher.is_error():
+                raise InvalidRequestError(complaint(guide, matcher.get_error()))
+            return matcher
+    except LibraryPanicError as panic:
+        raise InvalidRequestError(f"guided: the {WORDS[guide.kind]} cannot be followed: {panic}") from None
 
 
 def _grammar(guide: Guide) -> str:

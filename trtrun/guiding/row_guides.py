@@ -154,7 +154,7 @@ class RowGuides:
             matcher = self._grammars.matcher(guide, anew=anew)
         except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
             return None
-        except BaseException:  # among them the grammar engine's own panics; no other row is to lose by it
+        except Exception:  # no other row is to lose by it
             logger.exception("a guide could not be built")
             return None
         return matcher if anew else self._go_on(guide, matcher, output)

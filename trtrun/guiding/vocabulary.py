@@ -12,7 +12,7 @@ from threading import Lock
 
 from llguidance import LLTokenizer
 
-from trtrun.errors import InvalidRequestError, one_line
+from trtrun.errors import InvalidRequestError, RustLibrary, one_line
 from trtrun.tokens.text import Tokenizer
 
 _lock = Lock()
@@ -66,6 +66,7 @@ class Spelling:
 def _read(spelling: Spelling) -> LLTokenizer | str:
     """The tokens, or why they cannot be read: trying again takes as long, and each row of a start's rounds asks."""
     try:
-        return LLTokenizer(spelling.tokenizer, n_vocab=spelling.vocab_size, eos_token=[*spelling.eos_token_ids])
+        with RustLibrary("llguidance"):
+            return LLTokenizer(spelling.tokenizer, n_vocab=spelling.vocab_size, eos_token=[*spelling.eos_token_ids])
     except Exception as error:  # whatever the library raises
         return one_line(error)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine, was_built
-from trtrun.configuration.hub_cache import mend_download
-from trtrun.errors import CheckpointError, one_line, reading, shorten
+from trtrun.configuration.hub_cache import fetch_again, mend_download
+from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.damage import describe_damage
 from trtrun.models.written_files import find_unfinished
@@ -49,6 +49,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of the dtypes that plain weights may have, by torch's names."""
 _ALL_BYTES = {**ITEM_BYTES, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e8m0fnu": 1}
 
+_LIBRARY = RustLibrary("safetensors")
 _READS, _LOOKS = "pt", "np"
 """What the library hands out tensors as. For a look at the headers torch need not be imported."""
 
@@ -143,8 +144,13 @@ class Checkpoint:
         self.bytes_read = 0
 
     def _read_header(self, file: Path) -> None:
-        with self._open(file, _LOOKS) as handle:
+        with reading(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
             for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
+                if name in self._file_of:  # of which one would win by the order of files, whatever the index says
+                    raise CheckpointError(
+                        f"{self.path}: tensor {shorten(name)} is in {self._file_of[name].name} and in {file.name}, and "
+                        f"may be in one file alone: {fetch_again(self.path, 'copy or save the model again')}"
+                    )
                 piece = handle.get_slice(name)
                 self._file_of[name] = file
                 self._shapes[name] = tuple(piece.get_shape())
@@ -202,7 +208,10 @@ class Checkpoint:
 
     def _open(self, file: Path, framework: str) -> Any:
         try:
-            return safe_open(file, framework=framework, device="cpu")
+            with _LIBRARY:
+                return safe_open(file, framework=framework, device="cpu")
+        except LibraryPanicError as panic:
+            raise CheckpointError(f"{file} cannot be used: {panic}") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} {describe_damage(file, error)}") from None
 
@@ -240,6 +249,7 @@ class Checkpoint:
                 f"{self._file_of[name]}: tensor '{name}' must hold whole numbers (I64), not {self._dtypes[name]}"
             )
 
+    @_LIBRARY
     def integers(self, name: str) -> torch.Tensor:
         """A tensor that `check_integers` has passed, int64 on the host."""
         return self._mapped(self._file_of[name]).get_tensor(name).long()  # type: ignore[no-any-return]
@@ -255,6 +265,7 @@ class Checkpoint:
                 f"{self._file_of[name]}: tensor '{name}' must hold true and false (BOOL), not {self._dtypes[name]}"
             )
 
+    @_LIBRARY
     def flags(self, name: str) -> torch.Tensor:
         """A tensor that `check_flags` has passed, bool on the host."""
         return self._mapped(self._file_of[name]).get_tensor(name).bool()  # type: ignore[no-any-return]
@@ -312,11 +323,13 @@ class Checkpoint:
         step = max(1, _PIECE_BYTES // row_bytes)
         for start in range(rows.start, rows.stop, step):
             stop = min(start + step, rows.stop)
-            piece = self._mapped(self._file_of[name]).get_slice(name)[(slice(start, stop), *columns)]
+            with _LIBRARY:
+                piece = self._mapped(self._file_of[name]).get_slice(name)[(slice(start, stop), *columns)]
             self._mapped_bytes += (stop - start) * row_bytes
             self.bytes_read += piece.numel() * piece.element_size()
             yield start - rows.start, piece
 
+    @_LIBRARY
     def _read_otherwise(self, name: str, ranges: tuple[range, ...]) -> torch.Tensor:
         """A vector, or one number, that has more or fewer dimensions of one number in the file."""
         left = iter(ranges)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtrun.errors import CheckpointError, ConfigError, one_line, reading, shorten_path
+from trtrun.errors import CheckpointError, ConfigError, RustLibrary, one_line, reading, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
 from trtrun.models.written_files import BESIDE, FOLDERS, NEW, RUN, check_place, copy_beside, put_in_place, write_whole
 
@@ -27,6 +27,7 @@ FOLDER = FOLDERS["quantize"]
 REPORT = "quantization_report.jsonl"
 IDENTITY = "identity"
 """Of the run, in the last line of its report."""
+_LIBRARY = RustLibrary("safetensors")
 _OS_ERROR = re.compile(r"os error (\d+)")
 """In what safetensors says of a file that cannot be written."""
 
@@ -110,7 +111,8 @@ class QuantizedDirectory:
 
         temporary = self.shard(index).with_suffix(NEW)
         try:
-            save_file(dict(tensors), temporary, {"format": "pt"})
+            with _LIBRARY:
+                save_file(dict(tensors), temporary, {"format": "pt"})
         except SafetensorError as error:
             found = _OS_ERROR.search(str(error))
             if found is None:
@@ -135,7 +137,8 @@ class QuantizedDirectory:
     @contextmanager
     def _reading_shard(self, index: int) -> Iterator[None]:
         try:
-            yield
+            with _LIBRARY:
+                yield
         except Exception as error:
             raise CheckpointError(
                 f"{self.shard(index)} is damaged ({one_line(error)}): delete it, and the same command makes it again"

@@ -65,6 +65,8 @@ def _reason_to_end(completion: Completion, token: int, limits: SchedulerLimits) 
         text.append(token)
         if reason is not None:
             text.end_tokens()
+        if text.failure is not None:
+            return FinishReason.ERROR
         # A stop string that is whole too early ends nothing, in whichever round its tokens came; one that begins early
         # and is whole in time does.
         if count < sampling.min_tokens:

@@ -15,6 +15,9 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.head_kinds import tell_heads
 from trtrun.models.heads import HeadsPlan, read_heads
 
+MADE_UP_LENGTH, MADE_UP_ROUNDS = 32, 4
+"""Tokens of a row that a start makes up, where its context is not shorter, and the rounds that it may gain in."""
+
 
 def resolve_dtype_name(section: ModelSection, config: ModelConfig) -> str:
     """Name of the dtype to compute in: the section's, or the checkpoint's for `auto`."""
@@ -51,6 +54,20 @@ def target_context(config: RuntimeConfig, model: ModelConfig) -> int:
             f"scheduler.max_seq_len is {wanted}, but the target's context is {model.max_position_embeddings} tokens"
         )
     return wanted or model.max_position_embeddings
+
+
+def row_context(config: RuntimeConfig, model: ModelConfig) -> int:
+    """Tokens that tables of rows and of rotation are made for, however long a context config.json speaks of: what a row
+    can come to, by `target_context` and by what the KV store may hold; the rows that a start makes up may be longer.
+
+    Raises:
+        ConfigError: as of `target_context`.
+    """
+    context, stored, size = target_context(config, model), config.kv_cache.max_tokens, config.kv_cache.block_size
+    if stored is None:
+        return context
+    made_up = max(config.scheduler.max_num_tokens + 1, MADE_UP_LENGTH + MADE_UP_ROUNDS * (config.draft_len + 1))
+    return min(context, max(-(-stored // size) * size, made_up))
 
 
 def mask_token(config: RuntimeConfig) -> int | None:

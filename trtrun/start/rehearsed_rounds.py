@@ -24,11 +24,9 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.speculation.round_costs import RoundCosts
+from trtrun.start.model_settings import MADE_UP_LENGTH, MADE_UP_ROUNDS
 
-_LENGTH = 32
-"""Tokens of a made-up row, where its context is not shorter."""
-
-_NUM_TIMED = 3
+_NUM_TIMED = MADE_UP_ROUNDS - 1
 """Rounds of a kind that count, at most; the first of each, which may be the first use of something, does not."""
 
 _MOST_SECONDS = 0.5
@@ -158,7 +156,7 @@ def _measured_lens(limits: SchedulerLimits) -> list[int]:
 
 def _row_length(limits: SchedulerLimits, rounds: int) -> int:
     """Tokens of a made-up row with room behind them for so many rounds."""
-    return min(_LENGTH, _context(limits) - rounds * (limits.draft_len + 1))
+    return min(MADE_UP_LENGTH, _context(limits) - rounds * (limits.draft_len + 1))
 
 
 def _context(limits: SchedulerLimits) -> int:

@@ -58,7 +58,7 @@ from trtrun.start.memory_requirements import (
     resolve_dtype,
     round_shape,
 )
-from trtrun.start.model_settings import target_context
+from trtrun.start.model_settings import row_context
 from trtrun.start.rank_heads import RankHeads
 from trtrun.start.rank_parts import RankParts
 from trtrun.start.worker_factory import WorkerFactory
@@ -97,7 +97,7 @@ class RankStartup:
         self._groups = groups
         self._device = device_of(slot)
         self._target_config = read_model_config(config.target.model)
-        self._context = target_context(config, self._target_config)
+        self._context = row_context(config, self._target_config)
         self._heads = RankHeads.read(config, self._target_config, groups)
         self._parts = RankParts(config, groups, self._target_config, self._context, self._heads, self._device)
         self._corpus: SortedCorpus | None = None

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
+from trtrun.errors import LibraryPanicError
 from trtrun.tokens.text import Tokenizer
 
 ROOT = 0
@@ -219,6 +220,9 @@ class CompletionText:
 
     The first stop string that is whole ends the text, the longest where several are with the same character: that
     depends on the text alone, and not on the tokens that it came in.
+
+    Attributes:
+        failure: why no more text can be made of its tokens, a line; None while it can. Then nothing is added.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: AhoCorasick, keeps_stop: bool = False) -> None:
@@ -236,6 +240,7 @@ class CompletionText:
         self._pending = ""
         self._num_read = 0  # characters of it that brought the stop strings to their state
         self._is_over = False
+        self.failure: str | None = None
 
     def copied(self) -> CompletionText:
         """One that goes on by itself."""
@@ -246,12 +251,21 @@ class CompletionText:
     def append(self, token_id: int) -> None:
         """Add one token."""
         if not self._is_over:
-            self._pending += self._detokenizer.append(token_id)
+            try:
+                self._pending += self._detokenizer.append(token_id)
+            except LibraryPanicError as panic:
+                self._fail(panic)
 
     def extend(self, token_ids: Sequence[int]) -> str:
         """Add tokens of a completion without stop strings; returns what `take` would."""
         assert not self._stop
-        return self._detokenizer.extend(token_ids)
+        if self._is_over:
+            return ""
+        try:
+            return self._detokenizer.extend(token_ids)
+        except LibraryPanicError as panic:
+            self._fail(panic)
+            return ""
 
     def pass_stops(self) -> None:
         """Stop strings that are whole by now end nothing; one that is not may still."""
@@ -276,8 +290,15 @@ class CompletionText:
     def end_tokens(self) -> None:
         """No token follows: what may have become a character is text after all."""
         if not self._is_over:
-            self._pending += self._detokenizer.flush()
+            try:
+                self._pending += self._detokenizer.flush()
+            except LibraryPanicError as panic:
+                self._fail(panic)
             self._is_over = True
+
+    def _fail(self, panic: LibraryPanicError) -> None:
+        """A tokenizer that gives up on these tokens ends this text, and not the round in which others have theirs."""
+        self.failure, self._is_over = f"the tokens cannot be made text: {panic}", True
 
     def take(self) -> str:
         """The text that is new since the last call and will not change, whatever follows. Where it is taken has no

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tokenizers
 
-from trtrun.errors import CheckpointError, one_line
+from trtrun.errors import CheckpointError, RustLibrary, one_line
 
 FILE = "tokenizer.model"
 _LIBRARIES = ("transformers", "sentencepiece", "google.protobuf")
@@ -35,7 +35,8 @@ def read_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with RustLibrary("tokenizers"):
+            made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         backend: tokenizers.Tokenizer = made.backend_tokenizer
     except Exception as error:  # whatever the libraries raise for a file that is none
         raise CheckpointError(

@@ -17,13 +17,15 @@ import msgspec
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
-from trtrun.errors import CheckpointError, one_line
+from trtrun.errors import CheckpointError, RustLibrary, one_line
 from trtrun.tokens.decoders.chain import Decoding, decoder_kinds, read_chain
 from trtrun.tokens.token_bytes import TokenBytes, read_token_bytes
 
 _FILE = "tokenizer.json"
 _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
 """Pre-tokenizers that part texts, and leave out nothing unless they are told so."""
+
+_LIBRARY = RustLibrary("tokenizers")
 
 _SENTENCEPIECE_FILE = "tokenizer.model"
 _SLOW_FILES = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -37,7 +39,10 @@ class _Lengths(msgspec.Struct):
 
 
 class Tokenizer:
-    """A fast tokenizer as transformers applies it: the post-processor of tokenizer.json adds the special tokens."""
+    """A fast tokenizer as transformers applies it: the post-processor of tokenizer.json adds the special tokens.
+
+    A file may ask for what the library cannot do with some texts: then methods raise LibraryPanicError.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, path: Path, content: bytes | None = None) -> None:
         """Wrap `backend`, read from `path` (for messages): from a tokenizer.json of this `content`, where there is one.
@@ -54,6 +59,7 @@ class Tokenizer:
         not be compared, of which 128,000 take a quarter of a second."""
         return self._backend is other._backend
 
+    @_LIBRARY
     def as_json(self) -> str:
         """What tokenizer.json has, or would have, without padding and truncation. The library itself writes a line for
         each id up to the largest: where one is absurd it fills all memory, and ends the process."""
@@ -65,16 +71,19 @@ class Tokenizer:
             return self._content.decode()
         return json.dumps(json.loads(self._content) | msgspec.structs.asdict(_Lengths()))
 
+    @_LIBRARY
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the beginning-of-sequence token where the checkpoint's tokenizer adds one."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    @_LIBRARY
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """The same for several texts at once: in as many threads as RAYON_NUM_THREADS and TOKENIZERS_PARALLELISM allow,
         and without the interpreter, which this process's other threads have meanwhile."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
 
+    @_LIBRARY
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids that the tokenizer does not know (a model's padding) give nothing."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -148,6 +157,7 @@ class Tokenizer:
             )
         return found
 
+    @_LIBRARY
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell each of `words`, at the start of a text and behind a space; no duplicates."""
         texts = [text for word in words for text in (word, " " + word.lstrip())]
@@ -205,6 +215,7 @@ def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
 
 
 @lru_cache(maxsize=2)
+@_LIBRARY
 def _read_backend(content: bytes) -> tuple[tokenizers.Tokenizer, bytes]:
     """From the content of tokenizer.json, which is kept once: a start reads the same several times, of target and
     draft, and each takes a part of a second. Nothing alters the tokenizer but `Tokenizer`, always alike."""

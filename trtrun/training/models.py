@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from trtrun.errors import CheckpointError, one_line, shorten_path
+from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, shorten_path
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -121,10 +121,11 @@ def load_model(path: Path, dtype: torch.dtype | str) -> Any:
         CheckpointError: transformers cannot load it.
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        with RustLibrary("safetensors"):
+            return AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            )
+    except (LibraryPanicError, OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load {shorten_path(path)}: {one_line(error)}") from None
 
 

@@ -16,7 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trtrun.errors import CheckpointError, reading
+from trtrun.errors import CheckpointError, RustLibrary, reading
+
+_LIBRARY = RustLibrary("safetensors")
 
 FOLDER = "training"
 """Below the output directory: runtimes read only what lies in that itself."""
@@ -60,7 +62,9 @@ class StateFile:
         whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".new")
-        save_file(whole, temporary, {"step": str(state.step), "settings": json.dumps(state.settings, sort_keys=True)})
+        settings = json.dumps(state.settings, sort_keys=True)
+        with _LIBRARY:
+            save_file(whole, temporary, {"step": str(state.step), "settings": settings})
         replace(temporary, self.path)
 
     def load(self) -> SavedState | None:
@@ -71,7 +75,7 @@ class StateFile:
         """
         if not self.path.exists():
             return None
-        with reading(self.path, CheckpointError), safe_open(self.path, "pt") as file:
+        with reading(self.path, CheckpointError), _LIBRARY, safe_open(self.path, "pt") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             parts = {

@@ -161,7 +161,7 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
-        grpc = GrpcServer(self._servicer, section)
+        grpc = GrpcServer(self._servicer, section, self._front.metrics)
         application = make_application(self._front, self._routes, section.allowed_origins)
         servers = (
             HttpServer(application, http, section, section.max_connections),

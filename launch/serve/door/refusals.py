@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from trtrun.errors import InvalidRequestError, PromptTooLongError, TrtrunError
+from trtrun.errors import InvalidRequestError, LibraryPanicError, PromptTooLongError, TrtrunError
 
 
 class Kind(Enum):
@@ -79,11 +79,14 @@ def retry_headers(refusal: Refusal) -> dict[str, str]:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What is found to be wrong with a request refuses it; the field is the one that its line begins with."""
+    """What is found to be wrong with a request refuses it; the field is the one that its line begins with. So does what
+    a library gives up on."""
     try:
         yield
     except PromptTooLongError as error:
         raise Refusal(Kind.INVALID, str(error), "prompt", "context_length_exceeded") from None
+    except LibraryPanicError as error:
+        raise Refusal(Kind.INVALID, f"what the request has cannot be read: {error}") from None
     except InvalidRequestError as error:
         field, _, _ = str(error).partition(":")
         raise Refusal(Kind.INVALID, str(error), field if field.isidentifier() else None) from None

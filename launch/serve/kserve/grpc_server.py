@@ -6,6 +6,7 @@ It knows gRPC's options. It does not know calls (`grpc_servicer`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from launch.serve.door.limits import READ_HERE
 from launch.serve.http.connections import HEAD_SECONDS
 from launch.serve.kserve.grpc_servicer import KServeServicer
+from launch.serve.metrics import FrontMetrics
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError
 
@@ -39,6 +41,8 @@ ANSWER_SECONDS = 20.0
 MOST_CALLS = 256
 """Of one connection; clients keep more back until some are done. What each says of itself takes half a megabyte."""
 
+_LIBRARY_LOGGER = logging.getLogger("grpc._cython.cygrpc")
+
 IDLE_SECONDS = 300.0
 """How long a connection without a call is kept. Clients connect again by themselves."""
 
@@ -48,6 +52,24 @@ def most_message_bytes(section: ServerSection) -> int:
     return min(section.max_body_bytes, MOST_MESSAGE_BYTES) + MESSAGE_OVERHEAD
 
 
+_GONE = ("ExecuteBatchError raised in core", "Failed sending error status")
+"""How lines of the library's log begin that say no more than that a client went away before its call was over."""
+
+
+class _WithoutGoneClients(logging.Filter):
+    """Keeps these lines out of the log: each client could write as many of them as it liked, with a traceback each."""
+
+    def __init__(self, metrics: FrontMetrics) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """As `logging` calls it."""
+        is_gone = record.getMessage().startswith(_GONE)
+        self._metrics.totals.num_calls_cut += is_gone
+        return not is_gone
+
+
 class GrpcServer:
     """The gRPC port, from `open` until `finish`.
 
@@ -55,8 +77,10 @@ class GrpcServer:
         port: that it listens on.
     """
 
-    def __init__(self, servicer: KServeServicer, section: ServerSection) -> None:
+    def __init__(self, servicer: KServeServicer, section: ServerSection, metrics: FrontMetrics) -> None:
         self._section = section
+        self._log_filter = _WithoutGoneClients(metrics)
+        _LIBRARY_LOGGER.addFilter(self._log_filter)
         self._finishing = asyncio.Event()
         self._server = grpc.aio.server(
             options=(
@@ -100,6 +124,7 @@ class GrpcServer:
         await self._server.start()
         await self._finishing.wait()
         await self._server.stop(END_SECONDS)
+        _LIBRARY_LOGGER.removeFilter(self._log_filter)
 
     def finish(self) -> None:
         """Take no more calls, and end once those in work have their answers."""

@@ -220,7 +220,7 @@ class KServeServicer:
         """Whether requests are answered."""
         return service_pb2.ServerReadyResponse(ready=self._service.is_ready())
 
-    @_call(needs_key=False)
+    @_call()
     async def ModelReady(self, message: Any, context: Context) -> Any:
         """Whether requests for a model are answered."""
         ready = self._service.is_ready(find_model(message.name, message.version))

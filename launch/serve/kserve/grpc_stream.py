@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -36,6 +35,10 @@ from launch.serve.reading.readers import ReadAnswer
 
 MOST_AT_ONCE = 1024
 """Requests of one stream that are at work, or whose responses the client has not read: it is read no further then."""
+
+_GONE_SECONDS = 5.0
+"""For the library to cancel a call to whose client nothing can be written any more. A call that ends by itself before
+would be told how it ended, which fails, and the library logs that as an error: a client could fill the log so."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class InferStream:
         self._places = places
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(MOST_AT_ONCE)
+        self._is_gone = False
 
     async def run(self, messages: AsyncIterator[Any]) -> None:
         """Answer all requests, until the client has sent its last one; a task that fails ends the stream."""
@@ -89,10 +93,14 @@ class InferStream:
             async for raw in messages:
                 await self._room.acquire()
                 tasks.create_task(self._answer(raw)).add_done_callback(lambda task: self._room.release())
+        if self._is_gone:
+            await asyncio.sleep(_GONE_SECONDS)
 
     async def _answer(self, raw: bytes) -> None:
-        with suppress(_ClientGoneError):
+        try:
             await self._answer_or_refuse(raw)
+        except _ClientGoneError:
+            self._is_gone = True
 
     async def _answer_or_refuse(self, raw: bytes) -> None:
         try:

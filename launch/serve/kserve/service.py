@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from launch.serve.door.limits import READ_HERE
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.front.front import Front
 from launch.serve.kserve.grpc_messages import Sent, read_body, write_response
 from launch.serve.kserve.http_bodies import InferBody
@@ -132,7 +132,8 @@ class KServeService:
             request = check_request(sent.model, body.request_id, body.tensors, body.outputs, self.max_batch_size)
             if is_stopping(request):
                 return Begun(body, _stop(sent.model, body.request_id, beside, counted))
-            rows = read_row_requests(request, self._facts)
+            with refusing():
+                rows = read_row_requests(request, self._facts)
             if any(row.sampling.guided is not None for row in rows):
                 return await self._begin_long(sent, arrived, beside, counted)
             prompts, sampling = [row.prompt for row in rows], [row.sampling for row in rows]

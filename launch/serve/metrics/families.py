@@ -63,6 +63,7 @@ class FrontTotals:
         num_restarts: of the engine.
         num_ended: completions that ended, by the reason.
         num_aborted: requests that ended before their completions had.
+        num_calls_cut: calls over gRPC that failed for a client that was gone.
         prompt_sizes, output_sizes: tokens of requests that were answered.
         num_refused: requests that were answered with an error, by HTTP status.
     """
@@ -82,6 +83,7 @@ class FrontTotals:
     num_restarts: int = 0
     num_ended: Counter[str] = field(default_factory=Counter)
     num_aborted: int = 0
+    num_calls_cut: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)
     prompt_sizes: Sizes = field(default_factory=Sizes)
     output_sizes: Sizes = field(default_factory=Sizes)
@@ -248,6 +250,11 @@ COUNTERS = (
     ),
     ("vllm:request_success", "Completions that ended, by the reason.", "totals.num_ended"),
     ("trtrun:requests_aborted", "Requests that ended before all completions had.", "totals.num_aborted"),
+    (
+        "trtrun:grpc_calls_cut",
+        "Calls over gRPC whose client went away before it was told how they ended.",
+        "totals.num_calls_cut",
+    ),
     (
         "trtrun:requests_refused",
         "Requests that were not answered, or not to their end, by HTTP status.",

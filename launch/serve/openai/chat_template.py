@@ -38,6 +38,7 @@ class ChatTemplate:
         tool_source: of the one for chats with tools, where there is another.
         tokens: texts of special tokens, by the names that templates know them by.
         names: of the values that it looks at.
+        functions: names that every template has, such as `range` and `raise_exception`: no value may take their place.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
@@ -50,6 +51,7 @@ class ChatTemplate:
         self.source = source
         self.tool_source = tool_source
         self.tokens = dict(tokens)
+        self.functions = frozenset(environment.globals)
         self.names = frozenset(find_undeclared_variables(environment.parse(source)))
         self._template = environment.from_string(source)
         self._tool_template = None if tool_source is None else environment.from_string(tool_source)

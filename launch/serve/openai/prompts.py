@@ -108,6 +108,9 @@ def _cut(tokens: Tokens, encoding: Encoding, most_tokens: int) -> Tokens:
 def _template_values(rendering: Rendering, template: ChatTemplate) -> dict[str, Any]:
     """The values for a template, what OpenAI's words for effort mean to it among them."""
     values, effort = dict(rendering.values), rendering.effort
+    for name in sorted(template.functions & values.keys()):
+        line = f"chat_template_kwargs cannot hold {name}, which is a function of all chat templates: leave it out"
+        raise Refusal(Kind.INVALID, line, "chat_template_kwargs")
     if effort is None:
         return values
     if effort == "none" and "enable_thinking" in template.names:

@@ -115,7 +115,8 @@ class Reader:
                 return self._read_translated(task, body)
             if task.kind in ("tokenize", "detokenize", "count"):
                 return self._answer_tokens(task, body)
-            return self._read_tensors(task, body)
+            with refusing():
+                return self._read_tensors(task, body)
         except Refusal as refusal:
             return Refused.of(refusal), []
 
@@ -145,7 +146,8 @@ class Reader:
         elif task.kind == "count":
             told = count_tokens(values, names, self._makes_prompts, task.most_tokens)
         else:
-            told = detokenize(values, names, self._tokenizer, self._prompts)
+            with refusing():
+                told = detokenize(values, names, self._tokenizer, self._prompts)
         return Answered(num_inferences=1), [msgspec.json.encode(told)]
 
     def _names(self, task: Task) -> ModelNames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, save_weights
 from paged import CPU, LockStepCommunicator, LockStepGroup
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.errors import CheckpointError
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import load_model, shard_bytes
+from trtrun.models.rank_files import open_checkpoint
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1, **options: Any) -> Any:
@@ -110,6 +112,20 @@ def test_missing_shard(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, num_shards=3)
     (path / "model-00002-of-00003.safetensors").unlink()
     refused(path, r"lacks shard model-00002-of-00003\.safetensors \(3 in its index\)")
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    """One is a leftover, and nobody knows which: an index that names the first is no reason to take the last."""
+    path = make_checkpoint(tmp_path, num_shards=2)
+    index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    first, second = sorted(set(index.values()))
+    name = next(name for name, file in index.items() if file == first)
+    held = load_file(path / second)
+    save_file(held | {name: load_file(path / first)[name] + 1}, path / second)
+    told = f"tensor '{name}' is in {first} and in {second}, and may be in one file alone: copy or save the model again"
+    refused(path, re.escape(told))
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        open_checkpoint(path)  # as plan, check, convert, quantize and build do, before anything is read
 
 
 @pytest.mark.parametrize("kept", [0, 5, 200, -100])

@@ -19,6 +19,9 @@ import torch
 from checkpoints import make_checkpoint
 from pipelines import make_llm
 
+from trtrun import SamplingParams
+from trtrun.engine.rows import RowState
+
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, sys
@@ -169,3 +172,25 @@ def test_a_host_store_has_memory_for_one_forward_from_the_start_and_no_more(mode
             assert parts[0].nbytes > 5_000_000
             assert not any(is_resident(part[data.shape[2] // 2]) for part in parts)
             assert not data[:, :, 1:].any()  # block 0 takes what warming up writes
+
+
+def test_tables_are_no_longer_than_a_row_can_come_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever context config.json speaks of: tables of rows and angles for 2**24 positions took gigabytes."""
+    path = make_checkpoint(tmp_path / "target", seed=1, max_position_embeddings=2048)
+    prompts, sampling = [[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True)
+    texts, made, make = [], [], RowState.__init__
+
+    def watched(rows: RowState, *args: Any) -> None:
+        make(rows, *args)
+        made.append(rows.token_ids.shape[1])
+
+    monkeypatch.setattr(RowState, "__init__", watched)
+    for context in (2048, 1_000_000_000):
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        (path / "config.json").write_text(json.dumps(values | {"max_position_embeddings": context}), encoding="utf-8")
+        settings = {"kv_cache": {"max_tokens": 90}, "scheduler": {"max_num_tokens": 64, "max_batch_size": 2}}
+        with make_llm(path, path, speculation={"draft_len": 3, "pacing": "measured"}, **settings) as llm:
+            (output,) = llm.generate(prompts, sampling)
+            texts.append(output.completions[0])
+    assert made == [96 + 5] * 4  # six blocks, and room behind them for a draft
+    assert texts[0].token_ids == texts[1].token_ids and len(texts[0].token_ids) == 96 - 3

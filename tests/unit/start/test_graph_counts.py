@@ -240,9 +240,8 @@ def test_contexts_beyond_sixteen_thousand_tokens_have_more_graphs(tmp_path: Path
     )
     numbers = []
     for context in (16000, 17000):
-        config = configuration(
-            target, None, speculation={"method": "none"}, scheduler={"max_batch_size": 2, "max_seq_len": context}
-        )
+        scheduler, cache = {"max_batch_size": 2, "max_seq_len": context}, {"max_tokens": 20000}
+        config = configuration(target, None, speculation={"method": "none"}, scheduler=scheduler, kv_cache=cache)
         topology = make_topology(config)
         startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
         startup.load(lambda done, total: None)

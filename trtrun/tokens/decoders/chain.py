@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers.models import WordLevel
 
+from trtrun.errors import RustLibrary
 from trtrun.tokens.decoders.elements import BytesAsTokens, Deduplicated, LastApart, Mapped, Step
 from trtrun.tokens.decoders.texts import JoinedBytes, Replaced, Stripped, Withheld
 
@@ -276,5 +277,5 @@ def _decode(kinds: Sequence[dict[str, Any]]) -> Callable[[list[str]], str]:
     holder = json.loads(tokenizers.Tokenizer(WordLevel({}, unk_token="")).to_str())
     holder["decoder"] = {"type": "Sequence", "decoders": list(kinds)}
     decoder: Any = tokenizers.Tokenizer.from_str(json.dumps(holder)).decoder
-    decode: Callable[[list[str]], str] = decoder.decode
+    decode: Callable[[list[str]], str] = RustLibrary("tokenizers")(decoder.decode)
     return decode

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+from trtrun.errors import RustLibrary
 from trtrun.training.data import DataRow
 from trtrun.training.methods.context import MethodContext
 from trtrun.training.methods.eagle3_config import choose_boundaries, commonest_tokens, make_config
@@ -119,7 +120,8 @@ class Eagle3Method:
         token_ids = self.token_ids.cpu()
         state["d2t"] = token_ids - torch.arange(len(token_ids))
         state["t2d"] = (self._own_ids != UNKNOWN).cpu()
-        save_file(state, directory / WEIGHTS, {"format": "pt"})
+        with RustLibrary("safetensors"):
+            save_file(state, directory / WEIGHTS, {"format": "pt"})
         (directory / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
     def _unroll(self, output: TargetOutput, batch: HeadBatch) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from trtrun.errors import RustLibrary
 from trtrun.training.data import DataRow
 from trtrun.training.methods.context import MethodContext
 from trtrun.training.methods.head_batch import HeadBatch, check_long_enough, pad_rows, tables_of
@@ -125,7 +126,8 @@ class MedusaMethod:
     def save(self, directory: Path) -> None:
         """Write the heads in the target's dtype, and config.json."""
         state = {name: value.detach().cpu().to(self._dtype) for name, value in self.model.state_dict().items()}
-        save_file(state, directory / WEIGHTS, {"format": "pt"})
+        with RustLibrary("safetensors"):
+            save_file(state, directory / WEIGHTS, {"format": "pt"})
         values = {
             "base_model_name_or_path": str(self._target_path),
             "medusa_num_heads": self.num_depths,

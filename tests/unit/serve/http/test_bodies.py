@@ -45,7 +45,8 @@ class Ports:
         routes += KServeHttpApi(service, Keys(()), self.bodies).routes()
         self.listener = listen("127.0.0.1", 0, "server.http_port")
         self.http = HttpServer(make_application(self.front, routes), self.listener, ServerSection(), 64)
-        self.grpc = GrpcServer(KServeServicer(service, Keys(keys), self.bodies), ServerSection(grpc_port=0))
+        servicer = KServeServicer(service, Keys(keys), self.bodies)
+        self.grpc = GrpcServer(servicer, ServerSection(grpc_port=0), self.front.metrics)
 
     async def begin(self, headers: str, body: bytes = b"", path: str = "/v1/completions") -> Stream:
         """Send the head of a request, and some of its body."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -160,7 +161,7 @@ def test_a_call_ends_whose_client_has_vanished(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.gather(pass_on(reader, before), pass_on(behind, writer))
 
         servicer: Any = Servicer()
-        server = GrpcServer(servicer, ServerSection(grpc_port=0))
+        server = GrpcServer(servicer, ServerSection(grpc_port=0), FrontMetrics("m", 4))
         serving = asyncio.create_task(server.run_here())
         between = await asyncio.start_server(relay, "127.0.0.1", 0)
         address = f"127.0.0.1:{between.sockets[0].getsockname()[1]}"
@@ -183,7 +184,7 @@ def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -
 
     async def work() -> None:
         servicer: Any = Servicer()
-        server = GrpcServer(servicer, ServerSection(grpc_port=0))
+        server = GrpcServer(servicer, ServerSection(grpc_port=0), FrontMetrics("m", 4))
         serving = asyncio.create_task(server.run_here())
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # and no settings
@@ -193,3 +194,48 @@ def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -
         await serving
 
     asyncio.run(work())
+
+
+def test_a_call_whose_client_is_gone_waits_to_be_cancelled() -> None:
+    """The library would tell the client how it ended, fail, and log a traceback."""
+
+    class Gone(Context):
+        async def write(self, message: Any) -> None:
+            raise grpc.aio.UsageError("the call is over")
+
+    async def work() -> None:
+        works = []
+
+        async def begin(raw: bytes, message: Any, beside: Places) -> Begun:
+            works.append(Work(message.id))
+            works[-1].stop()
+            return Begun(NOTHING, works[-1])
+
+        service: Any = None
+        stream = InferStream(service, begin, Bodies(1 << 20, 1 << 20), Gone(), Places())
+        call = asyncio.create_task(stream.run(requests("a")))
+        while not (works and works[0].is_closed):
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not call.done()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(work())
+
+
+def test_clients_that_go_away_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        servicer, metrics = Servicer(), FrontMetrics("m", 4)
+        server = GrpcServer(servicer, ServerSection(grpc_port=0), metrics)  # type: ignore[arg-type]
+        library = logging.getLogger("grpc._cython.cygrpc")
+        library.error("ExecuteBatchError raised in core by servicer method [%s]", "x")
+        library.error("Unexpected [KeyError] raised by servicer method [x]")
+        assert metrics.totals.num_calls_cut == 1
+        server.finish()
+        await server.run_here()
+
+    asyncio.run(work())
+    assert [record.getMessage() for record in caplog.records] == ["Unexpected [KeyError] raised by servicer method [x]"]

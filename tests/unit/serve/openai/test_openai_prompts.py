@@ -57,6 +57,16 @@ def test_an_effort_that_the_template_does_not_know_is_refused(tokenizer: Tokeniz
     assert caught.value.field == "reasoning_effort" and caught.value.code == "unsupported_field"
 
 
+def test_no_value_takes_the_place_of_a_function(tokenizer: Tokenizer) -> None:
+    """Else a client would get past what the template refuses, as an empty text in place of `raise_exception`."""
+    source = "{% if not system %}{{ raise_exception('no system here') }}{% endif %}{{ range(2) | list }}"
+    for name in ("raise_exception", "range", "namespace", "strftime_now"):
+        with pytest.raises(Refusal, match=f"chat_template_kwargs cannot hold {name}, which is a function") as caught:
+            prompt_of(tokenizer, source, chat_template_kwargs={"system": False, name: ""})
+        assert caught.value.field == "chat_template_kwargs"
+    assert prompt_of(tokenizer, source, chat_template_kwargs={"system": True}) == "[0, 1]"
+
+
 def test_a_text_that_is_none_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(Refusal, match="half of a surrogate pair"):
         prompt_of(tokenizer, SAYS, chat_template_kwargs={"reasoning_effort": "\ud800"})
