@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
@@ -91,10 +92,13 @@ def _machines(parsing: Parsing) -> tuple[Machine | None, Machine | None]:
     if (reasoning is not None and reasoning.is_harmony) or (tools is not None and tools.is_harmony):
         return None, HarmonyParser(tools is not None, reasoning is not None)
     schemas = {name: json.loads(schema) for name, schema in parsing.schemas.items()}
-    calls = None if tools is None else tools.make_parser(parsing.names, schemas)
+    if tools is None:
+        thoughts = None if reasoning is None else ThoughtParser(*reasoning.marks, parsing.is_thinking)
+        return thoughts, None
+    make_calls = partial(tools.make_parser, parsing.names, schemas)
     if reasoning is None:
-        return None, calls
-    return ThoughtParser(reasoning.open_mark, reasoning.close_mark, parsing.is_thinking), calls
+        return None, make_calls()
+    return ThoughtParser(*reasoning.marks, parsing.is_thinking, tools.call_marks, make_calls), make_calls()
 
 
 @dataclass

@@ -10,7 +10,12 @@ import pytest
 
 from launch.serve.openai.output import deepseek
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
-from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
+from launch.serve.openai.output.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    find_reasoning_format,
+    find_tool_format,
+)
 from launch.serve.openai.output.parsing import ChatText, ChoiceParser, Parsing
 
 
@@ -123,6 +128,11 @@ HARMONY: list[tuple[str, list[Event]]] = [
         "<|message|> ",
         [Text("First:"), *call("g")],
     ),
+    (
+        f'{ANALYSIS}By <|channel|> I <|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"a": 1}}<|call|>',
+        [Reasoning("By <|channel|> I "), *call("f", '{"a": 1}')],
+    ),
+    (f"{ANALYSIS}So<|channel|>final<|message|>x", [Reasoning("So<|channel|>final<|message|>x")]),
     ("plain <| text", [Text("plain <| text")]),
     ("<|channel|>analysis", [Text("<|channel|>analysis")]),
     ("<|channel|>" + "x" * 2000, [Text("<|channel|>" + "x" * 2000)]),
@@ -270,6 +280,39 @@ def test_thoughts_are_told_apart(text: str, begun_by_itself: list[Event], begun_
         parsing = Parsing("hermes", "qwen3", is_thinking)
         assert parse(parsing, [text]) == found
         assert parse(parsing, list(text)) == found
+
+
+CALLED = [
+    ("hermes", "qwen3", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '{"a": 1}'),
+    ("qwen3_coder", "qwen3", f"<tool_call>\n<function=f>\n{CITY}\n</function>\n</tool_call>", f"{{{CITY_JSON}}}"),
+    ("qwen3_coder", "qwen3", f"<function=f>\n{CITY}\n</function>\n</tool_call>", f"{{{CITY_JSON}}}"),
+    ("deepseek_v3", "deepseek_r1", f"{CALLS}{CALL}function{SEP}f\n```json\n{{}}\n```{END}{END_CALLS}", "{}"),
+    ("deepseek_v31", "deepseek_r1", f'{CALL}f{SEP}{{"a": 1}}{END}{END_CALLS}', '{"a": 1}'),
+    ("mistral", "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', '{"a": 1}'),
+    ("llama_nemotron_json", "qwen3", '<TOOLCALL>[{"name": "f"}]</TOOLCALL>', "{}"),
+    ("llama3_json", "qwen3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', '{"a": 1}'),
+]
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "arguments"), CALLED)
+def test_a_call_ends_thoughts_that_are_not_ended(tools: str, reasoning: str, text: str, arguments: str) -> None:
+    """A mark that thoughts only talk about does not; and where there are no tools it is one of their words."""
+    form, mark = REASONING_FORMATS[reasoning], TOOL_FORMATS[tools].call_marks[0]
+    for is_thinking in (True, False):
+        begin = "" if is_thinking else form.open_mark
+        talked = f"{begin}I look with `{mark}`.\n"
+        for written, found in (
+            (f"{talked}{text}", [Reasoning(f"I look with `{mark}`."), *call("f", arguments)]),
+            (f"{talked}\n{form.close_mark}\n{text}", [Reasoning(f"I look with `{mark}`."), *call("f", arguments)]),
+            (f"{talked}{mark}", [Reasoning(f"I look with `{mark}`.\n{mark}")]),
+            (f"{talked}{form.close_mark}So.", [Reasoning(f"I look with `{mark}`."), Text("So.")]),
+        ):
+            parsing = Parsing(tools, reasoning, is_thinking, ("f", "g"), schemas=SCHEMAS_AS_JSON)
+            for size in (1, 7, len(written)):
+                parts = [written[place : place + size] for place in range(0, len(written), size)]
+                assert parse(parsing, parts) == found, (is_thinking, size)
+        whole = parse(Parsing("", reasoning, is_thinking), [f"{talked}{text}"])
+        assert whole == [Reasoning(f"I look with `{mark}`.\n{text}")]
 
 
 @pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)
