@@ -42,8 +42,8 @@ class ToolFormat:
     Attributes:
         make_parser: for a request with tools of these names; and with these schemas, where it reads them.
         marks: of which some are special tokens, that a text usually lacks.
-        call_marks: with one of which a call begins, also where a model has not ended its thoughts. None of a form without
-            marks, whose calls are an answer's beginning, and of messages with heads.
+        call_marks: with one of which a call begins, also where a model has not ended its thoughts. None of a form
+            without marks, whose calls are an answer's beginning, and of messages with heads.
         argument_key: of arguments in a call that is an object.
         new_id: of a call.
         is_harmony: messages with heads; thoughts are in some of them.

@@ -22,7 +22,6 @@ from launch.serve.openai.output.schemas import ANY, arguments_schema, as_part, m
 from launch.serve.openai.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY, Guide
 
-
 _Rule = Callable[[Lark, "Wanted"], str]
 
 

@@ -9,8 +9,8 @@ from launch.serve.openai.output.events import CallBegin, Event, Reasoning, Text
 from launch.serve.openai.output.machine import LONG, MOST_LONG, CallMachine, Machine, find_mark, may_become
 
 _FIRST_TRIED = 32
-"""Characters of what may be a call that are looked at first; then twice as many, until it is certain. Most that are none
-show it at once."""
+"""Characters of what may be a call that are looked at first; then twice as many, until it is certain. Most that are
+none show it at once."""
 
 
 class ThoughtParser(Machine):

@@ -196,10 +196,14 @@ def test_thoughts_come_first(tokenizer: Tokenizer, is_thinking: bool) -> None:
 
 # Forms with marks: a whole call, and thoughts that go with them.
 CUT = [
-    ("hermes", HERMES_F, "qwen3"), ("qwen3_coder", CODER_F, "qwen3"), ("deepseek_v3", f"{ALL}{V3_F}{END_ALL}", "deepseek_r1"),
-    ("deepseek_v31", f"{ALL}{V31_F}{END_ALL}", "deepseek_r1"), ("mistral", f"[TOOL_CALLS][{F}]", "mistral"),
-    ("llama_nemotron_json", f"<TOOLCALL>[{F}]</TOOLCALL>", "qwen3"), ("llama3_json", f"<|python_tag|>{LLAMA_F}", "qwen3"),
-]  # fmt: skip
+    ("hermes", HERMES_F, "qwen3"),
+    ("qwen3_coder", CODER_F, "qwen3"),
+    ("deepseek_v3", f"{ALL}{V3_F}{END_ALL}", "deepseek_r1"),
+    ("deepseek_v31", f"{ALL}{V31_F}{END_ALL}", "deepseek_r1"),
+    ("mistral", f"[TOOL_CALLS][{F}]", "mistral"),
+    ("llama_nemotron_json", f"<TOOLCALL>[{F}]</TOOLCALL>", "qwen3"),
+    ("llama3_json", f"<|python_tag|>{LLAMA_F}", "qwen3"),
+]
 
 
 @pytest.mark.parametrize(("form", "call", "reasoning"), CUT, ids=[form for form, *_ in CUT])

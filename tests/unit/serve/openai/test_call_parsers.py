@@ -129,7 +129,8 @@ HARMONY: list[tuple[str, list[Event]]] = [
         [Text("First:"), *call("g")],
     ),
     (
-        f'{ANALYSIS}By <|channel|> I <|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"a": 1}}<|call|>',
+        f"{ANALYSIS}By <|channel|> I <|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"a": 1}<|call|>',
         [Reasoning("By <|channel|> I "), *call("f", '{"a": 1}')],
     ),
     (f"{ANALYSIS}So<|channel|>final<|message|>x", [Reasoning("So<|channel|>final<|message|>x")]),
