@@ -95,6 +95,9 @@ NEMOTRON: list[tuple[str, list[Event]]] = [
     ),
     ('<TOOLCALL>{"name": "f"} </TOOLCALL>', call("f")),
     ('<TOOLCALL>[{"name": "f"}]</TOOLC', call("f")),
+    ('<TOOLCALL>[{"name": "f", "arguments": {"a": 1}]</TOOLCALL> b', [*call("f", '{"a": 1}'), Text("b")]),
+    ('<TOOLCALL>[{"name": "f", "arguments": {"a": [1</TOOLCALL> b', [*call("f", '{"a": [1'), Text("b")]),
+    ('<TOOLCALL>[{"name": "f", "arguments": {"a": 1 </TOOL', call("f", '{"a": 1 </TOOL')),
     ('<TOOLCALL>[{"name": "f"}]<TOOLCALL>[{"name": "g"}] x', [*call("f"), *call("g"), Text("x")]),
     ("<TOOLCALL>f[ARGS]{}</TOOLCALL>", [Text("<TOOLCALL>f[ARGS]{}</TOOLCALL>")]),
     ('<TOOLCALL>[{"bad": 1}]</TOOLCALL>', [Text('<TOOLCALL>[{"bad": 1}]</TOOLCALL>')]),
@@ -182,6 +185,37 @@ QWEN3_CODER: list[tuple[str, list[Event]]] = [
     (f"<tool_call><function=f>{CITY}<parameter=<x>", [*call("f", f"{{{CITY_JSON}}}"), Text("<parameter=<x>")]),
     ("<tool_call><function=f><parameter=city>\n\n</parameter></function>", call("f", '{"city": ""}')),
     ("<tool_call><function=f><parameter=city></parameter></function>", call("f", '{"city": ""}')),
+]
+BEGIN_F, END_F = "<tool_call>\n<function=f>\n", "\n</function>\n</tool_call>"
+ROME = f"{BEGIN_F}<parameter=city>\nRome\n</parameter>{END_F}"
+# Values whose own mark is missing; and texts that hold other marks.
+QWEN3_CODER += [
+    (
+        f"{BEGIN_F}<parameter=city>\nDallas\n<parameter=days>\n3\n<parameter=on>\ntrue\n</parameter>{END_F}",
+        call("f", '{"city": "Dallas", "days": 3, "on": true}'),
+    ),
+    (
+        f"{BEGIN_F}<parameter=city>\nDallas{END_F}\n{ROME}",
+        [*call("f", '{"city": "Dallas"}'), *call("f", '{"city": "Rome"}')],
+    ),
+    (
+        f"{BEGIN_F}<parameter=city>\nDallas\n</tool_call>\n{ROME}",
+        [*call("f", '{"city": "Dallas"}'), *call("f", '{"city": "Rome"}')],
+    ),
+    (f"{BEGIN_F}<parameter=days>\n3{END_F} so", [*call("f", '{"days": 3}'), Text("so")]),
+    (f"{BEGIN_F}<parameter=city>\nDallas\n</function>", call("f", '{"city": "Dallas"}')),
+    *(
+        (f"{BEGIN_F}<parameter=city>\n{text}\n</parameter>{END_F}", call("f", json.dumps({"city": text})))
+        for text in (
+            "a\n<parameter=other>\nb",
+            "a <parameter=days> b",
+            "a\n<parameter=city>\nb",
+            f"a{END_F}\nb{END_F}",
+            "a </function> </tool_call>\n</tool_call> b </function>",
+        )
+    ),
+    (f"{BEGIN_F}<parameter=city>\na\n<parameter=days>", call("f", '{"city": "a\\n<parameter=days>')),
+    (f"{BEGIN_F}<parameter=city>\na </function>", call("f", '{"city": "a </function>')),
 ]
 CALLS, END_CALLS, CALL, SEP, END = deepseek.CALLS, deepseek.END_CALLS, deepseek.CALL, deepseek.SEPARATOR, deepseek.END
 DEEPSEEK: list[tuple[str, list[Event]]] = [
