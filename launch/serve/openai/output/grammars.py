@@ -35,8 +35,8 @@ class Wanted:
         in_parallel: several calls are allowed.
         other: what it must be otherwise, in Lark; None for any text.
         other_schema: the same, where it is JSON of a schema.
-        open_mark: of thoughts that it may begin with; empty where it may not.
         has_arguments_in_brackets: a call is a name and its arguments, in Mistral's newer form.
+        open_mark: of thoughts that it may begin with; empty where it may not.
     """
 
     tools: Sequence[Tool] = ()
@@ -44,8 +44,8 @@ class Wanted:
     in_parallel: bool = True
     other: str | None = None
     other_schema: Any = None
-    open_mark: str = ""
     has_arguments_in_brackets: bool = False
+    open_mark: str = ""
 
 
 def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted, special: Mapping[str, int]) -> str:

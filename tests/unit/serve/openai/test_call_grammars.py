@@ -226,6 +226,20 @@ def test_a_call_ends_thoughts_that_are_not_ended(tokenizer: Tokenizer, form: str
             assert [type(event) for event in found] == [Reasoning, CallBegin, Arguments]
 
 
+def test_a_text_holds_no_line_that_is_read_as_the_next_parameter(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in ("a", "b")}, "required": ["a"]}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    use = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
+    assert use is not None
+    grammar = write(tokenizer, "qwen3_coder", "", False, Wanted(use.callable, must_call=True))
+    for text, is_allowed in (
+        ("x\n<parameter=c>\ny", True),
+        ("x <parameter=b> y", True),
+        ("x\n<parameter=b>\ny", False),
+    ):
+        assert allows(tokenizer, grammar, CODER_F.replace("\n1\n", f"\n{text}\n")) == is_allowed, text
+
+
 def test_the_head_of_a_call_ends_thoughts_of_gpt_oss(tokenizer: Tokenizer) -> None:
     for choice in ("required", "auto"):
         grammar = write(tokenizer, "gpt-oss", "gpt-oss", False, wanted(choice))
