@@ -236,7 +236,7 @@ class LLMEngine:
             stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
             ends = self._prompts.end_token_ids
             detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
-            text = CompletionText(detokenizer, stop, keeps_stop)
+            text = CompletionText(detokenizer, stop, keeps_stop, self._prompts.thoughts_without_stops(sampling, tokens))
         stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
             for index, part in parts.items():
