@@ -56,7 +56,7 @@ class PromptReader:
         self._tokens: LLTokenizer | None = None
         self._grammars: Grammars | None = None
         # The prompts of one call have the same words, which are made tokens once.
-        self._spellings = lru_cache(_KEPT_WORD_LISTS)(tokenizer.spellings) if tokenizer is not None else None
+        self._spellings = lru_cache(_KEPT_WORD_LISTS)(_spellings_of(tokenizer)) if tokenizer is not None else None
         self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -266,6 +266,10 @@ def _read_ahead(spelling: Spelling) -> None:
 
 def _sequences_of(tokenizer: Tokenizer) -> Callable[[tuple[str, ...]], TokenSequences]:
     return lambda words: TokenSequences.of(tokenizer.bad_word_ids(words))
+
+
+def _spellings_of(tokenizer: Tokenizer) -> Callable[[str], tuple[tuple[int, ...], ...]]:
+    return lambda text: tokenizer.spellings(text)
 
 
 def _token_ids(prompt: Any) -> tuple[int, ...]:

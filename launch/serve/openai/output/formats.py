@@ -44,6 +44,8 @@ class ToolFormat:
         marks: of which some are special tokens, that a text usually lacks.
         call_marks: with one of which a call begins, also where a model has not ended its thoughts. None of a form
             without marks, whose calls are an answer's beginning, and of messages with heads.
+        call_texts: what a call begins with, where that is more than its mark: text that only talks of the mark has not
+            that.
         argument_key: of arguments in a call that is an object.
         new_id: of a call.
         is_harmony: messages with heads; thoughts are in some of them.
@@ -59,6 +61,12 @@ class ToolFormat:
     is_harmony: bool = False
     has_bare_names: bool = False
     reads_schemas: bool = False
+    call_texts: tuple[str, ...] = ()
+
+    @property
+    def call_beginnings(self) -> tuple[str, ...]:
+        """What calls begin with, by which they are told from text."""
+        return self.call_texts or self.call_marks
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,12 @@ class ReasoningFormat:
         """Of which some are special tokens."""
         return _HARMONY_MARKS if self.is_harmony else (self.open_mark, self.close_mark)
 
+    @property
+    def marks_of_all(self) -> tuple[str, str]:
+        """What all thoughts of an answer, of which there may be several, begin and end with; an empty first one where
+        any answer begins with them."""
+        return ("", harmony.FINAL) if self.is_harmony else (self.open_mark, self.close_mark)
+
 
 _HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
 
@@ -95,7 +109,12 @@ _DEEPSEEK = ToolFormat(
 )
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names, schemas: hermes.HermesParser(), (hermes.OPEN, hermes.CLOSE), (hermes.OPEN,)),
+    "hermes": ToolFormat(
+        lambda names, schemas: hermes.HermesParser(),
+        (hermes.OPEN, hermes.CLOSE),
+        (hermes.OPEN,),
+        call_texts=(f"{hermes.OPEN}\n{{", f"{hermes.OPEN}{{"),
+    ),
     "llama3_json": ToolFormat(
         lambda names, schemas: llama3.Llama3Parser(names), (llama3.TAG,), (llama3.TAG,), "parameters"
     ),
@@ -114,6 +133,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         (hermes.OPEN, qwen3_coder.FUNCTION),
         has_bare_names=True,
         reads_schemas=True,
+        call_texts=(f"{hermes.OPEN}\n{qwen3_coder.FUNCTION}", f"{hermes.OPEN}{qwen3_coder.FUNCTION}"),
     ),
     "llama_nemotron_json": ToolFormat(
         lambda names, schemas: mistral.MarkedListParser(mistral.NEMOTRON, mistral.END_NEMOTRON),

@@ -16,6 +16,7 @@ from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
 from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+FINAL = f"{CHANNEL}final"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -46,6 +47,11 @@ class HarmonyParser(CallMachine):
         self._splits_reasoning = splits_reasoning
         self._head = ""
         self._kind = "final"
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what was fed."""
+        return self._kind == "analysis" and self._state in (self._read_body, self._read_head_in_thoughts)
 
     def _begin(self) -> bool:
         """In front of a head, or of text that has none."""

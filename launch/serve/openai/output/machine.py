@@ -65,6 +65,11 @@ class Machine(ABC):
         self._is_over = True
         return joined(self._work())
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what was fed."""
+        return False
+
     def _work(self) -> list[Event]:
         while self._state():
             pass

@@ -53,6 +53,13 @@ class ChoiceParser:
         self._thoughts, self._calls = _machines(parsing)
         self.num_calls = 0
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what was fed, as far as they are told apart."""
+        return bool(self._parsing.reasoning) and any(
+            machine is not None and machine.is_thinking for machine in (self._thoughts, self._calls)
+        )
+
     def feed(self, text: str, is_end: bool) -> list[Event]:
         """What is certain with the next part of its text, the last one or not."""
         found: list[Event] = list(self._feed(text))
@@ -124,6 +131,11 @@ class ChatText:
     def has_calls(self) -> bool:
         """Whether a tool is called."""
         return bool(self._calls)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what came."""
+        return self._parser.is_thinking
 
     def keep(self, text: str, is_end: bool) -> None:
         """Take the next part of an answer that comes whole."""

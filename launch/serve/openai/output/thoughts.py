@@ -40,6 +40,11 @@ class ThoughtParser(Machine):
         self._has_begun = has_begun
         self._blanks = ""
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what was fed."""
+        return self._state in (self._read_thoughts, self._try_call)
+
     def _begin(self) -> bool:
         self._blanks += self._take(len(self._text) - len(self._text.lstrip()))
         if (not self._text or may_become(self._text, self._open)) and not self._is_over:
