@@ -20,6 +20,7 @@ from launch.serve.openai.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY
 from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
+from trtrun.guiding.schema_rewrites import alternatives_of, patterns_of
 
 _KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
 _OF_TEXT = ("type", "enum", "const", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "$ref")
@@ -115,15 +116,20 @@ def _pattern(schema: Mapping[str, Any]) -> str:
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if least or most != "":
         parts.append(rf"/(.|\n){{{least},{most}}}/")
-    if isinstance(schema.get("pattern"), str):
-        inner = schema["pattern"]
-        begin = "" if inner.startswith("^") else r"(.|\n)*"
-        end = "" if inner.endswith("$") and not inner.endswith(r"\$") else r"(.|\n)*"
-        inner = inner.removeprefix("^") if begin == "" else inner
-        inner = inner.removesuffix("$") if end == "" else inner
-        inner = re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], inner)
-        parts.append(f"/{begin}({inner}){end}/")
+    pattern = schema.get("pattern")
+    for inner in (patterns_of(pattern) or [pattern]) if isinstance(pattern, str) else ():
+        parts.append(f"/{'|'.join(map(_whole, alternatives_of(inner)))}/")
     return " & ".join(parts)
+
+
+def _whole(inner: str) -> str:
+    """A regular expression that a whole text matches, of one of which it has a match somewhere."""
+    begin = "" if inner.startswith("^") else r"(.|\n)*"
+    end = "" if inner.endswith(("$", r"\z")) and not inner.endswith(r"\$") else r"(.|\n)*"
+    inner = inner.removeprefix("^") if begin == "" else inner
+    inner = inner.removesuffix("$").removesuffix(r"\z") if end == "" else inner
+    inner = re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], inner)
+    return f"{begin}({inner}){end}"
 
 
 def _text(lark: Lark, pattern: str, root: Mapping[str, Any]) -> str:
