@@ -21,7 +21,8 @@ import torch
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import Draft, PrefillChunk, Request, RoundPlan, RowAdmission, Verdict
-from trtrun.core.sampling_params import SamplingParams, TokenLists
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import TokenLists
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore

@@ -23,7 +23,8 @@ from parallel.control import ControlPlane
 from parallel.transports.solo import SoloCommunicator
 from parallel.watchdog.activity import Activity
 from trtrun.core.nouns import Draft, Request, RoundPlan, Verdict
-from trtrun.core.sampling_params import SamplingParams, TokenLists
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import TokenLists
 from trtrun.roles.gated_drafts import GatedDrafts
 from trtrun.roles.launched_round import LaunchedRound
 from trtrun.roles.message_exchange import MessageExchange

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from trtrun.core.nouns import RowAdmission
-from trtrun.core.sampling_params import SamplingParams, TokenLists
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import TokenLists
 
 VOCAB = 23
 

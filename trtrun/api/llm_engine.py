@@ -264,7 +264,7 @@ class LLMEngine:
                 detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
             except LibraryPanicError as panic:
                 raise InvalidRequestError(f"the prompt's tokens cannot be made text: {panic}") from None
-            text = CompletionText(detokenizer, stop, keeps_stop)
+            text = CompletionText(detokenizer, stop, keeps_stop, self._prompts.thoughts_without_stops(sampling, tokens))
         stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
             for index, part in parts.items():

@@ -16,7 +16,8 @@ from llguidance import LLTokenizer
 
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import LoadedAdapter, Request
-from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.vocabulary import Spelling
@@ -25,6 +26,8 @@ from trtrun.tokens.text import Tokenizer
 Prompt = str | Sequence[int]
 
 _KEPT_WORD_LISTS = 16
+_LAST_TOKENS = 16
+"""Of a prompt, in which thoughts may begin."""
 
 
 class Vocabulary(Protocol):
@@ -53,6 +56,7 @@ class PromptReader:
         self._tokens: LLTokenizer | None = None
         self._grammars: Grammars | None = None
         # The prompts of one call have the same words, which are made tokens once.
+        self._spellings = lru_cache(_KEPT_WORD_LISTS)(_spellings_of(tokenizer)) if tokenizer is not None else None
         self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -113,16 +117,48 @@ class PromptReader:
             adapter: that `sampling` names.
         """
         stops = self._stop_ids(sampling)
-        lists = self._lists(sampling, stops, min(max_length, len(tokens) + sampling.max_tokens))
+        lists = self._lists(sampling, stops, tokens, min(max_length, len(tokens) + sampling.max_tokens))
         first = sampling.with_seed()
         for index in range(sampling.n):
             yield Request(next_id(), tokens, first.of_completion(index), stops, lists, adapter)
 
-    def _lists(self, sampling: SamplingParams, stops: frozenset[int], longest: int) -> TokenLists:
-        """What ranks learn of the tokens that parameters name, for texts of at most `longest` tokens."""
+    def _lists(
+        self, sampling: SamplingParams, stops: frozenset[int], tokens: tuple[int, ...], longest: int
+    ) -> TokenLists:
+        """What ranks learn of the tokens that parameters name, for texts of at most `longest` tokens that begin with
+        `tokens`."""
         words = self._encode_bad_words(sampling.bad_words).within(longest, self._model.vocab_size)
         held = stops if sampling.min_tokens > 0 else ()
-        return TokenLists.of(held, sampling.logit_bias, words) if held or sampling.logit_bias or words else NO_LISTS
+        thoughts = self._bound_thoughts(sampling, tokens)
+        if not (held or sampling.logit_bias or words or thoughts):
+            return NO_LISTS
+        return TokenLists.of(held, sampling.logit_bias, words, thoughts)
+
+    def _bound_thoughts(self, sampling: SamplingParams, tokens: tuple[int, ...]) -> ThoughtBounds | None:
+        """What bounds the thoughts behind a prompt's tokens."""
+        budget, (begin, *ends) = sampling.thinking_token_budget, sampling.thinking_marks
+        if budget is None or self._tokenizer is None or self._spellings is None or budget >= sampling.max_tokens:
+            return None
+        if begin and self.ends_with(tokens, begin):
+            begin = ""
+        begins = TokenSequences.of(self._spellings(begin) if begin else ())
+        spelled = [spelling for end in ends for spelling in self._spellings(end)]
+        return ThoughtBounds(budget, begins, TokenSequences.of(spelled))
+
+    def thoughts_without_stops(self, sampling: SamplingParams, tokens: Sequence[int]) -> tuple[str, str] | None:
+        """The marks of thoughts in which stop strings are not looked for, as they are behind a prompt's tokens; None
+        where stop strings count in all of the text."""
+        if sampling.stop_in_thoughts or not sampling.stop:
+            return None
+        begin, end, *_ = sampling.thinking_marks
+        return ("" if begin and self.ends_with(tokens, begin) else begin), end
+
+    def ends_with(self, tokens: Sequence[int], mark: str) -> bool:
+        """Whether a prompt's text ends with a mark, and blanks perhaps."""
+        if self._tokenizer is None:
+            return False
+        end = self._tokenizer.decode(tokens[-_LAST_TOKENS:], skip_special_tokens=False)
+        return end.rstrip().endswith(mark)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -141,6 +177,10 @@ class PromptReader:
             if ids and max(ids) >= size:  # none is below 0
                 token = next(token for token in ids if token >= size)
                 raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")
+        if sampling.thinking_token_budget is not None and self._tokenizer is None:
+            raise InvalidRequestError(
+                "thinking_token_budget needs a tokenizer, which this checkpoint does not have: leave it out"
+            )
         if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
             raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
         self._check_some_allowed(sampling)
@@ -226,6 +266,10 @@ def _read_ahead(spelling: Spelling) -> None:
 
 def _sequences_of(tokenizer: Tokenizer) -> Callable[[tuple[str, ...]], TokenSequences]:
     return lambda words: TokenSequences.of(tokenizer.bad_word_ids(words))
+
+
+def _spellings_of(tokenizer: Tokenizer) -> Callable[[str], tuple[tuple[int, ...], ...]]:
+    return lambda text: tokenizer.spellings(text)
 
 
 def _token_ids(prompt: Any) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, TokenLists
 
 if TYPE_CHECKING:  # processes that only read requests do without
     import torch

@@ -1,26 +1,20 @@
-"""How one completion's tokens are chosen: every parameter, checked against what the wire and the kernels can carry; and
-tokens that a request treats unlike others, as arrays: what ends it, what has a bias, what must not be generated.
+"""How one completion's tokens are chosen: every parameter, checked against what the wire and the kernels can carry.
 
-A request may name a vocabulary of tokens, and has `n` completions: the arrays are made once, travel once and are held
-once, however many rows have them. Plain data with validation. It knows no request, no model and no logits.
+Plain data with validation. It knows no request, no model and no logits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property
-from itertools import chain
-
-import numpy as np
 
 from trtrun.core.guide import Guide, read_guide
 from trtrun.core.values import (
     read_bias,
     read_flag,
     read_integer,
+    read_marks,
     read_number,
     read_optional_integer,
     read_optional_name,
@@ -31,102 +25,6 @@ from trtrun.core.values import (
     show_value,
 )
 from trtrun.errors import InvalidRequestError, nearest
-
-
-@dataclass(frozen=True, eq=False)
-class TokenSequences:
-    """Sequences of token ids, one behind the other: they take as much as all of them are long.
-
-    Attributes:
-        tokens: [sum of lengths] int32.
-        lengths: [sequences] int32, each at least 1.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, sequences: Iterable[Sequence[int]]) -> TokenSequences:
-        """The sequences that are given, of which none is empty."""
-        listed = list(sequences)
-        lengths = np.fromiter(map(len, listed), np.int32, len(listed))
-        return cls(np.fromiter(chain.from_iterable(listed), np.int32, int(lengths.sum())), lengths)
-
-    def __len__(self) -> int:
-        """How many sequences there are."""
-        return len(self.lengths)
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """[sequences] int64: where each begins in `tokens`."""
-        starts: np.ndarray = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        return starts
-
-    def within(self, longest: int, vocabulary: int) -> TokenSequences:
-        """Those of at most `longest` tokens, all of them below `vocabulary`: no text can hold the others."""
-        if not len(self):
-            return self
-        largest = np.maximum.reduceat(self.tokens, self.starts)
-        kept = (self.lengths <= longest) & (largest < vocabulary)
-        if kept.all():
-            return self
-        return TokenSequences(self.tokens[np.repeat(kept, self.lengths)], self.lengths[kept])
-
-
-def _no_integers() -> np.ndarray:
-    return np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenLists:
-    """The lists of one request.
-
-    Attributes:
-        stop_ids: [stops] int32, ascending: tokens that may not be chosen until min_tokens are out.
-        bias_ids: [biases] int32, each once.
-        bias_values: [biases] float64: what is added to the logits of `bias_ids`.
-        bad_words: sequences that must not be generated.
-    """
-
-    stop_ids: np.ndarray
-    bias_ids: np.ndarray
-    bias_values: np.ndarray
-    bad_words: TokenSequences
-
-    @classmethod
-    def of(
-        cls,
-        stop_ids: Iterable[int] = (),
-        logit_bias: Mapping[int, float] | None = None,
-        bad_words: TokenSequences | Iterable[Sequence[int]] = (),
-    ) -> TokenLists:
-        """The lists of what is given."""
-        bias = logit_bias or {}
-        return cls(
-            stop_ids=np.array(sorted(set(stop_ids)), dtype=np.int32),
-            bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
-            bias_values=np.fromiter(bias.values(), np.float64, len(bias)),
-            bad_words=bad_words if isinstance(bad_words, TokenSequences) else TokenSequences.of(bad_words),
-        )
-
-    @cached_property
-    def is_empty(self) -> bool:
-        """Whether there is nothing in any of them."""
-        return not (len(self.stop_ids) or len(self.bias_ids) or len(self.bad_words))
-
-    @cached_property
-    def digest(self) -> bytes:
-        """The same for lists of the same tokens and values, and for no others."""
-        found = hashlib.blake2b(digest_size=16)
-        for array in (self.stop_ids, self.bias_ids, self.bias_values, self.bad_words.lengths, self.bad_words.tokens):
-            found.update(len(array).to_bytes(8, "little"))
-            found.update(array.tobytes())
-        return found.digest()
-
-
-NO_LISTS = TokenLists(_no_integers(), _no_integers(), np.empty(0), TokenSequences(_no_integers(), _no_integers()))
-"""Of a request that names no tokens."""
-
 
 LARGEST_COUNT = 2**31 - 1
 """Where max_tokens, min_tokens and top_k are cut off: beyond any context and any vocabulary, within what travels."""
@@ -142,18 +40,21 @@ LOGITS_FIELDS = ("return_context_logits", "return_generation_logits")
 
 _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), read_integer),
-    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "draft_len"), read_optional_integer),
+    **dict.fromkeys(
+        ("seed", "logprobs", "prompt_logprobs", "draft_len", "thinking_token_budget"), read_optional_integer
+    ),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), read_number
     ),
     **dict.fromkeys(("stop", "bad_words"), read_texts),
     **dict.fromkeys(("stop_token_ids", "draft_token_ids"), read_token_ids),
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), read_flag),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "stop_in_thoughts"), read_flag),
     **dict.fromkeys(LOGITS_FIELDS, read_flag),
     "logit_bias": read_bias,
     "lookahead_config": read_sizes,
     "stop_sequences": read_token_sequences,
     "guided": read_guide,
+    "thinking_marks": read_marks,
     "lora_name": read_optional_name,
 }
 
@@ -211,6 +112,11 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text. Else it has them as they are written, but for the
             model's end-of-sequence tokens; the tokens are the same, and stop strings are looked for in what it has.
         lora_name: an adapter that is loaded, which the target computes the request with; None is the base model.
+        stop_in_thoughts: whether `stop` is looked for in thoughts, too; else from the mark behind them on.
+        thinking_token_budget: most tokens of thoughts: behind these the mark that ends them must follow, and then the
+            answer. Tokens count behind the mark in front. Thoughts that end before change nothing. None is no bound.
+        thinking_marks: the texts in front of and behind thoughts; an empty first one where the output begins within
+            them, as it does where the prompt ends with the mark. Further texts end thoughts, too, as calls of tools do.
 
     Raises:
         InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
@@ -244,6 +150,9 @@ class SamplingParams:
     guided: Guide | None = None
     skip_special_tokens: bool = True
     lora_name: str | None = None
+    stop_in_thoughts: bool = True
+    thinking_token_budget: int | None = None
+    thinking_marks: tuple[str, ...] = ("<think>", "</think>")
 
     def __post_init__(self) -> None:
         for item in _FIELDS:
@@ -253,8 +162,8 @@ class SamplingParams:
             if value is None:
                 value = item.default if item.default_factory is MISSING else item.default_factory()
             object.__setattr__(self, item.name, _READERS[item.name](item.name, value))
-        for name in ("top_k", "max_tokens", "min_tokens"):
-            if getattr(self, name) > LARGEST_COUNT:
+        for name in ("top_k", "max_tokens", "min_tokens", "thinking_token_budget"):
+            if (getattr(self, name) or 0) > LARGEST_COUNT:
                 object.__setattr__(self, name, LARGEST_COUNT)
         self._check_ranges()
 
@@ -325,6 +234,7 @@ class SamplingParams:
                 _OF_LOGPROBS,
             ),
             ("draft_len", self.draft_len is None or 0 <= self.draft_len < 2**31, "0 (plain decoding) to 2**31 - 1"),
+            ("thinking_token_budget", (self.thinking_token_budget or 0) >= 0, "0 or more"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
         )
         for name, holds, rule in rules:

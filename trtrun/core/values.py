@@ -183,6 +183,27 @@ def read_texts(name: str, value: object) -> tuple[str, ...]:
     return texts
 
 
+def read_marks(name: str, value: object) -> tuple[str, ...]:
+    """Texts in front of and behind something, and perhaps further ones behind it; only the first may be empty.
+
+    Raises:
+        InvalidRequestError: they are something else, fewer than 2, more than 8, or longer than 256 characters.
+    """
+    items = None if isinstance(value, str) else _read_list(value)
+    texts = [item for item in items or () if isinstance(item, str) and len(item) <= _LONGEST_MARK]
+    if items is None or len(texts) < len(items) or not 2 <= len(texts) <= _MOST_MARKS or not all(texts[1:]):
+        raise InvalidRequestError(
+            f"{name} must be a list of 2 to {_MOST_MARKS} texts of at most {_LONGEST_MARK} characters, of which only "
+            f"the first may be empty, not {show_value(value)}"
+        )
+    for text in texts:
+        check_characters(name, text)
+    return tuple(texts)
+
+
+_MOST_MARKS, _LONGEST_MARK = 8, 256
+
+
 def read_token_ids(name: str, value: object) -> tuple[int, ...]:
     """A list of token ids; whether the vocabulary has them is not known here.
 

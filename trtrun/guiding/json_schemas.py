@@ -10,6 +10,8 @@ come to an end. A schema may say otherwise in its `x-guidance`.
 Formats that JSON Schema does not know are notes to it (2020-12, Validation, 7.2.3), and errors to the engine: they are
 left out. Libraries put them beside patterns (zod: cuid, starts_with), or by themselves (pydantic: password, path).
 
+What the engine does not follow is said in other words where these are the same (`schema_rewrites`).
+
 It knows schemas. It does not know grammars.
 """
 
@@ -19,7 +21,8 @@ import json
 import re
 from typing import Any
 
-from trtrun.core.guide import OPTIONS_KEY
+from trtrun.core.guide import MOST_GUIDE_CHARACTERS, OPTIONS_KEY
+from trtrun.guiding.schema_rewrites import rewrite_names, rewrite_pattern
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DAY = f"^(?:....-(?:[^0].|0[^2])|....-02-(?:[^2].|2[^9])|{_LEAP_YEAR}-02-29)"
@@ -61,8 +64,8 @@ def close(schema: dict[str, Any]) -> None:
     Raises:
         RecursionError: it is nested too deeply.
     """
+    _close_parts(schema)
     needs_escapes = _NEEDS_ESCAPES.search(json.dumps(schema, ensure_ascii=False)) is not None
-    _close_formats(schema)
     options = schema.setdefault(OPTIONS_KEY, {})
     if not isinstance(options, dict):
         return
@@ -72,8 +75,8 @@ def close(schema: dict[str, Any]) -> None:
         options.setdefault("json_allowed_escapes", _ESCAPES)
 
 
-def _close_formats(schema: Any) -> None:
-    left = [(schema, False)]
+def _close_parts(schema: Any) -> None:
+    left, room = [(schema, False)], MOST_GUIDE_CHARACTERS
     while left:
         part, is_map = left.pop()
         if isinstance(part, list):
@@ -81,6 +84,8 @@ def _close_formats(schema: Any) -> None:
         elif isinstance(part, dict) and is_map:
             left += [(inner, False) for inner in part.values()]
         elif isinstance(part, dict):
+            rewrite_pattern(part)
+            room -= rewrite_names(part, schema, room)
             left += [(inner, key in _MAPS) for key, inner in part.items() if key not in _VALUES]
             form = part.get("format")
             if isinstance(form, str) and form not in _FORMATS:

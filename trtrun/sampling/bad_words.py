@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtrun.core.sampling_params import TokenSequences
+from trtrun.core.token_lists import TokenSequences
 
 _TOKEN = np.dtype(">i4")
 """Bytes of such numbers sort as the numbers do, as long as these are not negative; equal ones are equal anyway."""

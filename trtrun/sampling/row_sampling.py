@@ -4,7 +4,7 @@ The same class serves draft and target ranks, so that both apply a request's par
 is known on the host from its admission: no code path depends on a value that a device holds, and a batch of greedy rows
 without penalties passes through untouched. The order, for the distribution of a position:
 
-    logit_bias → repetition, presence and frequency penalties → bad_words, min_tokens
+    logit_bias → repetition, presence and frequency penalties → bad_words, min_tokens → thinking_token_budget
     → and for rows with a temperature: temperature → top_k → top_p → min_p
 
 This module knows no model, no plan and no speculation; `penalties`, `filters` and `random` hold the arithmetic.
@@ -258,13 +258,16 @@ class RowSampling:
         return logits
 
     def ban_(self, logits: Tensor, row: int, length: Tensor, token_ids: Tensor, drafts: Tensor | None) -> None:
-        """Mask, in place, what bad words and min_tokens forbid a row: logits [P, V], length [], drafts [P - 1]."""
+        """Mask, in place, what bad words, min_tokens and a budget for thoughts forbid a row: logits [P, V], length [],
+        drafts [P - 1]."""
         steps = self._steps[row]
         tables = steps.tables
         if tables.bad_words is not None:
             tables.bad_words.ban_(logits, token_ids[row], length, drafts)
         if steps.holds_stops and tables.stop_ids is not None:
             penalties.ban_stop_tokens_(logits, tables.stop_ids, length, self.integers[row, columns.FIRST_STOP])
+        if tables.thinking is not None:
+            tables.thinking.force_(logits, token_ids[row], steps.num_prompt, length, drafts)
 
     def _filter(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Temperature and filters on logits [n, P, V] of `rows`, all sampled; a new tensor."""

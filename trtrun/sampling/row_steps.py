@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from trtrun.core.nouns import RowAdmission
-from trtrun.core.sampling_params import NO_LISTS, TokenLists
+from trtrun.core.token_lists import NO_LISTS, TokenLists
 from trtrun.sampling.bad_words import BadWords
+from trtrun.sampling.thoughts import ThinkingBudget
 
 
 class RowTables:
@@ -25,6 +26,7 @@ class RowTables:
         bias: token ids [b] int64 and values [b] float32; None without any.
         stop_ids: [b] int64, or None.
         bad_words: None without any.
+        thinking: what bounds thoughts, or None.
     """
 
     def __init__(self, lists: TokenLists, vocab_size: int, device: torch.device) -> None:
@@ -36,6 +38,7 @@ class RowTables:
         self.bias = (bias_ids, bias_values) if bias_ids.numel() else None
         self.stop_ids = stop_ids if stop_ids.numel() else None
         self.bad_words = bad_words or None
+        self.thinking = None if lists.thoughts is None else ThinkingBudget(lists.thoughts, vocab_size, device)
 
 
 class SharedTables:
@@ -75,6 +78,7 @@ class RowSteps:
         top_p, min_p, repetition, output_penalties: whether the row has it.
         tables: its lists of tokens.
         holds_stops: whether min_tokens mask the stop ids of `tables`.
+        num_prompt: tokens of the row's prompt.
     """
 
     greedy: bool
@@ -87,6 +91,7 @@ class RowSteps:
     output_penalties: bool
     tables: RowTables
     holds_stops: bool
+    num_prompt: int
 
     @classmethod
     def of(cls, admission: RowAdmission, vocab_size: int, shared: SharedTables) -> RowSteps:
@@ -103,6 +108,7 @@ class RowSteps:
             output_penalties=sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0,
             tables=tables,
             holds_stops=tables.stop_ids is not None and sampling.min_tokens > 0,
+            num_prompt=admission.num_prompt_tokens,
         )
 
     @property
@@ -118,4 +124,4 @@ class RowSteps:
     @property
     def own_tables(self) -> bool:
         """Whether a step works on this row alone, with its tables."""
-        return self.bans or self.tables.bias is not None
+        return self.bans or self.tables.bias is not None or self.tables.thinking is not None

@@ -215,6 +215,34 @@ def _num_common(first: str, second: str) -> int:
     return bisect_left(lengths, True, key=lambda length: first[:length] != second[:length])
 
 
+class _ThoughtEnd:
+    """Finds where thoughts end, character by character.
+
+    Attributes:
+        is_certain: whether the text begins with thoughts, or does not.
+        is_behind: no thoughts follow.
+    """
+
+    def __init__(self, begin: str, end: str) -> None:
+        """Begin with a text that may begin with the mark `begin`; an empty one: it begins within thoughts."""
+        self._begin, self._stop, self._state = begin, AhoCorasick([end]), ROOT
+        self.is_certain, self.is_behind = not begin, False
+
+    def pass_thoughts(self, text: str, place: int) -> int:
+        """Where in a text, from `place` on, the next character stands that is none of the thoughts'. What may become
+        their mark is asked for again."""
+        if not self.is_certain:
+            begun = text[place:].lstrip()
+            if len(begun) < len(self._begin) and self._begin.startswith(begun):
+                return place
+            self.is_certain, self.is_behind = True, not begun.startswith(self._begin)
+            place = place if self.is_behind else len(text) - len(begun) + len(self._begin)
+        while not self.is_behind and place < len(text):
+            self._state, place = self._stop.step(self._state, text[place]), place + 1
+            self.is_behind = self._stop.num_whole(self._state) > 0
+        return place
+
+
 class CompletionText:
     """The text of one completion, and where its stop strings end it.
 
@@ -225,13 +253,21 @@ class CompletionText:
         failure: why no more text can be made of its tokens, a line; None while it can. Then nothing is added.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop: AhoCorasick, keeps_stop: bool = False) -> None:
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stop: AhoCorasick,
+        keeps_stop: bool = False,
+        thoughts: tuple[str, str] | None = None,
+    ) -> None:
         """Begin with no text.
 
         Args:
             detokenizer: behind the completion's prompt.
             stop: strings that end the text; they and what follows them are cut off. Completions may share it.
             keeps_stop: what follows them alone is cut off.
+            thoughts: the marks in front of and behind thoughts, in which no stop string is looked for; an empty first
+                one where the text begins within them. None where they are text as any other.
         """
         self._detokenizer = detokenizer
         self._stop = stop
@@ -241,11 +277,13 @@ class CompletionText:
         self._num_read = 0  # characters of it that brought the stop strings to their state
         self._is_over = False
         self.failure: str | None = None
+        self._thoughts = None if thoughts is None else _ThoughtEnd(*thoughts)
 
     def copied(self) -> CompletionText:
         """One that goes on by itself."""
         other = copy(self)
         other._detokenizer = self._detokenizer.copied()
+        other._thoughts = copy(self._thoughts)
         return other
 
     def append(self, token_id: int) -> None:
@@ -269,14 +307,25 @@ class CompletionText:
 
     def pass_stops(self) -> None:
         """Stop strings that are whole by now end nothing; one that is not may still."""
+        if not self._is_behind_thoughts():
+            return
         step = self._stop.step
         for character in self._pending[self._num_read :]:
             self._state = step(self._state, character)
         self._state = self._stop.pass_whole(self._state)
         self._num_read = len(self._pending)
 
+    def _is_behind_thoughts(self) -> bool:
+        """Go on behind thoughts; whether stop strings count from there on."""
+        if self._thoughts is None or self._thoughts.is_behind:
+            return True
+        self._num_read = self._thoughts.pass_thoughts(self._pending, self._num_read)
+        return self._thoughts.is_behind
+
     def cut_at_stop(self) -> bool:
         """Cut the text at the first stop string that is whole since the last look; whether there is one."""
+        if not self._is_behind_thoughts():
+            return False
         stop, state = self._stop, self._state
         for place in range(self._num_read, len(self._pending)):
             state = stop.step(state, self._pending[place])
@@ -304,6 +353,8 @@ class CompletionText:
         """The text that is new since the last call and will not change, whatever follows. Where it is taken has no
         bearing on where it ends: what may become a stop string stays."""
         shown = len(self._pending) - self._stop.num_begun(self._state)
+        if self._thoughts is not None and not self._thoughts.is_certain:
+            shown = self._num_read
         text, self._pending = self._pending[:shown], self._pending[shown:]
         self._num_read = max(0, self._num_read - shown)
         return text

@@ -31,6 +31,10 @@ _SENTENCEPIECE_FILE = "tokenizer.model"
 _SLOW_FILES = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
+_BEFORE, _BEHIND = ("", "a", ".", " ", "\n", "\n\n"), ("", "a", ".", " ", "\n", "\n\n", '"')
+"""What may stand beside a mark in a text, and go with its first or last character."""
+
+
 class _Lengths(msgspec.Struct):
     """What tokenizer.json asks for of the lengths of texts."""
 
@@ -156,6 +160,22 @@ class Tokenizer:
                 f"SentencePiece's can (its decoder is {names})"
             )
         return found
+
+    @_LIBRARY
+    def spellings(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that hold a text, alone and beside others, where its first and last characters may be tokens
+        with what stands beside them; that of the text alone first. One of a token has no other."""
+        places = [(before, after) for before in _BEFORE for after in _BEHIND]
+        encoded = self._backend.encode_batch(
+            [before + text + after for before, after in places], add_special_tokens=False
+        )
+        found: dict[tuple[int, ...], None] = {}
+        for (before, _), encoding in zip(places, encoded, strict=True):
+            begin, end = len(before), len(before) + len(text)
+            spans = zip(encoding.ids, encoding.offsets, strict=True)
+            found[tuple(token for token, (first, last) in spans if first < end and last > begin)] = None
+        found.pop((), None)
+        return tuple(found)
 
     @_LIBRARY
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
-from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
 
 
 class _PlanHeader(NamedTuple):
@@ -62,6 +63,7 @@ _NOT_SCORED = ScoredPart(0, 0, 0)
 _NOT_REPORTED = LogitsPart(0, 0)
 _CHUNK_NUMBERS = 5 + len(_NOT_SCORED) + len(_NOT_REPORTED)
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
+_ARRAYS_OF_LISTS, _ARRAYS_OF_THOUGHTS = 4, 5
 _LOOKAHEAD = ("window", "ngram", "verified")
 """Of SamplingParams.lookahead_config; 0 without one."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -161,7 +163,8 @@ def _encode_admission(record: np.void, admission: RowAdmission, integers: list[n
 
 def _encode_lists(lists: TokenLists, integers: list[np.ndarray], floats: list[np.ndarray]) -> None:
     words = lists.bad_words
-    arrays = (lists.stop_ids, lists.bias_ids, words.lengths, words.tokens)
+    thoughts = lists.thoughts.arrays() if lists.thoughts is not None else [np.empty(0)] * _ARRAYS_OF_THOUGHTS
+    arrays = (lists.stop_ids, lists.bias_ids, words.lengths, words.tokens, *thoughts)
     integers.append(np.array([len(array) for array in arrays], dtype=np.int64))
     integers += [array.astype(np.int64) for array in arrays]
     floats.append(lists.bias_values)
@@ -222,9 +225,13 @@ def _take_tokens(record: np.void, integers: _Pool) -> tuple[np.ndarray, np.ndarr
 
 
 def _decode_lists(integers: _Pool, floats: _Pool) -> TokenLists:
-    counts = integers.take(4).tolist()
-    stop_ids, bias_ids, lengths, tokens = (integers.take(count).astype(np.int32) for count in counts)
-    return TokenLists(stop_ids, bias_ids, floats.take(len(bias_ids)).copy(), TokenSequences(tokens, lengths))
+    counts = integers.take(_ARRAYS_OF_LISTS + _ARRAYS_OF_THOUGHTS).tolist()
+    arrays = [integers.take(count) for count in counts]
+    stop_ids, bias_ids, lengths, tokens = (array.astype(np.int32) for array in arrays[:_ARRAYS_OF_LISTS])
+    bounds = arrays[_ARRAYS_OF_LISTS:]
+    thoughts = ThoughtBounds.of_arrays(*bounds) if len(bounds[0]) else None
+    words = TokenSequences(tokens, lengths)
+    return TokenLists(stop_ids, bias_ids, floats.take(len(bias_ids)).copy(), words, thoughts)
 
 
 def _decode_admission(

@@ -37,7 +37,7 @@ OTHERS = tuple(
         SAMPLING_FIELDS
         # What ends a text has to be told.
         - {"n", "prompt_logprobs", "stop", "include_stop_str_in_output", "min_tokens", *EFFECT}
-        | {"chat_template_kwargs", "request_id"}
+        | {"chat_template_kwargs", "request_id", "stop_in_thoughts"}
     )
 )
 """Of chats, with the same meaning."""

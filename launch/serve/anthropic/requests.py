@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from launch.serve.anthropic.conversations import read_conversation
@@ -80,7 +81,7 @@ def read_message(
         asked |= {"stop": stops, "include_stop_str_in_output": True}
     asked |= _read_tools(given.get("tools", [])) | _read_choice(given.get("tool_choice"))
     _check_edits(given.get("context_management", {}))
-    thinking, shows_thoughts = _read_thinking(given.get("thinking"))
+    thinking, shows_thoughts, budget = _read_thinking(given.get("thinking"))
     effort, form = _read_output(given)
     kwargs = given.get("chat_template_kwargs", {})
     if isinstance(kwargs, dict):
@@ -89,7 +90,7 @@ def read_message(
     if form is not None:
         asked["response_format"] = form
     try:
-        return read_chat(asked, model_name, adapters)
+        return replace(read_chat(asked, model_name, adapters), thinking_budget=budget)
     except Refusal as refusal:
         raise in_words_of_messages(refusal) from None
 
@@ -154,24 +155,27 @@ def _read_choice(value: Any) -> dict[str, Any]:
     return {"tool_choice": _CHOICES.get(kind, named), "parallel_tool_calls": not is_single}
 
 
-def _read_thinking(value: Any) -> tuple[Mapping[str, bool], bool]:
-    """What templates are told of thinking, and whether the answer tells what is thought."""
+def _read_thinking(value: Any) -> tuple[Mapping[str, bool], bool, int | None]:
+    """What templates are told of thinking; whether the answer tells what is thought; how many tokens that may be."""
     if value is None:
-        return {}, True
+        return {}, True, None
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _THINKING:
         line = f'thinking must be {{"type": "enabled"}}, or disabled or adaptive in its place, not {show_value(value)}'
         raise _wrong("thinking", line)
     check_names("thinking", "thinking", value, ("type", "budget_tokens", "display"))
+    budget = None
     if value.get("budget_tokens") is not None:
         try:
-            read_integer("thinking.budget_tokens", value["budget_tokens"])
+            budget = read_integer("thinking.budget_tokens", value["budget_tokens"])
         except InvalidRequestError as error:
             raise _wrong("thinking", str(error)) from None
+        if budget < 0:
+            raise _wrong("thinking", f"thinking.budget_tokens must be 0 or more, not {budget}")
     if value.get("display") not in (None, "summarized", "omitted"):
         line = f"thinking.display must be summarized or omitted, not {show_value(value['display'])}"
         raise _wrong("thinking", line)
-    return _THINKING[kind], value.get("display") != "omitted"
+    return _THINKING[kind], value.get("display") != "omitted", budget
 
 
 def _read_output(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any] | None]:

@@ -108,7 +108,7 @@ class Answer(ABC):
             beside = {} if self.scores_beside else self._prompt_logprobs(number)
             yield (b"," if number else b"") + _ENCODER.encode(choice.whole(text) | beside)
         beside = self._prompt_logprobs(0) if self.scores_beside else {}
-        yield b"]," + _ENCODER.encode(beside | tell_usage(usage, draft_len))[1:]
+        yield b"]," + _ENCODER.encode(beside | self._usage(usage, draft_len))[1:]
 
     def beginning(self) -> list[dict[str, Any]]:
         """Chunks before the first piece."""
@@ -143,7 +143,11 @@ class Answer(ABC):
         """Chunks behind the last piece: what the request took, where it was asked for."""
         if not self._answering.include_usage:
             return []
-        return [self._object(self.chunk_name, []) | tell_usage(usage, draft_len)]
+        return [self._object(self.chunk_name, []) | self._usage(usage, draft_len)]
+
+    def _usage(self, usage: Usage, draft_len: int) -> dict[str, Any]:
+        """What the request took."""
+        return tell_usage(usage, draft_len)
 
     def failure(self, error: dict[str, Any]) -> dict[str, Any]:
         """The chunk of an error behind which nothing follows."""

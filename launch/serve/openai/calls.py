@@ -123,6 +123,8 @@ class ChatCall:
         rendering, encoding, answering: how it becomes a prompt, and what is wanted of the answer.
         tools: that may be called; None where there are none.
         tells_thoughts, parts_thoughts: what is thought is told, and told apart from text.
+        stops_in_thoughts: stop strings count in what is thought, too.
+        thinking_budget: most tokens of it, where the model's thoughts can be told; else it means nothing.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -133,3 +135,5 @@ class ChatCall:
     tools: ToolUse | None = None
     tells_thoughts: bool = True
     parts_thoughts: bool = True
+    stops_in_thoughts: bool = False
+    thinking_budget: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from launch.serve.front.front import Usage
 from launch.serve.openai.answers import NOTHING, Answer
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.output.parsing import ChatText
@@ -26,6 +27,7 @@ class ChatAnswer(Answer):
         """See `Answer`."""
         is_parsed = answering.parsing.is_needed
         self._texts = [ChatText(answering.parsing) for _ in range(self._num_choices)] if is_parsed else []
+        self._num_thought = 0
 
     def beginning(self) -> list[dict[str, Any]]:
         """Whose words follow, for each choice."""
@@ -38,7 +40,26 @@ class ChatAnswer(Answer):
         if not self._texts:
             return piece.text
         self._texts[piece.index].keep(piece.text, piece.finish_reason is not None)
+        self._count_thoughts(piece)
         return ""
+
+    def chunks(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """See `Answer`."""
+        told = super().chunks(delta)
+        if self._texts:
+            self._count_thoughts(delta)
+        return told
+
+    def _count_thoughts(self, piece: CompletionDelta) -> None:
+        """A piece's tokens are thoughts' where these go on behind it: that is right to a round."""
+        if self._texts[piece.index].is_thinking:
+            self._num_thought += len(piece.token_ids)
+
+    def _usage(self, usage: Usage, draft_len: int) -> dict[str, Any]:
+        told = super()._usage(usage, draft_len)
+        if self._answering.parsing.reasoning:
+            told["usage"]["completion_tokens_details"] = {"reasoning_tokens": self._num_thought}
+        return told
 
     def _whole(self, number: int, text: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}

@@ -122,6 +122,7 @@ FIELDS: tuple[Field, ...] = (
         skip_special_tokens="false: texts have special tokens as they are written, but for those that end them",
         include_stop_str_in_output="whether the stop string that ends a text is left at its end",
         min_tokens="",
+        thinking_token_budget="most tokens of thoughts, behind which their end must follow: tools.md; -1: no bound",
         ignore_eos="",
         stop_token_ids="",
         bad_words="",
@@ -151,6 +152,8 @@ FIELDS: tuple[Field, ...] = (
         documents="to the chat template",
         include_reasoning="false: what is thought is not told",
     ),
+    *_read(OTHERS, Endpoint.CHATS, thinking_budget="as thinking_token_budget"),
+    *_read(OWN, Endpoint.CHATS, stop_in_thoughts="true: stop strings count in thoughts, too, not behind them alone"),
     *_read(SGLANG, Endpoint.CHATS, separate_reasoning="false: what is thought is told as text"),
     *_read(
         OWN,
@@ -221,7 +224,6 @@ FIELDS: tuple[Field, ...] = (
         use_beam_search=(False,),
         priority=(0,),
         watermarking=(False,),
-        thinking_token_budget=(),
         chat_template=(),
         media_io_kwargs=({},),
         mm_processor_kwargs=({},),
@@ -287,7 +289,7 @@ FIELDS: tuple[Field, ...] = (
     *_instead(LLAMA_CPP, "logprobs", n_probs=(0,)),
     *_instead(LLAMA_CPP, "return_token_ids", return_tokens=(False,)),
     *_instead(SGLANG, "include_stop_str_in_output", no_stop_trim=(False,)),
-    *_instead(OTHERS, _THINKING, enable_thinking=(), thinking=(), thinking_budget=()),
+    *_instead(OTHERS, _THINKING, enable_thinking=(), thinking=()),
     *_instead(OTHERS, "reasoning_effort", reasoning=()),
 )
 """All of them."""

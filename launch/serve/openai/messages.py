@@ -17,8 +17,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning")
 """What an assistant thought, in the words of several servers."""
 
+_DETAILS = "reasoning_details"
+"""The same as a list of parts, as OpenRouter and others have it."""
+
 _FIELDS = ("role", "content", "name")
-_OF_ROLE: Mapping[str, tuple[str, ...]] = {"assistant": (*REASONING, "tool_calls"), "tool": ("tool_call_id",)}
+_OF_ROLE: Mapping[str, tuple[str, ...]] = {"assistant": (*REASONING, _DETAILS, "tool_calls"), "tool": ("tool_call_id",)}
 _EMPTY: Mapping[str, object] = {"tool_calls": [], "annotations": []}
 """What answers have beside their text, at values that say nothing: clients send answers back as they came."""
 
@@ -91,9 +94,26 @@ def _read_message(where: str, value: object) -> dict[str, Any]:
         text = value.get(name)
         if text is not None:
             message[name] = _read_own_text(f"{where}.{name}", text)
+    thoughts = _read_details(f"{where}.{_DETAILS}", value.get(_DETAILS))
+    if thoughts and not any(message.get(name) for name in REASONING):
+        message[REASONING[0]] = thoughts
     if value.get("tool_calls"):
         message["tool_calls"] = _read_calls(f"{where}.tool_calls", value["tool_calls"])
     return message
+
+
+def _read_details(where: str, value: object) -> str:
+    """The thoughts of parts, each with a text or a summary. What is encrypted nobody here can read."""
+    if value is None:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise _wrong(f"{where} must be a list of objects, not {show_value(value)}")
+    told = []
+    for place, part in enumerate(value):
+        for name in ("text", "summary"):
+            if part.get(name) is not None:
+                told.append(_read_own_text(f"{where}[{place}].{name}", part[name]))
+    return "".join(told)
 
 
 def _read_calls(where: str, value: object) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ _ONE_CALL = "only supports single tool-calls"
 
 _BARE_NAME = re.compile(r"[^\s\[\]{}<>`\"]+")
 
-_LAST_TOKENS = 16
-"""Of a prompt, in which thoughts may begin."""
+_BUDGET = "thinking_budget"
+"""Of values for a template: Qwen's word for a budget for thoughts."""
 
 
 class AnswerPlanner:
@@ -50,6 +50,7 @@ class AnswerPlanner:
         """
         self._tools = tools
         self._reasoning = reasoning
+        self._template = template or ""
         self._has_arguments_in_brackets = ARGS in (template or "")
         self._calls_one = _ONE_CALL in (template or "")
         self._tokenizer = tokenizer
@@ -88,12 +89,39 @@ class AnswerPlanner:
             self._check(sampling, followed, own)
         if parsing.is_needed and self._hides_marks(parsing):
             sampling = replace(sampling, skip_special_tokens=False)
-        parsing = replace(
-            parsing,
-            reasoning=parsing.reasoning if call.parts_thoughts else "",
-            tells_thoughts=call.tells_thoughts,
-        )
+        reasoning = parsing.reasoning if call.parts_thoughts else ""
+        sampling = self._with_thoughts(call, sampling, parsing, has_no_stops=bool(reasoning))
+        parsing = replace(parsing, reasoning=reasoning, tells_thoughts=call.tells_thoughts)
         return replace(call.answering, sampling=sampling, parsing=parsing)
+
+    def _with_thoughts(
+        self, call: ChatCall, sampling: SamplingParams, parsing: Parsing, *, has_no_stops: bool
+    ) -> SamplingParams:
+        """What the engine has to know of thoughts: what bounds them, and that stop strings count behind them."""
+        form = REASONING_FORMATS[self._reasoning] if self._reasoning else None
+        can_end = form is not None and not form.is_harmony
+        budget = sampling.thinking_token_budget
+        if budget is not None and not can_end:
+            line = "thinking_token_budget: this model's thoughts have no mark that could be forced: leave it out"
+            raise Refusal(Kind.INVALID, line, "thinking_token_budget", "unsupported_field")
+        if budget is None and can_end:
+            budget = self._asked_beside(call)
+        has_no_stops = has_no_stops and bool(sampling.stop) and not call.stops_in_thoughts
+        if form is None or (budget is None and not has_no_stops):
+            return sampling
+        calls = TOOL_FORMATS[parsing.tools].call_beginnings if parsing.tools else ()
+        begin, end = form.marks_of_all
+        marks = ("" if parsing.is_thinking else begin, end, *calls)
+        return replace(sampling, thinking_token_budget=budget, thinking_marks=marks, stop_in_thoughts=not has_no_stops)
+
+    def _asked_beside(self, call: ChatCall) -> int | None:
+        """A budget for thoughts that is asked for in words of other servers, and changes nothing where there is none:
+        a template that has the word itself is told it."""
+        if call.thinking_budget is not None:
+            return call.thinking_budget
+        value = call.rendering.values.get(_BUDGET)
+        is_number = type(value) is int and value >= 0 and _BUDGET not in self._template
+        return value if is_number else None
 
     def _parsing(self, use: ToolUse | None, is_thinking: bool) -> Parsing:
         reasoning = self._reasoning
@@ -173,10 +201,9 @@ class AnswerPlanner:
         if call.rendering.continue_final_message:
             text = str(call.messages[-1]["content"])
             return text.rfind(form.open_mark) > text.rfind(form.close_mark)
-        end = self._tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False).rstrip()
         if form.always_thinks:
-            return not end.endswith(form.close_mark)
-        return end.endswith(form.open_mark)
+            return not self._prompts.ends_with(prompt, form.close_mark)
+        return self._prompts.ends_with(prompt, form.open_mark)
 
     def _hides_marks(self, parsing: Parsing) -> bool:
         """Whether texts lack marks, as special tokens are left out."""

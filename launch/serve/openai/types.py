@@ -43,6 +43,8 @@ SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {
     "logprobs",
     "stop_sequences",
     "guided",
+    "stop_in_thoughts",
+    "thinking_marks",
     *LOGITS_FIELDS,
 }
 """Fields of the API that are SamplingParams' own."""
@@ -52,11 +54,11 @@ COMPLETION_TOKENS = 16
 
 _COUNTS = (
     "n", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs", "draft_len",
-    "truncate_prompt_tokens", "prompt_logprobs",
+    "truncate_prompt_tokens", "prompt_logprobs", "thinking_token_budget", "thinking_budget",
 )  # fmt: skip
 """Whole numbers. JSON has one kind of numbers, and some clients write 4.0."""
 
-_UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1}
+_UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1, "thinking_token_budget": -1, "thinking_budget": -1}
 """What means "none" in other servers."""
 
 _MOST_NAMED = 20
@@ -105,20 +107,24 @@ def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -
     if "max_completion_tokens" in given:
         given["max_tokens"] = given["max_completion_tokens"]
         sent_as["max_tokens"] = "max_completion_tokens"
+    if "thinking_budget" in given:
+        given["thinking_token_budget"] = given["thinking_budget"]
+        sent_as["thinking_token_budget"] = "thinking_budget"
     # A template writes special tokens itself, that of the beginning, too.
     encoding = _read_encoding(given, adds_special_tokens=False)
     logprobs = (0 if most is None else most) if wants else None
     answering = _read_answering(given, logprobs, LARGEST_COUNT, sent_as)
-    prediction = read_prediction(given.get("prediction"))
+    prediction, rendering = read_prediction(given.get("prediction")), _read_rendering(given)
     return ChatCall(
         messages,
         prediction,
-        _read_rendering(given),
+        rendering,
         encoding,
         answering,
         read_tools(given),
         tells_thoughts=_flag(given, "include_reasoning", True),
         parts_thoughts=_flag(given, "separate_reasoning", True),
+        stops_in_thoughts=_flag(given, "stop_in_thoughts"),
     )
 
 

@@ -18,6 +18,7 @@ from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDe
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 RECORD: Any = {"regex": "[a-z]{4,9}(-[0-9]{2,4}){2,3}"}
+THOUGHTS = ("", "</think>")
 END, EASY = {0: 60.0}, {0: 4.0}
 CASES = {
     "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
@@ -28,6 +29,9 @@ CASES = {
     "min_tokens": SamplingParams(max_tokens=24, min_tokens=12, logit_bias=END),
     "end of sequence": SamplingParams(max_tokens=24, temperature=1.0, seed=2, logit_bias=EASY),
     "guided": SamplingParams(max_tokens=24, temperature=1.0, seed=4, guided=RECORD),
+    "thinking": SamplingParams(
+        max_tokens=28, temperature=1.0, seed=9, thinking_token_budget=7, thinking_marks=THOUGHTS, ignore_eos=True
+    ),
     "bad words": SamplingParams(max_tokens=24, temperature=1.1, seed=3, bad_words=("e", "ab"), ignore_eos=True),
 }
 
@@ -106,6 +110,31 @@ def test_stop_strings_are_found_across_the_cut_and_nothing_is_told_twice(llm: LL
     stop = written[len(written) // 2 :][:4]
     whole = check_every_cut(llm, "once", replace(sampling, stop=(stop, written[3] + "never")))
     assert whole[-1].finish_reason == "stop" and text(whole) == written[: written.index(stop)]
+
+
+def test_thoughts_end_at_their_budget_and_stop_strings_count_behind_them(llm: LLM) -> None:
+    """As in a text that goes on by itself behind the mark; and thoughts that end before are not touched."""
+    sampling, unbounded = CASES["thinking"], replace(CASES["thinking"], thinking_token_budget=None)
+    free, bounded = (run_plain(llm, "once", of)[0] for of in (unbounded, sampling))
+    assert llm.tokenizer is not None
+    mark = tuple(llm.tokenizer.encode("</think>"))
+    assert len(mark) > 1 and tokens(bounded)[:7] + mark == tokens(free)[:7] + tokens(bounded)[7 : 7 + len(mark)]
+    behind = tokens(bounded)[7 + len(mark) :]
+    assert behind and tokens(run(llm, "once", unbounded, {0: tokens(bounded)[: -len(behind)]})[0]) == behind
+    assert tokens(run(llm, "once", sampling)[0]) == tokens(bounded)  # with drafts
+    spelled = map(llm.tokenizer.decode, [[token] for token in tokens(free)[:12]])
+    ended = replace(sampling, thinking_marks=("", next(filter(str.isalnum, spelled))), thinking_token_budget=12)
+    assert tokens(run_plain(llm, "once", ended)[0]) == tokens(free)
+    # A letter of the thoughts ends nothing in them, and the text behind them where it comes again.
+    written, end = text(bounded), text(bounded).index("</think>") + len("</think>")
+    letters = {letter for letter in written[: end - len("</think>")] if letter.isalnum()}
+    stops = tuple(letters.intersection(written[end:]))
+    assert stops
+    stopping = replace(sampling, stop=stops, stop_in_thoughts=False)
+    whole = check_every_cut(llm, "once", stopping)
+    first = min(written.index(stop, end) for stop in stops)
+    assert text(whole) == written[:first] and whole[-1].finish_reason == "stop"
+    assert text(run_plain(llm, "once", replace(stopping, stop_in_thoughts=True))[0]) in written[:end]
 
 
 def test_a_stop_string_before_min_tokens_ends_nothing_whatever_the_rounds(llm: LLM) -> None:

@@ -6,9 +6,11 @@ import json
 from datetime import date
 from typing import Any
 
+import jsonschema
 import pytest
 from guided_rows import guide_of
 
+from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.json_schemas import closed
 from trtrun.tokens.text import Tokenizer
@@ -52,6 +54,63 @@ def test_what_is_not_of_the_schema_is_not_allowed(
     grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str, expected: bool
 ) -> None:
     assert is_allowed(grammars, tokenizer, schema, text) == expected
+
+
+DECIMAL = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
+PLACES = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,2}0*$"}
+PASSWORD = {"type": "string", "pattern": r"^(?=.*[A-Z])(?=.*\d)[\w]{4,}\Z"}
+NAMED: dict[str, Any] = {"type": "object", "propertyNames": {"$ref": "#/$defs/e"}, "$defs": {"e": {"enum": ["a", "b"]}}}
+BY_PATTERN = {"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": {"type": "integer"}}
+BY_LENGTH = {"propertyNames": {"minLength": 2, "maxLength": 3}, "properties": {"ab": DAY, "a": {}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (DECIMAL, ["1", "-1.5", ".5", "+0", "007."], ["", "-", ".", "+.", "1.2.3", "1a", "--1"]),
+        (PLACES, ["1", "1.25", "1.2500"], ["1.255", "."]),
+        (PASSWORD, ["aB1c"], ["ab1c", "aBcd", "aB1", "aB1c!"]),
+        ({"type": "string", "pattern": r"^(?!\s+$)[ a]*$"}, ["", "a", " a"], [" ", "  "]),
+        (NAMED, [{}, {"a": 1}, {"a": 1, "b": "x"}], [{"c": 1}]),
+        ({**NAMED, "additionalProperties": {"type": "integer"}}, [{"b": 1}], [{"b": "x"}]),
+        ({**NAMED, "additionalProperties": False}, [{}], [{"a": 1}]),
+        ({**NAMED, "properties": {"a": DAY, "c": {}}}, [{"a": "2024-02-29", "b": 1}], [{"a": "x"}, {"c": 1}]),
+        (BY_PATTERN, [{"abc": 1}, {}], [{"abd": 1}, {"abc": "x"}]),
+        (BY_LENGTH, [{"ab": "2024-02-29", "abc": 1}], [{"a": 1}, {"abcd": 1}, {"ab": "x"}]),
+        ({"propertyNames": {"type": "string"}, "additionalProperties": False}, [{}], [{"a": 1}]),
+        ({"items": {"propertyNames": {"const": "x"}}}, [[{"x": 1}]], [[{"y": 1}]]),
+    ],
+)
+def test_what_is_said_in_other_words_is_the_same(
+    grammars: Grammars, tokenizer: Tokenizer, schema: Any, right: list[Any], wrong: list[Any]
+) -> None:
+    """To jsonschema as to the engine."""
+    for value in [*right, *wrong]:
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+        assert is_valid == (value in right) or "format" in json.dumps(schema), value
+        assert is_allowed(grammars, tokenizer, schema, json.dumps(value)) == (value in right), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "string", "pattern": "a(?=b)"}, "look"),
+        ({"type": "string", "pattern": "^(?!ab)c"}, "look"),
+        ({"type": "string", "pattern": "^(?=a)b|c"}, "look"),
+        ({"propertyNames": {"pattern": "^(?=a)..$"}}, "propertyNames"),
+        ({"propertyNames": {"pattern": "^a"}, "properties": {"b": {}}}, "propertyNames"),
+        ({"propertyNames": {"enum": ["a"]}, "patternProperties": {"^a": {}}}, "propertyNames"),
+        ({"propertyNames": {"enum": ["a"]}, "required": ["b"]}, "propertyNames"),
+        ({"propertyNames": {"not": {"const": "a"}}}, "propertyNames"),
+        (
+            {"propertyNames": {"enum": [f"{n:04}" for n in range(2000)]}, "additionalProperties": {"enum": ["x" * 99]}},
+            "propertyNames",
+        ),
+    ],
+)
+def test_what_cannot_be_said_in_other_words_is_refused(grammars: Grammars, schema: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        grammars.check(guide_of({"json": schema}))
 
 
 INDENTED = json.dumps({"a": [{"b": {"c": [[1, 2], {}]}}]}, indent=4)

@@ -14,7 +14,8 @@ from sampling_reference import admission, seeded
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import RoundPlan, RowAdmission
-from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, TokenLists, TokenSequences
 from trtrun.models.config import read_model_config
 from trtrun.sampling import bad_words
 from trtrun.sampling.bad_words import BadWords

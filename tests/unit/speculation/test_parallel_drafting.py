@@ -24,7 +24,7 @@ from launch.check.preflight import check_models
 from trtrun import SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.core.nouns import Request, RoundPlan
-from trtrun.core.sampling_params import TokenLists
+from trtrun.core.token_lists import TokenLists
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError

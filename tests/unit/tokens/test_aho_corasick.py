@@ -90,6 +90,41 @@ def test_a_thousand_stop_strings_cost_what_one_costs(tokenizer: Tokenizer, words
     assert CountedString.num_looks < 20 * num_characters
 
 
+@pytest.mark.parametrize(
+    ("marks", "text", "expected"),
+    [
+        (("<t>", "</t>"), "<t>ab</t>xaby", "<t>ab</t>x"),
+        (("<t>", "</t>"), " \n<t>ab</t>ab", " \n<t>ab</t>"),
+        (("<t>", "</t>"), "<t>ab", "<t>ab"),
+        (("<t>", "</t>"), "xab<t>", "x"),
+        (("<t>", "</t>"), "<ab", "<"),
+        (("<t>", "</t>"), "<t", "<t"),
+        (("", "</t>"), "ab</</t>zab", "ab</</t>z"),
+        (("", "b"), "ab", "ab"),
+        (None, "<t>ab</t>", "<t>"),
+    ],
+)
+def test_stop_strings_count_behind_thoughts(
+    tmp_path: Path, marks: tuple[str, str] | None, text: str, expected: str
+) -> None:
+    make_tokenizer(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer is not None
+    ids = tokenizer.encode(text)
+    for is_taken in (False, True):
+        for num_passed in (0, 2):
+            written = CompletionText(IncrementalDetokenizer(tokenizer), AhoCorasick(("ab",)), thoughts=marks)
+            told, is_cut = "", False
+            for count, token in enumerate(ids):
+                written.append(token)
+                is_cut = written.cut_at_stop() if count >= num_passed else bool(written.pass_stops())
+                if is_cut:
+                    break
+                told += written.take() if is_taken else ""
+            written.end_tokens()
+            assert told + written.finish() == expected and is_cut == (expected != text)
+
+
 def test_the_stop_string_that_is_whole_first_ends_a_text_whatever_its_tokens(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, merges=30)  # "abcdefg…" in tokens of several letters
     merged = read_tokenizer(tmp_path)

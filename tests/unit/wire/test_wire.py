@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
-from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
 from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
 from trtrun.wire.adapter_loads import AdapterOrder, decode_order, decode_read, encode_order, encode_read
@@ -44,12 +45,17 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+def token_sequences() -> st.SearchStrategy[TokenSequences]:
+    return st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=3).map(TokenSequences.of)
+
+
 @st.composite
 def token_lists(draw: st.DrawFn) -> TokenLists:
     return TokenLists.of(
         draw(st.lists(TOKEN, max_size=4)),
         draw(st.dictionaries(TOKEN, st.floats(-100, 100), max_size=5)),
         draw(st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=4)),
+        draw(st.none() | st.builds(ThoughtBounds, st.integers(0, 2**31 - 1), token_sequences(), token_sequences())),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 
@@ -34,16 +35,11 @@ Event = Text | Reasoning | CallBegin | Arguments
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The same with neighbours of one kind as one, and without empty ones."""
+    """The same with neighbours of one kind as one, and without empty ones. In time in proportion to their texts."""
     found: list[Event] = []
-    for event in events:
-        last = found[-1] if found else None
-        if isinstance(event, CallBegin):
-            found.append(event)
-        elif not event.text:
-            continue
-        elif isinstance(last, type(event)):
-            found[-1] = type(event)(last.text + event.text)
+    for kind, of_kind in groupby((event for event in events if isinstance(event, CallBegin) or event.text), type):
+        if kind is CallBegin:
+            found += of_kind
         else:
-            found.append(event)
+            found.append(kind("".join(event.text for event in of_kind)))  # type: ignore[union-attr]
     return found

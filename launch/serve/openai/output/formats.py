@@ -42,6 +42,10 @@ class ToolFormat:
     Attributes:
         make_parser: for a request with tools of these names; and with these schemas, where it reads them.
         marks: of which some are special tokens, that a text usually lacks.
+        call_marks: with one of which a call begins, also where a model has not ended its thoughts. None of a form
+            without marks, whose calls are an answer's beginning, and of messages with heads.
+        call_texts: what a call begins with, where that is more than its mark: text that only talks of the mark has not
+            that.
         argument_key: of arguments in a call that is an object.
         new_id: of a call.
         is_harmony: messages with heads; thoughts are in some of them.
@@ -51,11 +55,18 @@ class ToolFormat:
 
     make_parser: Callable[[Collection[str], Schemas], Machine]
     marks: tuple[str, ...] = ()
+    call_marks: tuple[str, ...] = ()
     argument_key: str = "arguments"
     new_id: Callable[[], str] = new_id
     is_harmony: bool = False
     has_bare_names: bool = False
     reads_schemas: bool = False
+    call_texts: tuple[str, ...] = ()
+
+    @property
+    def call_beginnings(self) -> tuple[str, ...]:
+        """What calls begin with, by which they are told from text."""
+        return self.call_texts or self.call_marks
 
 
 @dataclass(frozen=True)
@@ -78,19 +89,40 @@ class ReasoningFormat:
         """Of which some are special tokens."""
         return _HARMONY_MARKS if self.is_harmony else (self.open_mark, self.close_mark)
 
+    @property
+    def marks_of_all(self) -> tuple[str, str]:
+        """What all thoughts of an answer, of which there may be several, begin and end with; an empty first one where
+        any answer begins with them."""
+        return ("", harmony.FINAL) if self.is_harmony else (self.open_mark, self.close_mark)
+
 
 _HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
 
 JSON = "json"
 """A list of calls alone: what a model without a family's form is made to write."""
 
-_DEEPSEEK = ToolFormat(lambda names, schemas: deepseek.DeepSeekParser(), deepseek.MARKS, has_bare_names=True)
+_DEEPSEEK = ToolFormat(
+    lambda names, schemas: deepseek.DeepSeekParser(),
+    deepseek.MARKS,
+    (deepseek.CALLS, deepseek.CALL),
+    has_bare_names=True,
+)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names, schemas: hermes.HermesParser(), (hermes.OPEN, hermes.CLOSE)),
-    "llama3_json": ToolFormat(lambda names, schemas: llama3.Llama3Parser(names), (llama3.TAG,), "parameters"),
+    "hermes": ToolFormat(
+        lambda names, schemas: hermes.HermesParser(),
+        (hermes.OPEN, hermes.CLOSE),
+        (hermes.OPEN,),
+        call_texts=(f"{hermes.OPEN}\n{{", f"{hermes.OPEN}{{"),
+    ),
+    "llama3_json": ToolFormat(
+        lambda names, schemas: llama3.Llama3Parser(names), (llama3.TAG,), (llama3.TAG,), "parameters"
+    ),
     "mistral": ToolFormat(
-        lambda names, schemas: mistral.MistralParser(), (mistral.MARK, mistral.ARGS, mistral.CALL_ID), new_id=_short_id
+        lambda names, schemas: mistral.MistralParser(),
+        (mistral.MARK, mistral.ARGS, mistral.CALL_ID),
+        (mistral.MARK,),
+        new_id=_short_id,
     ),
     "gpt-oss": ToolFormat(
         lambda names, schemas: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True
@@ -98,12 +130,15 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "qwen3_coder": ToolFormat(
         lambda names, schemas: qwen3_coder.Qwen3CoderParser(schemas),
         (hermes.OPEN, hermes.CLOSE),
+        (hermes.OPEN, qwen3_coder.FUNCTION),
         has_bare_names=True,
         reads_schemas=True,
+        call_texts=(f"{hermes.OPEN}\n{qwen3_coder.FUNCTION}", f"{hermes.OPEN}{qwen3_coder.FUNCTION}"),
     ),
     "llama_nemotron_json": ToolFormat(
         lambda names, schemas: mistral.MarkedListParser(mistral.NEMOTRON, mistral.END_NEMOTRON),
         (mistral.NEMOTRON, mistral.END_NEMOTRON),
+        (mistral.NEMOTRON,),
     ),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,

@@ -22,6 +22,8 @@ from launch.serve.openai.output.schemas import ANY, arguments_schema, as_part, m
 from launch.serve.openai.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY, Guide
 
+_Rule = Callable[[Lark, "Wanted"], str]
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -34,6 +36,7 @@ class Wanted:
         other: what it must be otherwise, in Lark; None for any text.
         other_schema: the same, where it is JSON of a schema.
         has_arguments_in_brackets: a call is a name and its arguments, in Mistral's newer form.
+        open_mark: of thoughts that it may begin with; empty where it may not.
     """
 
     tools: Sequence[Tool] = ()
@@ -42,6 +45,7 @@ class Wanted:
     other: str | None = None
     other_schema: Any = None
     has_arguments_in_brackets: bool = False
+    open_mark: str = ""
 
 
 def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted, special: Mapping[str, int]) -> str:
@@ -59,17 +63,30 @@ def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted,
         wanted = replace(wanted, other=lark.put("CHOICE" if wanted.other.startswith('"') else "other", wanted.other))
     if "gpt-oss" in (tools, reasoning):
         return lark.whole(_harmony(lark, wanted))
-    thoughts = _thoughts(lark, REASONING_FORMATS[reasoning], is_thinking) if reasoning else ""
+    form = REASONING_FORMATS[reasoning] if reasoning else None
+    call_marks = TOOL_FORMATS[tools].call_marks if wanted.tools else ()
+    thoughts = "" if form is None else _thoughts(lark, form, is_thinking, call_marks)
     if not wanted.tools:
         return lark.whole(f"{thoughts} {wanted.other}")
+    if form is not None and not is_thinking:
+        wanted = replace(wanted, open_mark=form.open_mark)
+    answer = lark.put("answer", _answer(lark, tools, wanted))
+    if form is None or not call_marks:
+        return lark.whole(f"{thoughts} {answer}")
+    cut = lark.put("cut", _cut_thoughts(lark, form, is_thinking, call_marks))
+    return lark.whole(f"{thoughts} {answer} | {cut} {_BEHIND[tools](lark, wanted)}")
+
+
+def _answer(lark: Lark, tools: str, wanted: Wanted) -> str:
+    """What follows thoughts that were ended."""
     calls = lark.put("calls", _CALLS[tools](lark, wanted))
     if wanted.must_call:
-        return lark.whole(f"{thoughts} {calls}")
+        return calls
     if wanted.other is not None and wanted.other_schema is not None and tools == "llama3_json":
-        return lark.whole(f"{thoughts} {_call_or_object(wanted, wanted.other_schema)}")
+        return _call_or_object(wanted, wanted.other_schema)
     if wanted.other is not None:
-        return lark.whole(f"{thoughts} ({calls} | {wanted.other})")
-    return lark.whole(f"{thoughts} {_FREE[tools](lark, wanted)}")
+        return f"{calls} | {wanted.other}"
+    return _FREE[tools](lark, wanted)
 
 
 def is_free(tools: str) -> bool:
@@ -91,11 +108,19 @@ def as_lark(guide: Guide) -> str | None:
     return None
 
 
-def _thoughts(lark: Lark, form: ReasoningFormat, is_thinking: bool) -> str:
-    end = f"{lark.until(form.close_mark)} BLANKS"
+def _thoughts(lark: Lark, form: ReasoningFormat, is_thinking: bool, call_marks: Sequence[str]) -> str:
+    """Thoughts up to the mark behind them; without marks of calls, which end them, too."""
+    end = f"{lark.until(form.close_mark, *call_marks)} BLANKS"
     return (
         lark.put("thoughts", end) if is_thinking else f"{lark.put('thoughts', f'{lark.mark(form.open_mark)} {end}')}?"
     )
+
+
+def _cut_thoughts(lark: Lark, form: ReasoningFormat, is_thinking: bool, call_marks: Sequence[str]) -> str:
+    """Thoughts that are not ended, up to the mark of a call: the first of a form's, behind which calls are guided."""
+    first, *others = call_marks
+    begin = "" if is_thinking else lark.mark(form.open_mark)
+    return f"{begin} {lark.until(first, form.close_mark, *others)}"
 
 
 def _arguments(lark: Lark, number: int, tool: Tool, must_call: bool) -> str:
@@ -174,8 +199,14 @@ def _llama_calls(lark: Lark, wanted: Wanted) -> str:
     return _repeated(_objects(lark, wanted, TOOL_FORMATS["llama3_json"].argument_key), '"; "', wanted)
 
 
+def _no_thoughts(lark: Lark, wanted: Wanted) -> str:
+    """Any text that does not begin as thoughts do: the lexer would take them for it."""
+    begin = lark.escaped(wanted.open_mark)
+    return lark.put("NO_THOUGHTS", f"~/{begin}(.|\\n)*/") if begin else "TEXT"
+
+
 def _llama_free(lark: Lark, wanted: Wanted) -> str:
-    other = lark.put("OTHER", r"/[^\s{](.|\n)*/")
+    other = lark.put("OTHER", rf"/[^\s{{](.|\n)*/ & {lark.without(llama3.TAG)} & {_no_thoughts(lark, wanted)}")
     return f"BLANKS ({lark.mark(llama3.TAG)}? calls | {other}?)"
 
 
@@ -252,8 +283,19 @@ def _list_calls(lark: Lark, wanted: Wanted) -> str:
 
 
 def _list_free(lark: Lark, wanted: Wanted) -> str:
-    other = lark.put("OTHER", r"/[^\s\[](.|\n)*/")
+    other = lark.put("OTHER", rf"/[^\s\[](.|\n)*/ & {_no_thoughts(lark, wanted)}")
     return f"BLANKS (calls | {other}?)"
+
+
+def _marked_behind(lark: Lark, wanted: Wanted, form: str, rest: _Rule, free: _Rule) -> str:
+    """The rest of a call between marks, and what an answer may go on with: calls, and text where it may have that."""
+    first = rest(lark, wanted)
+    if not wanted.in_parallel:
+        is_alone = wanted.must_call or wanted.other is not None
+        return first if is_alone else f"{first} {lark.without(*TOOL_FORMATS[form].call_marks)}"
+    if wanted.must_call or wanted.other is not None:
+        return f'{first} ("\\n" {lark.mark(hermes.OPEN)} {first})*'
+    return f"{first} {free(lark, wanted)}"
 
 
 _CALLS: Mapping[str, Callable[[Lark, Wanted], str]] = {
@@ -266,6 +308,17 @@ _CALLS: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "deepseek_v31": partial(_deepseek_calls, is_fenced=False),
     JSON: _list_calls,
 }
+_BEHIND: Mapping[str, Callable[[Lark, Wanted], str]] = {
+    "hermes": partial(_marked_behind, form="hermes", rest=_hermes_rest, free=_hermes_free),
+    "llama3_json": lambda lark, wanted: "calls",
+    "mistral": _mistral_rest,
+    "qwen3_coder": partial(_marked_behind, form="qwen3_coder", rest=_qwen_rest, free=_qwen_free),
+    "llama_nemotron_json": _nemotron_rest,
+    "deepseek_v3": partial(_deepseek_rest, is_fenced=True),
+    "deepseek_v31": partial(_deepseek_rest, is_fenced=False),
+}
+"""What stands behind a call's mark that has ended thoughts."""
+
 _FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
     "hermes": _hermes_free,
     "llama3_json": _llama_free,
@@ -279,15 +332,22 @@ _FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
 
 
 def _harmony(lark: Lark, wanted: Wanted) -> str:
-    """Messages: thoughts and words to the user, each followed by another one; then calls, or the answer."""
+    """Messages: thoughts and words to the user, each followed by another one; then calls, or the answer. Thoughts that
+    are not ended go on with the head of a call."""
     channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
-    again = f'{lark.until(harmony.ENDS[0])} {lark.mark(harmony.START)} "assistant"'
+    heads = (harmony.CHANNEL,) if wanted.tools else ()
+    again = f'{lark.until(harmony.ENDS[0], *heads)} {lark.mark(harmony.START)} "assistant"'
     lark.put("before", f'{channel} ("analysis" | "commentary") {message} {again}')
     final = lark.put("final", f'{channel} "final" {message} {wanted.other or "TEXT"}')
+    if not wanted.tools:
+        return f"before* {final}"
     rules = []
     for number, tool in enumerate(wanted.tools):
         arguments = _arguments(lark, number, tool, wanted.must_call)
         head = json.dumps(f"commentary to=functions.{tool.name} ", ensure_ascii=False)
         constrain = f'{lark.mark(harmony.CONSTRAIN)} "json"'
-        rules.append(lark.put(f"call_{number}", f"{channel} {head} {constrain} {message} {arguments}"))
-    return f"before* ({' | '.join(rules if wanted.must_call else [*rules, final])})"
+        rules.append(lark.put(f"call_{number}", f"{head} {constrain} {message} {arguments}"))
+    call = lark.put("call", " | ".join(rules))
+    cut = lark.put("cut", f'{channel} "analysis" {message} {lark.until(harmony.CHANNEL, harmony.ENDS[0])}')
+    called = f"({channel} | {cut}) {call}"
+    return f"before* ({called if wanted.must_call else f'{called} | {final}'})"

@@ -16,12 +16,20 @@ from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
 from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+FINAL = f"{CHANNEL}final"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_FUNCTIONS = "functions."
 _BEGINNINGS = (CHANNEL, START, "to=")
 _MOST_HEAD = 1024
 """Characters of a head: what is longer is none."""
+
+
+def _tool_of(head: str) -> str:
+    """The function that a head calls; empty where it calls none."""
+    to = _TO.search(head)
+    return to[1].removeprefix(_FUNCTIONS) if to is not None and to[1].startswith(_FUNCTIONS) else ""
 
 
 class HarmonyParser(CallMachine):
@@ -39,6 +47,11 @@ class HarmonyParser(CallMachine):
         self._splits_reasoning = splits_reasoning
         self._head = ""
         self._kind = "final"
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what was fed."""
+        return self._kind == "analysis" and self._state in (self._read_body, self._read_head_in_thoughts)
 
     def _begin(self) -> bool:
         """In front of a head, or of text that has none."""
@@ -64,16 +77,17 @@ class HarmonyParser(CallMachine):
             return self._go(self._read_body)
         head = self._take(place)
         self._take(len(MESSAGE))
-        channel, to = _CHANNEL_NAME.search(head), _TO.search(head)
+        channel, tool = _CHANNEL_NAME.search(head), _tool_of(head)
         self._kind = "analysis" if channel is not None and channel[1] == "analysis" else "final"
-        if to is not None and self._finds_calls and to[1].startswith("functions."):
-            self._kind = "call"
-            self._name = to[1].removeprefix("functions.")
-            self._has_arguments = False
+        if tool and self._finds_calls:
+            self._kind, self._name, self._has_arguments = "call", tool, False
         return self._go(self._read_body)
 
     def _read_body(self) -> bool:
-        place, mark = find_mark(self._text, (START, *ENDS))
+        marks = (START, *ENDS)
+        if self._kind == "analysis" and self._finds_calls:
+            marks = (CHANNEL, *marks)
+        place, mark = find_mark(self._text, marks)
         body = self._take(len(self._text) if self._is_over and not mark else place)
         if self._kind == "call":
             self._tell_arguments(body, is_whole=mark != "" or self._is_over)
@@ -83,10 +97,28 @@ class HarmonyParser(CallMachine):
             self._say(body)
         if not mark:
             return False
+        if mark == CHANNEL:
+            return self._go(self._read_head_in_thoughts)
         if mark != START:
             self._take(len(mark))
         self._head = ""
         return self._go(self._begin)
+
+    def _read_head_in_thoughts(self) -> bool:
+        """Thoughts that were not ended, up to the head of a call; another head is one of their words."""
+        head = self._text[len(CHANNEL) : _MOST_HEAD + len(MESSAGE)]
+        place, mark = find_mark(head, (MESSAGE, CHANNEL, START, *ENDS))
+        if not mark and len(self._text) <= _MOST_HEAD and not self._is_over:
+            return False
+        if mark == MESSAGE and _tool_of(head[:place]):
+            self._head = ""
+            return self._go(self._begin)
+        taken = self._take(len(CHANNEL))
+        if self._splits_reasoning:
+            self._events.append(Reasoning(taken))
+        else:
+            self._say(taken)
+        return self._go(self._read_body)
 
     def _tell_arguments(self, body: str, is_whole: bool) -> None:
         if not self._has_arguments:

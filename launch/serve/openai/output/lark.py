@@ -56,11 +56,13 @@ class Lark:
     def without(self, *texts: str) -> str:
         """Any text that holds no mark of some."""
         parts = ["/(.|\n)*/"]
-        for text in texts:
-            if text not in self._special:
-                escaped = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
-                parts.append(rf"~/(.|\n)*{escaped}(.|\n)*/")
+        for escaped in filter(None, map(self.escaped, texts)):
+            parts.append(rf"~/(.|\n)*{escaped}(.|\n)*/")
         return self.put(f"PLAIN_{len(self._rules)}", " & ".join(parts)) if len(parts) > 1 else "TEXT"
+
+    def escaped(self, text: str) -> str:
+        """A text as a regular expression has it; nothing for a special token, which no text holds."""
+        return "" if text in self._special else re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
     def whole(self, start: str) -> str:
         """All of it."""

@@ -39,6 +39,10 @@ def may_become(text: str, mark: str) -> bool:
     return len(text) < len(mark) and mark.startswith(text)
 
 
+_PIECE = 1024
+"""Characters that a parser looks at in one go: what it takes off the front of its text moves the rest of them."""
+
+
 class Machine(ABC):
     """The parser of one text."""
 
@@ -50,18 +54,26 @@ class Machine(ABC):
 
     def feed(self, text: str) -> list[Event]:
         """What is certain with the next part."""
-        self._text += text
-        return self._work()
+        found: list[Event] = []
+        for begin in range(0, len(text), _PIECE):
+            self._text += text[begin : begin + _PIECE]
+            found += self._work()
+        return joined(found)
 
     def finish(self) -> list[Event]:
         """The rest, once no part follows."""
         self._is_over = True
-        return self._work()
+        return joined(self._work())
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what was fed."""
+        return False
 
     def _work(self) -> list[Event]:
         while self._state():
             pass
-        found, self._events = joined(self._events), []
+        found, self._events = self._events, []
         return found
 
     def _go(self, state: Callable[[], bool]) -> bool:
@@ -79,10 +91,10 @@ class Machine(ABC):
         it leaves nothing of it."""
 
 
-_LONG = 1024
+LONG = 1024
 """Characters of what begins as a call and is none, from which on looking at them again takes time."""
 
-_MOST_LONG = 16
+MOST_LONG = 16
 """So many of these a text may have, each in the one before: behind them it is text. Else the time that a text takes
 would grow with the square of its length."""
 
@@ -128,8 +140,8 @@ class CallMachine(Machine):
 
     def _go_behind_failure(self, num_read: int, state: Callable[[], bool]) -> bool:
         """Go on where something began as a call and was none, of which so much was read."""
-        self._num_long += num_read > _LONG
-        return self._go(state if self._num_long < _MOST_LONG else self._say_rest)
+        self._num_long += num_read > LONG
+        return self._go(state if self._num_long < MOST_LONG else self._say_rest)
 
     def _say_rest(self) -> bool:
         """All of it is text."""

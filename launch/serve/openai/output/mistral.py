@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
+from launch.serve.openai.output.events import Arguments
 from launch.serve.openai.output.json_values import CallObject
 from launch.serve.openai.output.machine import find_mark, may_become
 from launch.serve.openai.output.named_calls import NamedCallMachine
@@ -27,7 +28,7 @@ class ListParser(NamedCallMachine):
             known: names of the request's tools, where a list may also be what was asked for; None for any.
         """
         super().__init__()
-        self._known = known
+        self._known, self._end = known, ""
 
     def _begin(self) -> bool:
         if self._lacks_opening():
@@ -60,7 +61,7 @@ class ListParser(NamedCallMachine):
         return self._go(self._read_text)
 
     def _begin_call(self) -> bool:
-        self._call = CallObject(self._known)
+        self._call = CallObject(self._known, self._end)
         return self._go(self._read_call)
 
     def _read_call(self) -> bool:
@@ -68,6 +69,8 @@ class ListParser(NamedCallMachine):
         if self._call.is_over:
             self._text, self._opening = self._call.rest, ""
             return self._go(self._read_item)
+        if self._is_over and self._call.is_begun:
+            self._tell([Arguments(self._call.rest)])  # what might have become the mark
         if self._call.is_failed or (self._is_over and not self._call.is_begun):
             self._say(self._opening)
             self._text = self._call.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from launch.serve.openai.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY
 from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
+from trtrun.guiding.schema_rewrites import alternatives_of, patterns_of
 
 _KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
 _OF_TEXT = ("type", "enum", "const", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "$ref")
@@ -31,7 +33,7 @@ _MOST_DEEP = 8
 def free_parameters(lark: Lark) -> str:
     """Any parameters."""
     lark.put("KEY", r"/[^\s<>]{1,256}/")
-    return lark.put("free_parameter", f'"{PARAMETER}" KEY ">\\n" {_text(lark, _ANY_TEXT)}') + "*"
+    return lark.put("free_parameter", f'"{PARAMETER}" KEY ">\\n" {_text(lark, _ANY_TEXT, {})}') + "*"
 
 
 def parameter_rules(lark: Lark, tool: Tool) -> str:
@@ -85,7 +87,7 @@ def _value(
         return f"{_json(lark, schema, root)} {_CLOSED}"
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
-        return _text(lark, _ANY_TEXT)
+        return _text(lark, _ANY_TEXT, root)
     for key in schema:
         if is_strict and key not in _OF_TEXT and types == {"string"}:
             raise _unfollowed(where, f"has {key}")
@@ -104,8 +106,8 @@ def _value(
     if types != {"string"} and set(schema) & {"minLength", "maxLength", "pattern"}:
         if is_strict:
             raise _unfollowed(where, "is a text among others, with lengths or a pattern")
-        return _text(lark, _ANY_TEXT)
-    return _text(lark, _pattern(schema))
+        return _text(lark, _ANY_TEXT, root)
+    return _text(lark, _pattern(schema), root)
 
 
 def _pattern(schema: Mapping[str, Any]) -> str:
@@ -114,23 +116,37 @@ def _pattern(schema: Mapping[str, Any]) -> str:
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if least or most != "":
         parts.append(rf"/(.|\n){{{least},{most}}}/")
-    if isinstance(schema.get("pattern"), str):
-        inner = schema["pattern"]
-        begin = "" if inner.startswith("^") else r"(.|\n)*"
-        end = "" if inner.endswith("$") and not inner.endswith(r"\$") else r"(.|\n)*"
-        inner = inner.removeprefix("^") if begin == "" else inner
-        inner = inner.removesuffix("$") if end == "" else inner
-        inner = re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], inner)
-        parts.append(f"/{begin}({inner}){end}/")
+    pattern = schema.get("pattern")
+    for inner in (patterns_of(pattern) or [pattern]) if isinstance(pattern, str) else ():
+        parts.append(f"/{'|'.join(map(_whole, alternatives_of(inner)))}/")
     return " & ".join(parts)
 
 
-def _text(lark: Lark, pattern: str) -> str:
-    """Text that a pattern allows, up to the mark behind it, which it does not hold."""
+def _whole(inner: str) -> str:
+    """A regular expression that a whole text matches, of one of which it has a match somewhere."""
+    begin = "" if inner.startswith("^") else r"(.|\n)*"
+    end = "" if inner.endswith(("$", r"\z")) and not inner.endswith(r"\$") else r"(.|\n)*"
+    inner = inner.removeprefix("^") if begin == "" else inner
+    inner = inner.removesuffix("$").removesuffix(r"\z") if end == "" else inner
+    inner = re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], inner)
+    return f"{begin}({inner}){end}"
+
+
+def _text(lark: Lark, pattern: str, root: Mapping[str, Any]) -> str:
+    """Text that a pattern allows, up to the mark behind it, which it does not hold; nor a line that parsers take for
+    the next parameter."""
     number = lark.size
-    escaped = re.escape(END_PARAMETER).replace("/", r"\/")
-    text = lark.put(f"VALUE_{number}", rf"{pattern} & ~/(.|\n)*{escaped}(.|\n)*/")
+    text = lark.put(f"VALUE_{number}", f"{pattern} & {lark.without(END_PARAMETER)} & {_without_names(lark, root)}")
     return lark.put(f"value_{number}[lazy]", f"{text} {_CLOSED}").removesuffix("[lazy]")
+
+
+def _without_names(lark: Lark, root: Mapping[str, Any]) -> str:
+    properties = root.get("properties")
+    if not isinstance(properties, Mapping) or len(properties) < 2:
+        return "TEXT"
+    names = "|".join(map(lark.escaped, properties))
+    rule = rf"~/(.|\n)*\n{PARAMETER}({names})>\n(.|\n)*/"
+    return lark.put(f"NO_NAMES_{zlib.crc32(rule.encode())}", rule)
 
 
 def _json(lark: Lark, schema: Any, root: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
@@ -52,6 +53,13 @@ class ChoiceParser:
         self._thoughts, self._calls = _machines(parsing)
         self.num_calls = 0
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what was fed, as far as they are told apart."""
+        return bool(self._parsing.reasoning) and any(
+            machine is not None and machine.is_thinking for machine in (self._thoughts, self._calls)
+        )
+
     def feed(self, text: str, is_end: bool) -> list[Event]:
         """What is certain with the next part of its text, the last one or not."""
         found: list[Event] = list(self._feed(text))
@@ -91,10 +99,13 @@ def _machines(parsing: Parsing) -> tuple[Machine | None, Machine | None]:
     if (reasoning is not None and reasoning.is_harmony) or (tools is not None and tools.is_harmony):
         return None, HarmonyParser(tools is not None, reasoning is not None)
     schemas = {name: json.loads(schema) for name, schema in parsing.schemas.items()}
-    calls = None if tools is None else tools.make_parser(parsing.names, schemas)
+    if tools is None:
+        thoughts = None if reasoning is None else ThoughtParser(*reasoning.marks, parsing.is_thinking)
+        return thoughts, None
+    make_calls = partial(tools.make_parser, parsing.names, schemas)
     if reasoning is None:
-        return None, calls
-    return ThoughtParser(reasoning.open_mark, reasoning.close_mark, parsing.is_thinking), calls
+        return None, make_calls()
+    return ThoughtParser(*reasoning.marks, parsing.is_thinking, tools.call_marks, make_calls), make_calls()
 
 
 @dataclass
@@ -120,6 +131,11 @@ class ChatText:
     def has_calls(self) -> bool:
         """Whether a tool is called."""
         return bool(self._calls)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts go on behind what came."""
+        return self._parser.is_thinking
 
     def keep(self, text: str, is_end: bool) -> None:
         """Take the next part of an answer that comes whole."""

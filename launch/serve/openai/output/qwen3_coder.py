@@ -18,10 +18,20 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _MOST_NAME = 256
 _NAME = re.compile(r"([^<>\n]{1,256})>")
 
+_NEXT = f"\n{PARAMETER}"
+_NEXT_NAME = re.compile(rf"{_NEXT}([^<>\n]{{1,256}})>\n")
+_MAY_BE_NEXT = re.compile(rf"{_NEXT}[^<>\n]{{0,256}}>?")
+_CALL_END = re.compile(rf"\n?({END}\s*)?{CLOSE}")
+_ENDS_OF_VALUES = (f"\n{END_PARAMETER}", END_PARAMETER, _NEXT, f"\n{END}", END, f"\n{CLOSE}")
+_MOST_BEHIND = 8192
+"""Characters behind the marks that end a call in which a value's own mark may come yet."""
+
 
 class Qwen3CoderParser(CallMachine):
-    """Finds them. Texts come piece by piece, other values whole. What stands behind a mark and is no call is text, with
-    its marks. Models leave out the outer marks at times: without them it is a call of a tool of the request's."""
+    """Finds them. Texts come piece by piece, other values whole. A value whose own mark is missing ends with the call,
+    or in front of a parameter that the tool has and the call had not yet. What stands behind a mark and is no call is
+    text, with its marks. Models leave out the outer marks at times: without them it is a call of a tool of the
+    request's."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """Begin.
@@ -66,7 +76,9 @@ class Qwen3CoderParser(CallMachine):
     def _begin_function(self, name: str) -> bool:
         if not name.strip() or not (self._is_marked or name in self._schemas):
             return self._give_up()
-        self._name = name
+        self._name, self._given = name, set[str]()
+        properties = self._schemas.get(name, {}).get("properties")
+        self._names = properties.keys() if isinstance(properties, Mapping) else ()
         return self._go(self._read_member)
 
     def _read_member(self) -> bool:
@@ -89,6 +101,7 @@ class Qwen3CoderParser(CallMachine):
 
     def _begin_value(self, key: str) -> bool:
         parameters = self._schemas.get(self._name, {})
+        self._given.add(key)
         self._types = types_of(schema_of(parameters, key), parameters)
         self._is_text, self._value, self._is_first = self._types == {"string"}, list[str](), True
         opening = f"{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._is_text else "")
@@ -106,19 +119,49 @@ class Qwen3CoderParser(CallMachine):
             self._is_first = False
             if self._text.startswith("\n"):
                 self._take(1)
-        place, mark = find_mark(self._text, (f"\n{END_PARAMETER}", END_PARAMETER))
-        piece = self._take(len(self._text) if self._is_over and not mark else place)
-        if self._is_text:
-            self._tell([Arguments(json.dumps(piece, ensure_ascii=False)[1:-1])])
-        else:
-            self._value.append(piece)
+        place, mark = find_mark(self._text, _ENDS_OF_VALUES)
+        self._add_to_value(self._take(len(self._text) if self._is_over and not mark else place))
         if not mark:
             if self._is_over and not self._is_text:
                 self._tell([Arguments("".join(self._value).strip())])  # as far as it has come
             return False
-        self._take(len(mark))
+        is_end = mark.endswith(END_PARAMETER) or self._is_end(mark)
+        if is_end is None:
+            return False
+        if not is_end:
+            self._add_to_value(self._take(len(mark)))
+            return True
+        if mark.endswith(END_PARAMETER):
+            self._take(len(mark))
         self._tell([Arguments('"' if self._is_text else as_json("".join(self._value), self._types))])
         return self._go(self._read_member)
+
+    def _add_to_value(self, piece: str) -> None:
+        if self._is_text:
+            self._tell([Arguments(json.dumps(piece, ensure_ascii=False)[1:-1])])
+        else:
+            self._value.append(piece)
+
+    def _is_end(self, mark: str) -> bool | None:
+        """Whether a value that lacks its own mark ends in front of another one, with which the text begins; None while
+        that is not certain. A text may hold such marks."""
+        if mark == _NEXT:
+            found = _NEXT_NAME.match(self._text)
+            if found is not None:
+                return found[1] in self._names and found[1] not in self._given
+            may_be = not self._is_over and _MAY_BE_NEXT.fullmatch(self._text)
+            return None if may_be else False
+        found = _CALL_END.match(self._text)
+        if found is None:
+            may_be = may_become(self._text.lstrip("\n").removeprefix(END).lstrip(), CLOSE)
+            return None if may_be and not self._is_over else may_be and mark.startswith("\n")
+        behind = self._text[found.end() : found.end() + _MOST_BEHIND]
+        place, next_mark = find_mark(behind, (END_PARAMETER, OPEN))
+        if not next_mark and len(behind) < _MOST_BEHIND and not self._is_over:
+            return None
+        # The value's own mark comes still: then this one was its text.
+        is_own = next_mark == END_PARAMETER
+        return not is_own and (found[1] is not None or not behind[: place if next_mark else None].strip())
 
     def _read_close(self) -> bool:
         """Behind a call: its mark, or another call within the same marks."""

@@ -6,18 +6,17 @@ It knows schemas and llguidance's options of them, and no form of a call.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from launch.serve.openai.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY
 from trtrun.guiding.json_schemas import close
+from trtrun.guiding.schema_rewrites import patterns_of
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
 _VALUES = ("enum", "const")
-_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 ANY: Mapping[str, Any] = {"type": "object"}
 
 
@@ -43,7 +42,7 @@ def without_notes(schema: Any, *, has_look_around: bool = True) -> Any:
 
     Args:
         schema: JSON values.
-        has_look_around: patterns with look-around, which no grammar follows, stay in it.
+        has_look_around: patterns with look-around that no grammar follows stay in it.
     """
     if isinstance(schema, list):
         return [without_notes(item, has_look_around=has_look_around) for item in schema]
@@ -53,7 +52,7 @@ def without_notes(schema: Any, *, has_look_around: bool = True) -> Any:
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
             told[key] = {name: without_notes(inner, has_look_around=has_look_around) for name, inner in value.items()}
-        elif key == "pattern" and not has_look_around and isinstance(value, str) and _LOOK_AROUND.search(value):
+        elif key == "pattern" and not has_look_around and isinstance(value, str) and patterns_of(value) is None:
             continue
         elif key not in _NOTES:
             told[key] = value if key in _VALUES else without_notes(value, has_look_around=has_look_around)

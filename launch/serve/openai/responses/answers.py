@@ -15,7 +15,7 @@ from launch.serve.http.answers import event
 from launch.serve.openai.answer_parts import tell_usage
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.chat_answers import ChatAnswer
-from launch.serve.openai.output.events import Reasoning, Text
+from launch.serve.openai.output.events import Text
 from launch.serve.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.openai.output.parsing import ChoiceParser
 from launch.serve.openai.responses.output import OutputItems, Told
@@ -40,7 +40,6 @@ class ResponseAnswer(ChatAnswer):
         self._echoed = {name: msgspec.Raw(value.encode()) for name, value in answering.echoed.items()}
         self._waiting: list[Told] = []  # log probabilities whose text is held back
         self._reason: str | None = None
-        self._num_thought = 0
         self._num_events = 0
 
     def keep(self, delta: CompletionDelta) -> None:
@@ -81,7 +80,7 @@ class ResponseAnswer(ChatAnswer):
         if delta.logprobs is not None:
             self._waiting += self._logprobs(delta.logprobs, ())["content"]
         events = self._parser.feed(delta.text, is_end)
-        if events and all(isinstance(found, Reasoning) for found in events):
+        if self._parser.is_thinking:
             self._num_thought += len(delta.token_ids)
         told: list[Told] = []
         for found in events:

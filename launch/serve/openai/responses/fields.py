@@ -35,7 +35,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 OTHERS = tuple(
     sorted(
         SAMPLING_FIELDS - {"max_tokens", "n", "prompt_logprobs", *EFFECT}
-        | {"chat_template_kwargs", "documents", "request_id"}
+        | {"chat_template_kwargs", "documents", "request_id", "stop_in_thoughts"}
     )
 )
 """Of chats, with the same meaning."""

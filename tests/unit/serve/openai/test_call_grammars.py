@@ -13,7 +13,7 @@ from chat_server import MARKS
 from checkpoints import make_tokenizer
 
 from launch.serve.openai.output import deepseek
-from launch.serve.openai.output.events import Arguments, CallBegin
+from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
 from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from launch.serve.openai.output.grammars import Wanted, as_lark, write_grammar
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
@@ -176,7 +176,7 @@ def test_thoughts_come_first(tokenizer: Tokenizer, is_thinking: bool) -> None:
     grammar = write(tokenizer, "hermes", "qwen3", is_thinking, wanted("required"))
     thoughts = "so it is\n</think>\n\n" if is_thinking else "<think>so</think>"
     assert allows(tokenizer, grammar, thoughts + HERMES_F)
-    assert allows(tokenizer, grammar, HERMES_F) == (not is_thinking)
+    assert allows(tokenizer, grammar, HERMES_F)  # which ends thoughts that were not ended
     assert not allows(tokenizer, grammar, thoughts)
     for guide, text in (
         (Guide("json", '{"const":1}'), "1"),
@@ -192,6 +192,57 @@ def test_thoughts_come_first(tokenizer: Tokenizer, is_thinking: bool) -> None:
         grammar = write(tokenizer, "gpt-oss", "gpt-oss", False, Wanted(other=other))
         assert allows(tokenizer, grammar, f"{ANALYSIS}{HEAD}final<|message|>{text}")
     assert as_lark(Guide("grammar", "start: A")) is None
+
+
+# Forms with marks: a whole call, and thoughts that go with them.
+CUT = [
+    ("hermes", HERMES_F, "qwen3"),
+    ("qwen3_coder", CODER_F, "qwen3"),
+    ("deepseek_v3", f"{ALL}{V3_F}{END_ALL}", "deepseek_r1"),
+    ("deepseek_v31", f"{ALL}{V31_F}{END_ALL}", "deepseek_r1"),
+    ("mistral", f"[TOOL_CALLS][{F}]", "mistral"),
+    ("llama_nemotron_json", f"<TOOLCALL>[{F}]</TOOLCALL>", "qwen3"),
+    ("llama3_json", f"<|python_tag|>{LLAMA_F}", "qwen3"),
+]
+
+
+@pytest.mark.parametrize(("form", "call", "reasoning"), CUT, ids=[form for form, *_ in CUT])
+def test_a_call_ends_thoughts_that_are_not_ended(tokenizer: Tokenizer, form: str, call: str, reasoning: str) -> None:
+    marks, other = REASONING_FORMATS[reasoning], as_lark(Guide("json", '{"const":1}'))
+    wrong = call.replace(ARGUMENTS, WRONG).replace("\n1\n", "\nx\n")
+    for asked in (wanted("required"), wanted(), wanted(other=other), wanted("required", in_parallel=False)):
+        for is_thinking in (True, False):
+            grammar = write(tokenizer, form, reasoning, is_thinking, asked)
+            begin = "" if is_thinking else marks.open_mark
+            whole = f"{begin}so it is{marks.close_mark}\n\n"
+            assert allows(tokenizer, grammar, f"{begin}so it is\n{call}"), (asked, is_thinking)
+            assert allows(tokenizer, grammar, whole + call.removeprefix("<|python_tag|>")), (asked, is_thinking)
+            assert not allows(tokenizer, grammar, f"{begin}so it is\n{wrong}")
+            assert allows(tokenizer, grammar, f"{whole}text") == (not asked.must_call and asked.other is None)
+            assert allows(tokenizer, grammar, f"{whole}1") == (not asked.must_call)
+            # What is allowed is found.
+            parsing = Parsing(form, reasoning, is_thinking, ("f", "g"))
+            found = ChoiceParser(parsing).feed(f"{begin}so it is\n{call}", True)
+            assert [type(event) for event in found] == [Reasoning, CallBegin, Arguments]
+
+
+def test_a_text_holds_no_line_that_is_read_as_the_next_parameter(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in ("a", "b")}, "required": ["a"]}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    use = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
+    assert use is not None
+    grammar = write(tokenizer, "qwen3_coder", "", False, Wanted(use.callable, must_call=True))
+    for text in ("x\n<parameter=c>\ny", "x <parameter=b> y", "x\n<parameter=b>\ny"):
+        is_read = text.startswith("x\n<parameter=b")
+        assert allows(tokenizer, grammar, CODER_F.replace("\n1\n", f"\n{text}\n")) == (not is_read), text
+
+
+def test_the_head_of_a_call_ends_thoughts_of_gpt_oss(tokenizer: Tokenizer) -> None:
+    for choice in ("required", "auto"):
+        grammar = write(tokenizer, "gpt-oss", "gpt-oss", False, wanted(choice))
+        assert allows(tokenizer, grammar, f"{HEAD}analysis<|message|>so{HARMONY_F}")
+        assert not allows(tokenizer, grammar, f"{HEAD}analysis<|message|>so{HARMONY_F.replace(ARGUMENTS, WRONG)}")
+        assert not allows(tokenizer, grammar, f"{HEAD}analysis<|message|>so{HEAD}final<|message|>x")
 
 
 def test_an_object_that_begins_as_a_call_does_may_be_written_beside_it(tokenizer: Tokenizer) -> None:

@@ -10,7 +10,12 @@ import pytest
 
 from launch.serve.openai.output import deepseek
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
-from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
+from launch.serve.openai.output.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    find_reasoning_format,
+    find_tool_format,
+)
 from launch.serve.openai.output.parsing import ChatText, ChoiceParser, Parsing
 
 
@@ -90,6 +95,9 @@ NEMOTRON: list[tuple[str, list[Event]]] = [
     ),
     ('<TOOLCALL>{"name": "f"} </TOOLCALL>', call("f")),
     ('<TOOLCALL>[{"name": "f"}]</TOOLC', call("f")),
+    ('<TOOLCALL>[{"name": "f", "arguments": {"a": 1}]</TOOLCALL> b', [*call("f", '{"a": 1}'), Text("b")]),
+    ('<TOOLCALL>[{"name": "f", "arguments": {"a": [1</TOOLCALL> b', [*call("f", '{"a": [1'), Text("b")]),
+    ('<TOOLCALL>[{"name": "f", "arguments": {"a": 1 </TOOL', call("f", '{"a": 1 </TOOL')),
     ('<TOOLCALL>[{"name": "f"}]<TOOLCALL>[{"name": "g"}] x', [*call("f"), *call("g"), Text("x")]),
     ("<TOOLCALL>f[ARGS]{}</TOOLCALL>", [Text("<TOOLCALL>f[ARGS]{}</TOOLCALL>")]),
     ('<TOOLCALL>[{"bad": 1}]</TOOLCALL>', [Text('<TOOLCALL>[{"bad": 1}]</TOOLCALL>')]),
@@ -123,6 +131,12 @@ HARMONY: list[tuple[str, list[Event]]] = [
         "<|message|> ",
         [Text("First:"), *call("g")],
     ),
+    (
+        f"{ANALYSIS}By <|channel|> I <|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"a": 1}<|call|>',
+        [Reasoning("By <|channel|> I "), *call("f", '{"a": 1}')],
+    ),
+    (f"{ANALYSIS}So<|channel|>final<|message|>x", [Reasoning("So<|channel|>final<|message|>x")]),
     ("plain <| text", [Text("plain <| text")]),
     ("<|channel|>analysis", [Text("<|channel|>analysis")]),
     ("<|channel|>" + "x" * 2000, [Text("<|channel|>" + "x" * 2000)]),
@@ -171,6 +185,37 @@ QWEN3_CODER: list[tuple[str, list[Event]]] = [
     (f"<tool_call><function=f>{CITY}<parameter=<x>", [*call("f", f"{{{CITY_JSON}}}"), Text("<parameter=<x>")]),
     ("<tool_call><function=f><parameter=city>\n\n</parameter></function>", call("f", '{"city": ""}')),
     ("<tool_call><function=f><parameter=city></parameter></function>", call("f", '{"city": ""}')),
+]
+BEGIN_F, END_F = "<tool_call>\n<function=f>\n", "\n</function>\n</tool_call>"
+ROME = f"{BEGIN_F}<parameter=city>\nRome\n</parameter>{END_F}"
+# Values whose own mark is missing; and texts that hold other marks.
+QWEN3_CODER += [
+    (
+        f"{BEGIN_F}<parameter=city>\nDallas\n<parameter=days>\n3\n<parameter=on>\ntrue\n</parameter>{END_F}",
+        call("f", '{"city": "Dallas", "days": 3, "on": true}'),
+    ),
+    (
+        f"{BEGIN_F}<parameter=city>\nDallas{END_F}\n{ROME}",
+        [*call("f", '{"city": "Dallas"}'), *call("f", '{"city": "Rome"}')],
+    ),
+    (
+        f"{BEGIN_F}<parameter=city>\nDallas\n</tool_call>\n{ROME}",
+        [*call("f", '{"city": "Dallas"}'), *call("f", '{"city": "Rome"}')],
+    ),
+    (f"{BEGIN_F}<parameter=days>\n3{END_F} so", [*call("f", '{"days": 3}'), Text("so")]),
+    (f"{BEGIN_F}<parameter=city>\nDallas\n</function>", call("f", '{"city": "Dallas"}')),
+    *(
+        (f"{BEGIN_F}<parameter=city>\n{text}\n</parameter>{END_F}", call("f", json.dumps({"city": text})))
+        for text in (
+            "a\n<parameter=other>\nb",
+            "a <parameter=days> b",
+            "a\n<parameter=city>\nb",
+            f"a{END_F}\nb{END_F}",
+            "a </function> </tool_call>\n</tool_call> b </function>",
+        )
+    ),
+    (f"{BEGIN_F}<parameter=city>\na\n<parameter=days>", call("f", '{"city": "a\\n<parameter=days>')),
+    (f"{BEGIN_F}<parameter=city>\na </function>", call("f", '{"city": "a </function>')),
 ]
 CALLS, END_CALLS, CALL, SEP, END = deepseek.CALLS, deepseek.END_CALLS, deepseek.CALL, deepseek.SEPARATOR, deepseek.END
 DEEPSEEK: list[tuple[str, list[Event]]] = [
@@ -270,6 +315,39 @@ def test_thoughts_are_told_apart(text: str, begun_by_itself: list[Event], begun_
         parsing = Parsing("hermes", "qwen3", is_thinking)
         assert parse(parsing, [text]) == found
         assert parse(parsing, list(text)) == found
+
+
+CALLED = [
+    ("hermes", "qwen3", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '{"a": 1}'),
+    ("qwen3_coder", "qwen3", f"<tool_call>\n<function=f>\n{CITY}\n</function>\n</tool_call>", f"{{{CITY_JSON}}}"),
+    ("qwen3_coder", "qwen3", f"<function=f>\n{CITY}\n</function>\n</tool_call>", f"{{{CITY_JSON}}}"),
+    ("deepseek_v3", "deepseek_r1", f"{CALLS}{CALL}function{SEP}f\n```json\n{{}}\n```{END}{END_CALLS}", "{}"),
+    ("deepseek_v31", "deepseek_r1", f'{CALL}f{SEP}{{"a": 1}}{END}{END_CALLS}', '{"a": 1}'),
+    ("mistral", "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', '{"a": 1}'),
+    ("llama_nemotron_json", "qwen3", '<TOOLCALL>[{"name": "f"}]</TOOLCALL>', "{}"),
+    ("llama3_json", "qwen3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', '{"a": 1}'),
+]
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "arguments"), CALLED)
+def test_a_call_ends_thoughts_that_are_not_ended(tools: str, reasoning: str, text: str, arguments: str) -> None:
+    """A mark that thoughts only talk about does not; and where there are no tools it is one of their words."""
+    form, mark = REASONING_FORMATS[reasoning], TOOL_FORMATS[tools].call_marks[0]
+    for is_thinking in (True, False):
+        begin = "" if is_thinking else form.open_mark
+        talked = f"{begin}I look with `{mark}`.\n"
+        for written, found in (
+            (f"{talked}{text}", [Reasoning(f"I look with `{mark}`."), *call("f", arguments)]),
+            (f"{talked}\n{form.close_mark}\n{text}", [Reasoning(f"I look with `{mark}`."), *call("f", arguments)]),
+            (f"{talked}{mark}", [Reasoning(f"I look with `{mark}`.\n{mark}")]),
+            (f"{talked}{form.close_mark}So.", [Reasoning(f"I look with `{mark}`."), Text("So.")]),
+        ):
+            parsing = Parsing(tools, reasoning, is_thinking, ("f", "g"), schemas=SCHEMAS_AS_JSON)
+            for size in (1, 7, len(written)):
+                parts = [written[place : place + size] for place in range(0, len(written), size)]
+                assert parse(parsing, parts) == found, (is_thinking, size)
+        whole = parse(Parsing("", reasoning, is_thinking), [f"{talked}{text}"])
+        assert whole == [Reasoning(f"I look with `{mark}`.\n{text}")]
 
 
 @pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)

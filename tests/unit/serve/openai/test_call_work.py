@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 
-from launch.serve.openai.output.events import CallBegin, Text, joined
-from launch.serve.openai.output.json_values import ValueEnd
-from launch.serve.openai.output.machine import find_mark
+from launch.serve.openai.output.events import CallBegin, Event, Reasoning, Text, joined
+from launch.serve.openai.output.json_values import CallObject, ValueEnd
+from launch.serve.openai.output.machine import Machine, find_mark
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
 
 NEAR_CALLS = [
@@ -44,6 +45,31 @@ def test_calls_in_calls_that_do_not_end_are_looked_at_a_few_times(tools: str, pa
     assert [type(event) for event in told] == [Text]
     assert "".join(told[0].text.split()) == "".join(text.split())  # type: ignore[union-attr]
     assert num_read < 40 * len(text)
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), [("hermes", ""), ("hermes", "qwen3"), ("qwen3_coder", "qwen3")])
+def test_what_is_moved_for_calls_that_are_none_is_in_proportion(tools: str, reasoning: str) -> None:
+    """An answer that comes whole: what is taken off its front, or handed to a parser of one call and taken back, must
+    not be all of the rest each time."""
+    text = "<tool_call>{x<function= " * 4000
+    moved, take, feed = 0, Machine._take, CallObject.feed
+
+    def counted_take(machine: Machine, count: int) -> str:
+        nonlocal moved
+        moved += len(machine._text)
+        return take(machine, count)
+
+    def counted_feed(of: CallObject, part: str) -> Sequence[Event]:
+        nonlocal moved
+        moved += len(part)
+        return feed(of, part)
+
+    parser = ChoiceParser(Parsing(tools, reasoning, is_thinking=True))
+    with mock.patch.object(Machine, "_take", counted_take), mock.patch.object(CallObject, "feed", counted_feed):
+        told = joined([*parser.feed(text, False), *parser.feed("", True)])
+    assert [type(event) for event in told] == [Reasoning if reasoning else Text]
+    assert "".join(told[0].text.split()) == "".join(text.split())  # type: ignore[union-attr]
+    assert moved < 500 * len(text)
 
 
 @pytest.mark.parametrize("size", [1, 10, 1 << 20])

@@ -11,52 +11,11 @@ import pydantic
 import pytest
 import templates
 from chat_server import MARKS, ChatServer
-from tool_chats import ASKED, COMPACT, MESSAGES, NAMED, STRICT, TOOLS, WEATHER
+from tool_chats import ASKED, COMPACT, MESSAGES, NAMED, STRICT, TOOLS, WEATHER, ask, joined, stream, whole
 
 pytestmark = pytest.mark.timeout(240)
 CLOSE_THOUGHTS = {str(1 + MARKS.index("</think>")): 100.0}
 FAMILIES = ["PLAIN", "HERMES", "QWEN3", "LLAMA", "MISTRAL", "MISTRAL_NEW", "QWEN3_CODER", "DEEPSEEK_V3", "NEMOTRON"]
-
-
-def ask(server: ChatServer, template: str, **fields: Any) -> Any:
-    """A whole answer."""
-    return server.ask(template, lambda client: client.chat.completions.create(**{**ASKED, **fields}))
-
-
-def stream(server: ChatServer, template: str, **fields: Any) -> list[Any]:
-    """The chunks of the same answer."""
-
-    async def read(client: openai.AsyncOpenAI) -> list[Any]:
-        asked: dict[str, Any] = {**ASKED, **fields, "stream": True}
-        return [chunk async for chunk in await client.chat.completions.create(**asked)]
-
-    return server.ask(template, read)
-
-
-def joined(chunks: list[Any], index: int = 0) -> tuple[str, str, list[tuple[str, str]], str | None]:
-    """Content, thoughts, calls, and why a choice ended, as clients put chunks together."""
-    content, thoughts, calls, reason = "", "", list[list[str]](), None
-    for choice in (choice for chunk in chunks for choice in chunk.choices if choice.index == index):
-        delta = choice.delta
-        content += delta.content or ""
-        thoughts += getattr(delta, "reasoning_content", None) or ""
-        assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
-        for told in delta.tool_calls or ():
-            if told.id is not None:
-                assert told.index == len(calls) and told.type == "function"
-                calls.append([told.function.name, ""])
-            calls[told.index][1] += told.function.arguments or ""
-        assert reason is None or choice.finish_reason is None
-        reason = choice.finish_reason or reason
-    return content, thoughts, [(name, arguments) for name, arguments in calls], reason
-
-
-def whole(answer: Any, index: int = 0) -> tuple[str, str, list[tuple[str, str]], str | None]:
-    """The same of a whole answer."""
-    choice = answer.choices[index]
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
-    thoughts = getattr(choice.message, "reasoning_content", None) or ""
-    return choice.message.content or "", thoughts, calls, choice.finish_reason
 
 
 def check_call(name: str, arguments: str) -> None:
