@@ -101,7 +101,7 @@ def test_messages_are_chats_in_anthropics_words(server: Server, client: openai.O
 
 
 def test_what_is_wrong_ends_no_server(server: Server) -> None:
-    for body in ({"input": "x", "store": True}, {"input": [{"type": "x"}]}, {}):
+    for body in ({"input": "x", "background": True}, {"input": [{"type": "x"}]}, {}):
         answer = server.post("/v1/responses", body)
         assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"], answer.text
     assert not [line for line in server.lines if "Traceback" in line]
