@@ -47,7 +47,7 @@ class Answering:
         echo: choices begin with their prompt.
         prompt_logprobs: alternatives of each token of the prompt, in the field of that name; None for no such field.
         parsing: how a chat's texts are read.
-        echoed: what a response says of its request, each field as JSON.
+        echoed: what a response or a message says of its request, each field as JSON.
         call_items: what calls come back as in a response, by the tool's name; of others a function's call.
     """
 
