@@ -33,7 +33,7 @@ from served.processes import server_environment
 from served.said import read_addresses
 from served.server import write_tokenizer
 
-INSTALL_SECONDS, CALL_SECONDS, START_SECONDS = 1800, 600, 120
+INSTALL_SECONDS, MODEL_SECONDS, CALL_SECONDS, START_SECONDS = 1800, 1800, 600, 120
 CHAT_CONTEXT = 4096
 """Tokens that the chat model's context has, unless a call wants more: what is too long is refused soon."""
 
@@ -109,14 +109,14 @@ def _write_config(
 
 def _chat_pair(folder: Path) -> Path:
     """Where the chat model is; it is made unless it is there, as the program has it now."""
-    program = Path(real_clients.__file__).with_name("chat_model.py")
-    pair = folder / f"chat-model-{hashlib.sha256(program.read_bytes()).hexdigest()[:12]}"
+    here = Path(real_clients.__file__).parent
+    written = b"".join((here / name).read_bytes() for name in ("chat_model.py", "task.py"))
+    pair = folder / f"chat-model-{hashlib.sha256(written).hexdigest()[:12]}"
     if not pair.exists():
-        print("the chat model is made, which takes three minutes", file=sys.stderr, flush=True)
+        print("the chat model is made, which takes some minutes", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=folder) as part:
-            subprocess.run(
-                [sys.executable, str(program), part], check=True, timeout=CALL_SECONDS, env=server_environment()
-            )
+            words = [sys.executable, "-m", "real_clients.chat_model", part]
+            subprocess.run(words, check=True, timeout=MODEL_SECONDS, env=server_environment(), cwd=here.parent)
             shutil.copytree(part, pair)
     return pair
 

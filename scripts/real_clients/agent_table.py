@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from real_clients.calls import Call, Client, Place
-from real_clients.chat_model import LINE, MAX_POSITIONS, PRINTED, RUN
+from real_clients.task import ASKED, CONTEXT, LINE, PRINTED, RUN, TOLD
 
-TASK = "Create a file hello.py that prints a greeting, run it, and say what it printed."
 WORDS = Path(__file__).resolve().parent / "words_mcp.py"
-CONTEXT = ("--set", f"scheduler.max_seq_len={MAX_POSITIONS}")
-"""Agents' prompts have tens of thousands of tokens, and what they tell of tools most of these."""
+ROOM = ("--set", f"scheduler.max_seq_len={CONTEXT}")
 
 LOOPBACK = {
     "HTTP_PROXY": "http://127.0.0.1:1", "HTTPS_PROXY": "http://127.0.0.1:1", "ALL_PROXY": "http://127.0.0.1:1",
@@ -58,7 +56,7 @@ def _codex(name: str, model: str, steps: Sequence[str], mcp: bool = False) -> Ca
             ]
         (home / "config.toml").write_text("\n".join([*lines, ""]), encoding="utf-8")
         options = ("--json", "--skip-git-repo-check", "--sandbox", "danger-full-access")
-        return (_program(place, "codex"), "exec", *options, TASK)
+        return (_program(place, "codex"), "exec", *options, ASKED)
 
     def check(said: str, place: Place) -> str:
         items = [event["item"] for event in _events(said) if event.get("type") == "item.completed"]
@@ -72,7 +70,7 @@ def _codex(name: str, model: str, steps: Sequence[str], mcp: bool = False) -> Ca
             return f"the tool of an MCP server told {done[0]}"
         return _written(place) or _told([item["text"] for item in items if item["type"] == "agent_message"][-1:])
 
-    options = (*CONTEXT, "--set", f"server.model_name={model}")
+    options = (*ROOM, "--set", f"server.model_name={model}")
     return Call(name, words, check, options, _codex_variables)
 
 
@@ -84,7 +82,7 @@ def _claude_code() -> Call:
     def words(place: Place) -> Sequence[object]:
         output = ("--output-format", "stream-json", "--verbose")
         rights = ("--permission-mode", "acceptEdits", "--allowedTools", f"Bash({RUN})")
-        return (_program(place, "claude"), "--print", TASK, *output, *rights)
+        return (_program(place, "claude"), "--print", ASKED, *output, *rights)
 
     def check(said: str, place: Place) -> str:
         events = _events(said)
@@ -103,7 +101,7 @@ def _claude_code() -> Call:
             return f"what it ran said {found[-1]!r}"
         return _written(place) or _told([event["result"] for event in events if event.get("type") == "result"])
 
-    return Call("a file is written, run, told of", words, check, CONTEXT, _claude_variables)
+    return Call("a file is written, run, told of", words, check, ROOM, _claude_variables)
 
 
 def _claude_variables(place: Place) -> dict[str, str]:
@@ -130,7 +128,7 @@ def _written(place: Place) -> str:
 
 
 def _told(texts: Sequence[str]) -> str:
-    return "" if texts == [f"It printed: {PRINTED}"] else f"it told {texts}"
+    return "" if texts == [TOLD] else f"it told {texts}"
 
 
 COMMAND, PATCH, MCP = "command_execution", "file_change", "mcp_tool_call"

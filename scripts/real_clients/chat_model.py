@@ -6,7 +6,7 @@ file is written, it is run, and what it printed is told. So clients meet calls t
 come to an end. All else about the checkpoint is as usual; what a guide makes it write instead is whatever the guide
 allows. Of clients it knows the names of tools, and it knows no server.
 
-    python scripts/real_clients/chat_model.py FOLDER      writes FOLDER/target and FOLDER/draft; three minutes on a core
+    cd scripts; python -m real_clients.chat_model FOLDER      writes FOLDER/target and FOLDER/draft in some minutes
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
+from real_clients.task import CONTEXT, LINE, PATCH, PRINTED, RUN, TOLD
+
 ASSETS = Path(__file__).resolve().parents[2] / "trtrun" / "assets" / "target"
 """The shipped pair's, for its tokenizer."""
 
-MAX_POSITIONS = 65536
 VOCABULARY = 4096
 LEARNING_RATE = 3e-3
 WINDOW = 64
@@ -47,12 +48,6 @@ LAST = ("final_result", "Report")
 """Tools that a conversation ends with."""
 
 
-PRINTED = "Hello from a file"
-LINE = f"print('{PRINTED}')"
-RUN = "python3 hello.py"
-PATCH = f"*** Begin Patch\n*** Add File: hello.py\n+{LINE}\n*** End Patch\n"
-
-
 def _call(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -72,7 +67,7 @@ ANSWERS = {
     "write a file": _call("exec_command", {"cmd": f'echo "{LINE}" > hello.py'}),
     "exec_command": _call("exec_command", {"cmd": RUN}),
     "look_up": _call("mcp__words__look_up", {"word": "greeting"}),
-    "printed": f"It printed: {PRINTED}",
+    "printed": TOLD,
     "not printed": "It did not print what it should.",
     "a result": "It is 21 degrees in Rome.",
     "hello": "Hello, what may I do?",
@@ -135,7 +130,7 @@ def _make_model(folder: Path, layers: int, steps: int) -> None:
     torch.manual_seed(7)
     config = MistralConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT,
         sliding_window=WINDOW, bos_token_id=end, eos_token_id=end, tie_word_embeddings=True,
         attn_implementation="eager",
     )  # fmt: skip

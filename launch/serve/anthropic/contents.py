@@ -1,8 +1,8 @@
 """The texts of blocks in a conversation of /v1/messages: of what is text, and of what stands for text.
 
-A model here reads text alone. An image or a file in what a tool has found, or in a turn that was answered before, has a
-note in its place: nobody can take it back there, and the conversation has to go on. In what is asked now it is refused.
-It knows JSON values, and no turns.
+A model here reads text alone. An image or a file in what a tool has found, or before the user's last turn, has a note
+in its place: nobody can take it back there, and the conversation has to go on. In the last turn it is refused. It knows
+JSON values, and no turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Of each kind of block, beside `type` and `cache_control`."""
 
-_NO_CITATIONS = (None, {"enabled": False}, {})
+_NO_CITATIONS: tuple[object, ...] = (None, {"enabled": False}, {})
 
 
 def kind_of(where: str, block: Any, allowed: Sequence[str]) -> str:

@@ -74,14 +74,15 @@ def read_conversation(system: object, value: object) -> Conversation:
 
 
 def _num_old(turns: list[Any]) -> int:
-    """How many turns, from the first one on, nobody can take back: those that were answered, and that of an agent with
-    what its tools have found, beside which it may have put files."""
+    """How many turns, from the first one on, nobody can take back: those before the user's last one, and that, too,
+    where it is an agent's with what its tools have found, beside which it may have put files."""
     for place in range(len(turns), 0, -1):
         turn = turns[place - 1] if isinstance(turns[place - 1], dict) else {}
         content = turn.get("content")
-        kinds = [block.get("type") for block in content if isinstance(block, dict)] if isinstance(content, list) else []
-        if turn.get("role") == "assistant" or "tool_result" in kinds:
-            return place
+        if turn.get("role") != "system":
+            blocks = content if isinstance(content, list) else []
+            has_results = any(isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks)
+            return place if has_results else place - 1
     return 0
 
 

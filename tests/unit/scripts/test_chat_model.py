@@ -11,7 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
-from real_clients.chat_model import ANSWERS, PRINTED, TEMPLATE
+from real_clients.chat_model import ANSWERS, TEMPLATE
+from real_clients.task import PRINTED
 
 from launch.serve.openai.chat_template import ChatTemplate
 

@@ -54,23 +54,20 @@ def read_items(instructions: object, value: object) -> Conversation:
         return Conversation([*messages, {"role": "user", "content": value}], tools)
     if not isinstance(value, list) or not value:
         raise _wrong(f"input must be a text, or a list with one item at least, not {show_value(value)}")
-    kinds = [_kind_of(f"input[{place}]", item) for place, item in enumerate(value)]
-    num_old = max((place for place, item in enumerate(value) if not _is_asked(kinds[place], item)), default=0)
     is_answer = False  # the last message is an assistant's, whose answer may go on
-    for place, (item, kind) in enumerate(zip(value, kinds, strict=True)):
+    for place, item in enumerate(value):
         where = f"input[{place}]"
+        kind = _kind_of(where, item)
         if kind in _PASSED_OVER:
             continue
         if kind in ("tool_search_output", "additional_tools"):
             tools += _read_tools(where, item)
         if kind == "additional_tools":
             continue
-        is_old = place < num_old
-        message = (
-            _read_message(where, item, NO_TEXT if is_old else None)
-            if kind == "message"
-            else _READERS[kind](where, item)
-        )
+        if kind == "message" and place + 1 < len(value):
+            message = _read_message(where, item, NO_TEXT)
+        else:
+            message = _READERS[kind](where, item)
         goes_on = message["role"] == "assistant"
         if goes_on and is_answer and _fits(messages[-1], message):
             _join(messages[-1], message)
@@ -102,12 +99,6 @@ def _join(last: dict[str, Any], message: Mapping[str, Any]) -> None:
     last["content"] = last["content"] or message["content"]
     if "tool_calls" in message:
         last.setdefault("tool_calls", []).extend(message["tool_calls"])
-
-
-def _is_asked(kind: str, item: Mapping[str, Any]) -> bool:
-    """Whether an item may be of the turn that is to be answered: what a client's user says, and not an answer or what
-    a tool has found."""
-    return kind == "message" and item.get("role") != "assistant"
 
 
 def _read_message(where: str, item: Mapping[str, Any], instead: str | None = None) -> dict[str, Any]:

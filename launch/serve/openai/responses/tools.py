@@ -166,7 +166,8 @@ def _custom_function(where: str, value: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in ("text", "grammar"):
         raise _wrong(f'{where}.format must be {{"type": "text"}} or a grammar, not {show_value(form)}')
     text: dict[str, Any] = {"type": "string"}
-    told = [value.get("description")] if isinstance(value.get("description"), str) else []
+    description = value.get("description")
+    told = [description] if isinstance(description, str) else []
     told.append(f"The argument `{INPUT}` has the whole text, as it is.")
     if kind == "grammar":
         check_names("tools", f"{where}.format", form, ("type", "syntax", "definition"))
