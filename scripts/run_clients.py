@@ -33,7 +33,10 @@ from served.processes import server_environment
 from served.said import read_addresses
 from served.server import write_tokenizer
 
-INSTALL_SECONDS, CALL_SECONDS, START_SECONDS = 1800, 600, 120
+INSTALL_SECONDS, MODEL_SECONDS, CALL_SECONDS, START_SECONDS = 1800, 1800, 600, 120
+CHAT_CONTEXT = 4096
+"""Tokens that the chat model's context has, unless a call wants more: what is too long is refused soon."""
+
 QUIET = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
@@ -73,7 +76,8 @@ def main() -> int:
             if client.calls_tools:
                 pair = _chat_pair(folder)
                 models = {role: str(pair / role) for role in ("target", "draft")}
-                own_config = _write_config(Path(work) / "chat.yaml", models, pair / "target")
+                context = {"scheduler": {"max_seq_len": CHAT_CONTEXT}}
+                own_config = _write_config(Path(work) / "chat.yaml", models, pair / "target", context)
             else:
                 own_config = config
             for call, problem in _run_calls(client, calls, own_config, tokenizer, folder, options.backend):
@@ -92,25 +96,27 @@ def _row(result: dict[str, str]) -> str:
     return f"| {result['client']} {result['version']} | `{result['call']}` | {state} |"
 
 
-def _write_config(path: Path, models: Mapping[str, str], tokenizer: Path) -> Path:
+def _write_config(
+    path: Path, models: Mapping[str, str], tokenizer: Path, others: Mapping[str, object] | None = None
+) -> Path:
     """A pair in one process, with a tokenizer that has a chat template. It drafts on a busy machine, too, where that
     does not pay: some clients look for drafts."""
     pair = {role: {"model": model, "devices": ["cpu:0"]} for role, model in models.items()}
     settings = {"tokenizer": str(tokenizer), "threads": 1, "speculation": {"pacing": "fixed"}}
-    path.write_text(json.dumps(pair | settings), encoding="utf-8")
+    path.write_text(json.dumps({**pair, **settings, **(others or {})}), encoding="utf-8")
     return path
 
 
 def _chat_pair(folder: Path) -> Path:
     """Where the chat model is; it is made unless it is there, as the program has it now."""
-    program = Path(real_clients.__file__).with_name("chat_model.py")
-    pair = folder / f"chat-model-{hashlib.sha256(program.read_bytes()).hexdigest()[:12]}"
+    here = Path(real_clients.__file__).parent
+    written = b"".join((here / name).read_bytes() for name in ("chat_model.py", "task.py"))
+    pair = folder / f"chat-model-{hashlib.sha256(written).hexdigest()[:12]}"
     if not pair.exists():
-        print("the chat model is made, which takes two minutes", file=sys.stderr, flush=True)
+        print("the chat model is made, which takes some minutes", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=folder) as part:
-            subprocess.run(
-                [sys.executable, str(program), part], check=True, timeout=CALL_SECONDS, env=server_environment()
-            )
+            words = [sys.executable, "-m", "real_clients.chat_model", part]
+            subprocess.run(words, check=True, timeout=MODEL_SECONDS, env=server_environment(), cwd=here.parent)
             shutil.copytree(part, pair)
     return pair
 

@@ -1,11 +1,12 @@
 """A made-up chat model for clients that call tools: a small target and draft that have learned a few answers by heart.
 
 The chat template looks at the conversation and names the answer that fits it, and the models write that answer: calls
-of tools that are offered, two at once, what is said to a tool's result, JSON, thoughts. So clients meet calls that a
-model makes by itself, and agents come to an end. All else about the checkpoint is as usual; what a guide makes it write
-instead is whatever the guide allows. It knows no client and no server.
+of tools that are offered, two at once, what is said to a tool's result, JSON, thoughts; for agents that write code a
+file is written, it is run, and what it printed is told. So clients meet calls that a model makes by itself, and agents
+come to an end. All else about the checkpoint is as usual; what a guide makes it write instead is whatever the guide
+allows. Of clients it knows the names of tools, and it knows no server.
 
-    python scripts/real_clients/chat_model.py FOLDER      writes FOLDER/target and FOLDER/draft; two minutes on one core
+    cd scripts; python -m real_clients.chat_model FOLDER      writes FOLDER/target and FOLDER/draft in some minutes
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
+from real_clients.task import CONTEXT, LINE, PATCH, PRINTED, RUN, TOLD
+
 ASSETS = Path(__file__).resolve().parents[2] / "trtrun" / "assets" / "target"
 """The shipped pair's, for its tokenizer."""
 
-MAX_POSITIONS = 4096
 VOCABULARY = 4096
 LEARNING_RATE = 3e-3
 WINDOW = 64
@@ -59,10 +61,26 @@ ANSWERS = {
     "a better record": json.dumps({"kind": "cat", "age": 30}),
     "a report": json.dumps(REPORT),
     "thoughts": "<think>\nRome is in the south.\n</think>\n\nYes, it is warm.",
+    "Write": _call("Write", {"file_path": "hello.py", "content": f"{LINE}\n"}),
+    "Bash": _call("Bash", {"command": RUN, "description": "Runs it"}),
+    "apply_patch": _call("apply_patch", {"input": PATCH}),
+    "write a file": _call("exec_command", {"cmd": f'echo "{LINE}" > hello.py'}),
+    "exec_command": _call("exec_command", {"cmd": RUN}),
+    "look_up": _call("mcp__words__look_up", {"word": "greeting"}),
+    "printed": TOLD,
+    "not printed": "It did not print what it should.",
     "a result": "It is 21 degrees in Rome.",
     "hello": "Hello, what may I do?",
 }
 """By the name that the template gives them."""
+
+TASKS: dict[str, list[str]] = {
+    "Write": ["Write", "Bash"],
+    "mcp__words__look_up": ["look_up", "write a file", "exec_command"],
+    "apply_patch": ["apply_patch", "exec_command"],
+    "exec_command": ["write a file", "exec_command"],
+}
+"""Answers to a task, one behind the other, by a tool that is offered, the first ones before the others."""
 
 COMMON = "# tools\n" + "\n".join(
     json.dumps([{"type": "function", "function": {"name": name, "parameters": {"properties": arguments}}}])
@@ -81,7 +99,12 @@ TEMPLATE = (
     f"{{% set first = {list(ARGUMENTS)} | select('in', names) | first %}}"
     f"{{% set end = {list(LAST)} | select('in', names) | first %}}"
     "{% set said = last.content or '' %}{% set all = messages | map(attribute='content') | join %}# answer: "
-    "{% if 'older' in said %}{{ 'a better Record' if 'Record' in names else 'a better record' }}"
+    f"{{% set task = {list(TASKS)} | select('in', names) | first %}}"
+    f"{{% set steps = {TASKS}[task] if task else [] %}}"
+    "{% set done = messages | selectattr('role', 'equalto', 'tool') | list | length %}"
+    f"{{% if task and done >= steps | length %}}{{{{ 'printed' if '{PRINTED}' in said else 'not printed' }}}}"
+    "{% elif task %}{{ steps[done] }}"
+    "{% elif 'older' in said %}{{ 'a better Record' if 'Record' in names else 'a better record' }}"
     "{% elif last.role == 'tool' %}{{ end or ('a report' if 'report' in all else 'a result') }}"
     "{% elif first %}{{ 'two cities' if ' and ' in said and first == 'weather' else first }}"
     "{% elif 'records' in said %}records{% elif 'record' in said %}a record"
@@ -107,7 +130,7 @@ def _make_model(folder: Path, layers: int, steps: int) -> None:
     torch.manual_seed(7)
     config = MistralConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_POSITIONS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT,
         sliding_window=WINDOW, bos_token_id=end, eos_token_id=end, tie_word_embeddings=True,
         attn_implementation="eager",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import urlopen
 
+from real_clients.agent_table import AGENTS
 from real_clients.calls import Call, Client, Place, says
 from real_clients.harness_table import HARNESS
 from real_clients.tool_table import TOOL_CLIENTS
@@ -299,6 +300,7 @@ CLIENTS = (
     ),
     HARNESS,
     *TOOL_CLIENTS,
+    *AGENTS,
     Client(
         "tensorrtllm_backend",
         BACKEND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,8 +101,28 @@ def test_messages_are_chats_in_anthropics_words(server: Server, client: openai.O
     assert chat.usage is not None and counted == {"input_tokens": chat.usage.prompt_tokens}
 
 
+def test_a_custom_tool_is_called_in_events_and_goes_back(client: openai.OpenAI) -> None:
+    """As Codex has it, which also offers what there is not, and sends what concerns itself."""
+    form = {"type": "grammar", "syntax": "regex", "definition": "[+-][ab]{3}"}
+    tools: list[Any] = [{"type": "custom", "name": "apply_patch", "format": form}, {"type": "web_search"}]
+    items: list[Any] = [{"role": "user", "content": "write a record"}]
+    asked: dict[str, Any] = {"model": "pair", "tools": tools, "temperature": 0, "max_output_tokens": 200}
+    asked |= {"reasoning": {"effort": "high", "summary": "auto"}, "extra_body": {"client_metadata": {"a": "b"}}}
+    choice: Any = {"type": "custom", "name": "apply_patch"}
+    events = [*client.responses.create(**asked, input=items, tool_choice=choice, stream=True)]
+    assert events[-1].type == "response.completed"
+    (call,) = events[-1].response.output
+    assert call.type == "custom_tool_call" and re.fullmatch("[+-][ab]{3}", call.input)
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == call.input
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    last = client.responses.create(**{**asked, "max_output_tokens": 4}, input=[*items, call, output])
+    assert last.usage is not None and events[-1].response.usage is not None
+    assert last.usage.input_tokens > events[-1].response.usage.input_tokens
+
+
 def test_what_is_wrong_ends_no_server(server: Server) -> None:
-    for body in ({"input": "x", "store": True}, {"input": [{"type": "x"}]}, {}):
+    for body in ({"input": "x", "background": True}, {"input": [{"type": "x"}]}, {}):
         answer = server.post("/v1/responses", body)
         assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"], answer.text
     assert not [line for line in server.lines if "Traceback" in line]

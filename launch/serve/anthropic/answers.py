@@ -38,6 +38,7 @@ class MessageAnswer(ChatAnswer):
         make_id = TOOL_FORMATS[parsing.tools].new_id if parsing.tools else new_id
         self._parser = ChoiceParser(parsing)
         self._content = Blocks(lambda: make_id().replace("call_", "toolu_", 1))
+        self._echoed = {name: msgspec.Raw(value.encode()) for name, value in answering.echoed.items()}
         self._reason: str | None = None
         self._stop: str | None = None
 
@@ -47,7 +48,7 @@ class MessageAnswer(ChatAnswer):
 
     def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
         """See `Answer`."""
-        yield _ENCODER.encode(self._message(usage))
+        yield _ENCODER.encode({**self._message(usage), **self._echoed})
 
     def beginning(self) -> list[Told]:
         """See `Answer`."""
@@ -59,7 +60,7 @@ class MessageAnswer(ChatAnswer):
 
     def ending(self, usage: Usage, draft_len: int) -> list[Told]:
         """See `Answer`."""
-        told = {"type": "message_delta", "delta": self._why_ended(), "usage": _tell_usage(usage)}
+        told = {"type": "message_delta", "delta": self._why_ended(), "usage": _tell_usage(usage), **self._echoed}
         return [told, {"type": "message_stop"}]
 
     def failure(self, error: Told) -> Told:

@@ -10,11 +10,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.anthropic.contents import RESULTS, TEXTS, kind_of, read_block, read_texts, text_of, wrong
 from launch.serve.openai.messages import read_text
 from launch.serve.openai.taking import check_names
 from trtrun.core.values import show_value
-from trtrun.errors import nearest
 
 _ROLES: Mapping[str, str] = {
     "user": "user",
@@ -25,20 +24,14 @@ _ROLES: Mapping[str, str] = {
     "msg": "user",
 }
 _BLOCKS_OF: Mapping[str, tuple[str, ...]] = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "user": (*TEXTS, "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use", "compaction"),
     "system": ("text",),
 }
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "text": ("text", "citations"),
-    "tool_result": ("tool_use_id", "content", "is_error"),
-    "tool_use": ("id", "name", "input", "caller"),
-    "thinking": ("thinking", "signature"),
-    "redacted_thinking": ("data",),
-}
-"""Of each kind of block, beside `type` and `cache_control`."""
+_PASSED_OVER = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing", "fallback")
+"""Kinds of blocks, beside results of their tools, that Anthropic's servers have made while they answered. What came of
+them stands in the answer's text."""
 
-_EMPTY: Mapping[str, object] = {"citations": []}
 _BILLING = "x-anthropic-billing-header"
 """What a block of Claude Code's system prompt begins with that is for whoever sends the bill, and that changes from
 request to request: the model does not see it, so that what follows is found in the cache."""
@@ -66,37 +59,62 @@ def read_conversation(system: object, value: object) -> Conversation:
     """
     messages: list[Message] = []
     if system is not None:
-        texts = [text for text in _read_texts("system", system) if not text.startswith(_BILLING)]
+        texts = [text for text in read_texts("system", system, ("text",)) if not text.startswith(_BILLING)]
         if texts:
             _add(messages, {"role": "system", "content": _parts(texts)})
     if not isinstance(value, list) or not value:
-        raise _wrong(f"messages must be a list with one message at least, not {show_value(value)}")
+        raise wrong(f"messages must be a list with one message at least, not {show_value(value)}")
+    num_old = _num_old(value)
     for place, turn in enumerate(value):
-        _read_turn(f"messages[{place}]", turn, messages)
+        _read_turn(f"messages[{place}]", turn, messages, goes_on=place < num_old)
     last = messages[-1]
     if last["role"] == "assistant" and last.get("tool_calls"):
-        raise _wrong("messages: the last one calls a tool: give its tool_result in a message of the user's")
+        raise wrong("messages: the last one calls a tool: give its tool_result in a message of the user's")
     return Conversation(messages, last["role"] == "assistant")
 
 
-def _read_turn(where: str, turn: Any, messages: list[Message]) -> None:
+def _num_old(turns: list[Any]) -> int:
+    """How many turns, from the first one on, nobody can take back: those before the user's last one, and that, too,
+    where it is an agent's with what its tools have found, beside which it may have put files."""
+    for place in range(len(turns), 0, -1):
+        turn = turns[place - 1] if isinstance(turns[place - 1], dict) else {}
+        content = turn.get("content")
+        if turn.get("role") != "system":
+            blocks = content if isinstance(content, list) else []
+            has_results = any(isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks)
+            return place if has_results else place - 1
+    return 0
+
+
+def _read_turn(where: str, turn: Any, messages: list[Message], goes_on: bool) -> None:
     if not isinstance(turn, dict):
-        raise _wrong(f"{where} must be an object, not {show_value(turn)}")
-    _check_names(where, turn, ("role", "content"))
+        raise wrong(f"{where} must be an object, not {show_value(turn)}")
+    check_names("messages", where, turn, ("role", "content"))
     role = _ROLES.get(turn["role"]) if isinstance(turn.get("role"), str) else None
     if role is None:
-        raise _wrong(f"{where}.role must be user, assistant or system, not {show_value(turn.get('role'))}")
+        raise wrong(f"{where}.role must be user, assistant or system, not {show_value(turn.get('role'))}")
     content = turn.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _wrong(f"{where}.content must be a text or a list of blocks, not {show_value(content)}")
+        raise wrong(f"{where}.content must be a text or a list of blocks, not {show_value(content)}")
+    if role == "assistant":
+        content = [block for block in content if not _is_passed_over(block)]
     if not content:
         _add(messages, {"role": role, "content": "" if role == "assistant" else []})
     for number, block in enumerate(content):
         place = f"{where}.content[{number}]"
-        kind = _kind_of(place, block, _BLOCKS_OF[role])
-        _add(messages, _READERS[kind](place, block) | {"role": "tool" if kind == "tool_result" else role})
+        kind = kind_of(place, block, _BLOCKS_OF[role])
+        if kind in _READERS:
+            message = _READERS[kind](place, block)
+        else:
+            message = {"content": _parts([read_block(place, block, _BLOCKS_OF[role], goes_on)])}
+        _add(messages, message | {"role": "tool" if kind == "tool_result" else role})
+
+
+def _is_passed_over(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return isinstance(kind, str) and (kind in _PASSED_OVER or kind.endswith("_tool_result"))
 
 
 def _add(messages: list[Message], message: Message) -> None:
@@ -114,61 +132,27 @@ def _add(messages: list[Message], message: Message) -> None:
             last[name] = last[name] + message[name] if name in last else message[name]
 
 
-def _kind_of(where: str, block: Any, allowed: tuple[str, ...]) -> str:
-    """The kind of a block, whose fields are known."""
-    if not isinstance(block, dict):
-        raise _wrong(f"{where} must be an object with a type, not {show_value(block)}")
-    kind = block.get("type")
-    if kind in ("image", "document"):
-        raise _wrong(f"{where}.type: {show_value(kind)} is not read here: this model reads text alone")
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        known = nearest(kind, allowed) if isinstance(kind, str) else ""
-        raise _wrong(f"{where}.type: {show_value(kind)} is not read here{known}")
-    if kind not in allowed:
-        raise _wrong(f"{where}.type: {show_value(kind)} cannot stand here: give {' or '.join(allowed)}")
-    _check_names(where, block, ("type", *_FIELDS[kind], "cache_control"))
-    return kind
-
-
-def _read_texts(where: str, value: object) -> list[str]:
-    """The texts of a text, or of a list of blocks that hold nothing else."""
-    field = where.partition("[")[0].partition(".")[0]
-    if isinstance(value, str):
-        return [read_text(where, field, value)]
-    if not isinstance(value, list):
-        raise _wrong(f"{where} must be a text or a list of text blocks, not {show_value(value)}", field)
-    texts = []
-    for place, block in enumerate(value):
-        _kind_of(f"{where}[{place}]", block, ("text",))
-        texts.append(_text_of(f"{where}[{place}]", block, "text"))
-    return texts
-
-
-def _read_text(where: str, block: Mapping[str, Any]) -> Message:
-    return {"content": _parts([_text_of(where, block, "text")])}
-
-
 def _read_result(where: str, block: Mapping[str, Any]) -> Message:
     content = block.get("content")
-    texts = [] if content is None else _read_texts(f"{where}.content", content)
-    return {"tool_call_id": _text_of(where, block, "tool_use_id"), "content": _parts(texts)}
+    texts = [] if content is None else read_texts(f"{where}.content", content, RESULTS, goes_on=True)
+    return {"tool_call_id": text_of(where, block, "tool_use_id"), "content": _parts(texts)}
 
 
 def _read_call(where: str, block: Mapping[str, Any]) -> Message:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise _wrong(f"{where}.input must be an object, not {show_value(arguments)}")
+        raise wrong(f"{where}.input must be an object, not {show_value(arguments)}")
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        raise _wrong(f"{where}.input must be JSON, without NaN, and not nested too deeply") from None
-    function = {"name": _text_of(where, block, "name"), "arguments": read_text(f"{where}.input", "messages", written)}
-    call = {"id": _text_of(where, block, "id"), "type": "function", "function": function}
+        raise wrong(f"{where}.input must be JSON, without NaN, and not nested too deeply") from None
+    function = {"name": text_of(where, block, "name"), "arguments": read_text(f"{where}.input", "messages", written)}
+    call = {"id": text_of(where, block, "id"), "type": "function", "function": function}
     return {"content": "", "tool_calls": [call]}
 
 
 def _read_thoughts(where: str, block: Mapping[str, Any]) -> Message:
-    return {"content": "", "reasoning_content": _text_of(where, block, "thinking")}
+    return {"content": "", "reasoning_content": text_of(where, block, "thinking")}
 
 
 def _read_hidden(where: str, block: Mapping[str, Any]) -> Message:
@@ -177,7 +161,6 @@ def _read_hidden(where: str, block: Mapping[str, Any]) -> Message:
 
 
 _READERS: Mapping[str, Callable[[str, Mapping[str, Any]], Message]] = {
-    "text": _read_text,
     "tool_result": _read_result,
     "tool_use": _read_call,
     "thinking": _read_thoughts,
@@ -187,21 +170,3 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, Any]], Message]] = {
 
 def _parts(texts: list[str]) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
-
-
-def _text_of(where: str, block: Mapping[str, Any], name: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{where}.{name} must be a text, not {show_value(value)}")
-    return read_text(f"{where}.{name}", "messages", value)
-
-
-def _check_names(where: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    check_names("messages", where, value, known)
-    for name, nothing in _EMPTY.items():
-        if value.get(name) not in (None, nothing):
-            raise _wrong(f"{where}.{name} is not supported here: leave it out")
-
-
-def _wrong(line: str, field: str = "messages") -> Refusal:
-    return Refusal(Kind.INVALID, line, field)

@@ -20,14 +20,12 @@ EFFECT = (
 )  # fmt: skip
 IGNORED = (
     "metadata", "service_tier", "cache_control", "user_profile_id", "anthropic_version", "anthropic_beta", "betas",
-    "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks", "workspace_id",
+    "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks", "workspace_id", "inference_geo", "speed",
 )  # fmt: skip
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "compaction": (),
     "container": (),
-    "inference_geo": (),
     "mcp_servers": ([],),
-    "speed": ("standard",),
     THREAD: (),
 }
 """Taken at these values alone: no tool is run here, and nothing is kept between requests."""

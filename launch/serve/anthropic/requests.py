@@ -5,30 +5,24 @@ What chats are refused for is told in this API's words. It knows JSON values, an
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from launch.serve.anthropic.conversations import read_conversation
 from launch.serve.anthropic.fields import MESSAGE_FIELDS, OTHERS
+from launch.serve.anthropic.tools import read_tools
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import ChatCall
 from launch.serve.openai.taking import check_names, take_fields
+from launch.serve.openai.tools import at_places, words_at_places
 from launch.serve.openai.types import read_chat
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *OTHERS)
-_TOOL = (
-    "type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming", "defer_loading",
-    "allowed_callers", "input_examples",
-)  # fmt: skip
-_OF_TOOL_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "defer_loading": (False,),
-    "allowed_callers": (["direct"],),
-    "input_examples": ([],),
-}
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING: Mapping[str, Mapping[str, bool]] = {
     "enabled": {"enable_thinking": True},
@@ -38,8 +32,9 @@ _THINKING: Mapping[str, Mapping[str, bool]] = {
 """What a template is told, if it has that."""
 
 _EFFORTS: Mapping[str, str] = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-_NO_EDITS = ("clear_thinking_20251015",)
-"""Of the context: templates decide what they show of earlier thoughts."""
+_EDITS = ("clear_thinking_20251015", "clear_tool_uses_20250919")
+"""Of the context, which answers say were not applied: templates decide what they show of earlier thoughts, and what
+tools have found stays."""
 
 _WORDS = (
     (re.compile(r"(\btools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
@@ -79,7 +74,10 @@ def read_message(
     if stops:
         # What stands at the end of a text says which one ended it; the answer cuts it off.
         asked |= {"stop": stops, "include_stop_str_in_output": True}
-    asked |= _read_tools(given.get("tools", [])) | _read_choice(given.get("tool_choice"))
+    offered = read_tools(given.get("tools", []), is_counted)
+    if offered.functions:
+        asked["tools"] = offered.functions
+    asked |= _read_choice(given.get("tool_choice"), offered.left_out if is_counted else ())
     _check_edits(given.get("context_management", {}))
     thinking, shows_thoughts, budget = _read_thinking(given.get("thinking"))
     effort, form = _read_output(given)
@@ -90,9 +88,13 @@ def read_message(
     if form is not None:
         asked["response_format"] = form
     try:
-        return replace(read_chat(asked, model_name, adapters), thinking_budget=budget)
+        call = read_chat(asked, model_name, adapters)
     except Refusal as refusal:
-        raise in_words_of_messages(refusal) from None
+        told = in_words_of_messages(refusal)
+        raise Refusal(told.kind, words_at_places(str(told), offered.places), told.field, told.code) from None
+    tools = None if call.tools is None else at_places(call.tools, offered.places)
+    echoed = {} if "context_management" not in given else {"context_management": json.dumps({"applied_edits": []})}
+    return replace(call, tools=tools, thinking_budget=budget, answering=replace(call.answering, echoed=echoed))
 
 
 def in_words_of_messages(refusal: Refusal) -> Refusal:
@@ -110,33 +112,9 @@ def _read_stops(value: Any) -> list[str]:
     return [text for text in value if text]
 
 
-def _read_tools(value: object) -> dict[str, Any]:
-    if not isinstance(value, list):
-        raise _wrong("tools", f"tools must be a list of objects, not {show_value(value)}")
-    return {"tools": [_read_tool(f"tools[{place}]", tool) for place, tool in enumerate(value)]} if value else {}
-
-
-def _read_tool(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong("tools", f"{where} must be an object, not {show_value(value)}")
-    if value.get("type", "custom") not in ("custom", None):
-        line = (
-            f"{where}.type: {show_value(value['type'])} is not run here: give tools of your own, with an input_schema"
-        )
-        raise _wrong("tools", line)
-    check_names("tools", where, value, _TOOL)
-    for name, neutral in _OF_TOOL_NEUTRAL.items():
-        if value.get(name) is not None and value[name] not in neutral:
-            raise _wrong("tools", f"{where}.{name} is not supported here: leave it out")
-    if not isinstance(value.get("input_schema"), dict):
-        found = show_value(value.get("input_schema"))
-        raise _wrong("tools", f"{where}.input_schema must be a JSON schema, not {found}")
-    function = {name: value[name] for name in ("name", "description", "strict") if value.get(name) is not None}
-    return {"type": "function", "function": function | {"parameters": value["input_schema"]}}
-
-
-def _read_choice(value: Any) -> dict[str, Any]:
-    if value is None:
+def _read_choice(value: Any, left_out: Sequence[str]) -> dict[str, Any]:
+    """`tool_choice` in the words of chats; that of a tool which is left out is passed over."""
+    if value is None or (isinstance(value, dict) and value.get("name") in left_out):
         return {}
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("auto", "any", "tool", "none"):
@@ -183,7 +161,7 @@ def _read_output(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, An
     config = given.get("output_config", {})
     if not isinstance(config, dict):
         raise _wrong("output_config", f"output_config must be an object, not {show_value(config)}")
-    check_names("output_config", "output_config", config, ("effort", "format"))
+    check_names("output_config", "output_config", config, ("effort", "format", "task_budget"))
     effort = config.get("effort")
     if effort is not None and effort not in list(_EFFORTS):
         line = f"output_config.effort must be one of {', '.join(_EFFORTS)}, not {show_value(effort)}"
@@ -202,14 +180,14 @@ def _read_output(given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, An
 
 
 def _check_edits(value: Any) -> None:
-    """Refuse what would leave something out of the conversation."""
+    """Refuse what nobody here knows, or would make something else of the conversation."""
     edits = value.get("edits", []) if isinstance(value, dict) else None
     if not isinstance(edits, list):
         raise _wrong("context_management", f"context_management must be an object with edits, not {show_value(value)}")
     check_names("context_management", "context_management", value, ("edits",))
     for place, edit in enumerate(edits):
         kind = edit.get("type") if isinstance(edit, dict) else None
-        if kind not in _NO_EDITS:
+        if kind not in _EDITS:
             line = f"context_management.edits[{place}].type: {show_value(kind)} is not supported here: leave it out"
             raise _wrong("context_management", line)
 

@@ -7,12 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.serve.openai.output.parsing import Parsing
 from launch.serve.openai.tools import ToolUse
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
+
+
+class CallItem(NamedTuple):
+    """What the call of a tool comes back as in /v1/responses.
+
+    Attributes:
+        kind: function, custom, tool_search or local_shell.
+        name: of the tool, within its namespace.
+        namespace: None for none.
+    """
+
+    kind: str
+    name: str
+    namespace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,8 @@ class Answering:
         echo: choices begin with their prompt.
         prompt_logprobs: alternatives of each token of the prompt, in the field of that name; None for no such field.
         parsing: how a chat's texts are read.
-        echoed: what a response says of its request, each field as JSON.
+        echoed: what a response or a message says of its request, each field as JSON.
+        call_items: what calls come back as in a response, by the tool's name; of others a function's call.
     """
 
     sampling: SamplingParams
@@ -50,6 +65,7 @@ class Answering:
     prompt_logprobs: int | None = None
     parsing: Parsing = field(default_factory=Parsing)
     echoed: Mapping[str, str] = field(default_factory=dict)
+    call_items: Mapping[str, CallItem] = field(default_factory=dict)
 
     def with_draft(self, token_ids: Sequence[int]) -> Answering:
         """The same with a draft for its choices, where it has none of its own and may be drafted for."""
@@ -103,6 +119,7 @@ class Rendering:
         documents: that the model may answer from.
         effort: how much the model is to think, in OpenAI's words.
         values: further ones, by name.
+        needs_effort: where a template has no setting for effort, that is refused, and not passed over.
     """
 
     add_generation_prompt: bool = True
@@ -110,6 +127,7 @@ class Rendering:
     documents: Sequence[Mapping[str, Any]] | None = None
     effort: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    needs_effort: bool = True
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,12 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from launch.serve.openai.template_messages import as_template_knows, num_python_objects, ways_of_calls
+from launch.serve.openai.template_messages import (
+    as_template_knows,
+    num_python_objects,
+    ways_of_calls,
+    with_turns_joined,
+)
 from trtrun.errors import InvalidRequestError, one_line, shorten
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -92,10 +97,27 @@ class ChatTemplate:
         given = {**self.tokens, **(values or {}), "tools": tools, "documents": documents}
         given["add_generation_prompt"] = add_generation_prompt
         try:
-            text = self._render_calls(template, given, told, source)
+            text = self._render_turns(template, given, told, source)
         except RecursionError:
             raise InvalidRequestError("messages: arguments of a call are nested too deeply") from None
         return _cut_at_mark(text, messages[-1]["content"]) if continue_final_message else text
+
+    def _render_turns(
+        self, template: Template, given: Mapping[str, Any], told: Sequence[Mapping[str, Any]], source: str
+    ) -> str:
+        """The text, of turns that are joined where a template takes them only so. Where it takes neither, it is said
+        what was wrong with those that the client wrote."""
+        try:
+            return self._render_calls(template, given, told, source)
+        except InvalidRequestError:
+            joined = with_turns_joined(told)
+            if joined is None:
+                raise
+            try:
+                return self._render_calls(template, given, joined, source)
+            except InvalidRequestError:
+                pass
+            raise
 
     def _render_calls(
         self, template: Template, given: Mapping[str, Any], told: Sequence[Mapping[str, Any]], source: str

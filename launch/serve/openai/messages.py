@@ -20,6 +20,10 @@ REASONING = ("reasoning_content", "reasoning")
 _DETAILS = "reasoning_details"
 """The same as a list of parts, as OpenRouter and others have it."""
 
+NO_TEXT = "[An image or a file was here. It is left out: this model reads text alone.]"
+"""What stands in a conversation for what a tool has found, or somebody has said before, and is no text: nobody can take
+it back there, and the conversation has to go on."""
+
 _FIELDS = ("role", "content", "name")
 _OF_ROLE: Mapping[str, tuple[str, ...]] = {"assistant": (*REASONING, _DETAILS, "tool_calls"), "tool": ("tool_call_id",)}
 _EMPTY: Mapping[str, object] = {"tool_calls": [], "annotations": []}

@@ -117,7 +117,7 @@ def _template_values(rendering: Rendering, template: ChatTemplate) -> dict[str, 
         values.setdefault("enable_thinking", False)
     if "reasoning_effort" in template.names:
         values.setdefault("reasoning_effort", effort)
-    elif effort != "none":
+    elif effort != "none" and rendering.needs_effort:
         line = f"reasoning_effort: the model's chat template has no such setting, and cannot use {show_value(effort)}"
         raise Refusal(Kind.INVALID, f"{line}: leave it out", "reasoning_effort", "unsupported_field")
     return values

@@ -34,6 +34,8 @@ _THOUGHTS_OR_TEXT = "both content and thinking"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
+_OF_SYSTEM = ("system", "developer")
+
 _MOST_LOOKED_AT = 8
 
 
@@ -51,6 +53,24 @@ def ways_of_calls(told: Sequence[Mapping[str, Any]], source: str) -> list[Sequen
     if _ASKS_FOR_NULL.search(source) and any(map(_is_call_alone, told)):
         ways = [*([_with_null(message) for message in way] for way in ways), *ways]
     return ways
+
+
+def with_turns_joined(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages for templates that take one system message, at the beginning, and then turns by turns, as Qwen3.5's,
+    Mistral's and Gemma's: system messages at the beginning are one, later ones are the user's, and messages of the user
+    that follow each other are one. None where they are so already. Agents send others: Codex begins with two, and
+    Claude Code has some in the middle."""
+    joined: list[dict[str, Any]] = []
+    for message in told:
+        role = message["role"]
+        if role in _OF_SYSTEM and any(earlier["role"] not in _OF_SYSTEM for earlier in joined):
+            role = "user"
+        last = joined[-1] if joined else {"role": None}
+        if (role == "user" == last["role"]) or (role in _OF_SYSTEM and last["role"] in _OF_SYSTEM):
+            joined[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            joined.append({**message, "role": role})
+    return joined if joined != list(told) else None
 
 
 def num_python_objects(text: str, messages: Sequence[Mapping[str, Any]]) -> int:

@@ -5,8 +5,9 @@ It knows JSON values. It does not know how models write calls.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -16,6 +17,8 @@ from trtrun.core.values import check_characters, read_flag, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
 MOST_NAME_CHARACTERS = 256
+
+_PLACE = re.compile(r"(?<![.\w])tools\[(\d+)\]")
 
 _OF_TOOL = ("type", "function")
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
@@ -79,6 +82,18 @@ class ToolUse:
     def shown(self) -> list[Mapping[str, Any]]:
         """For templates."""
         return [tool.shown for tool in self.tools]
+
+
+def at_places(use: ToolUse, places: Sequence[str]) -> ToolUse:
+    """The same tools, for messages at other places: those in the request that they were made of."""
+    tools = [replace(tool, place=place) for tool, place in zip(use.tools, places, strict=True)]
+    by_name = {tool.name: tool for tool in tools}
+    return replace(use, tools=tools, callable=[by_name[tool.name] for tool in use.callable])
+
+
+def words_at_places(line: str, places: Sequence[str]) -> str:
+    """What is said of tools, said of the places in the request that they were made of."""
+    return _PLACE.sub(lambda found: places[int(found[1])] if int(found[1]) < len(places) else found[0], line)
 
 
 def read_tools(given: Mapping[str, Any]) -> ToolUse | None:

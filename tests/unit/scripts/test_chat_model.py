@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from real_clients.chat_model import ANSWERS, TEMPLATE
+from real_clients.task import PRINTED
 
 from launch.serve.openai.chat_template import ChatTemplate
 
@@ -43,6 +44,12 @@ def user(text: str) -> list[dict[str, Any]]:
         (CALLED, ("weather",), "a report"),
         (CALLED[1:], ("weather",), "a result"),
         (CALLED, ("weather", "final_result"), "final_result"),
+        (user("a task"), ("Bash", "Write"), "Write"),
+        ([*CALLED, *user("go on")], ("Bash", "Write"), "Bash"),
+        ([*CALLED, *CALLED], ("Bash", "Write"), "not printed"),
+        ([*CALLED, {"role": "tool", "content": PRINTED}], ("exec_command", "apply_patch"), "printed"),
+        (user("a task"), ("exec_command", "apply_patch"), "apply_patch"),
+        (user("a task"), ("exec_command", "mcp__words__look_up"), "look_up"),
     ],
 )
 def test_the_template_names_the_answer_that_fits(messages: list[Any], tools: tuple[str, ...], answer: str) -> None:

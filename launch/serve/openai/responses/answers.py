@@ -36,7 +36,8 @@ class ResponseAnswer(ChatAnswer):
         super().prepare(answering)
         parsing = answering.parsing
         self._parser = ChoiceParser(parsing)
-        self._output = OutputItems(TOOL_FORMATS[parsing.tools].new_id if parsing.tools else new_id)
+        make_id = TOOL_FORMATS[parsing.tools].new_id if parsing.tools else new_id
+        self._output = OutputItems(make_id, answering.call_items)
         self._echoed = {name: msgspec.Raw(value.encode()) for name, value in answering.echoed.items()}
         self._waiting: list[Told] = []  # log probabilities whose text is held back
         self._reason: str | None = None

@@ -15,9 +15,9 @@ EFFECT = (
 )  # fmt: skip
 IGNORED = (
     "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier",
+    "client_metadata", "store",
 )  # fmt: skip
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "store": (False,),
     "background": (False,),
     "background_options": (),
     "truncation": ("disabled",),

@@ -5,14 +5,35 @@ It knows what parsers find and the API's names. It does not know pieces, or how 
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launch.serve.openai.answer_parts import JsonList
+from launch.serve.openai.calls import CallItem
 from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from launch.serve.openai.responses.custom_inputs import CustomInput
+from launch.serve.openai.responses.tools import LOCAL_SHELL, TOOL_SEARCH
 
 Told = dict[str, Any]
+
+_CALLS: Mapping[str, tuple[str, Told]] = {
+    "function": ("fc", {"type": "function_call", "arguments": ""}),
+    "custom": ("ctc", {"type": "custom_tool_call", "input": ""}),
+    TOOL_SEARCH: ("tsc", {"type": "tool_search_call", "execution": "client", "arguments": {}}),
+    LOCAL_SHELL: ("lsh", {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}),
+}
+"""What the item of a call begins with, and what it has before its arguments are there."""
+
+_DELTAS: Mapping[str, str] = {
+    "function_call": "response.function_call_arguments.delta",
+    "custom_tool_call": "response.custom_tool_call_input.delta",
+}
+"""Events that tell of arguments as they come; other calls have theirs at once."""
+
+_INVALID = "INVALID_JSON"
+"""The key of arguments that are no object, where an object is asked for."""
 
 
 class OutputItems:
@@ -22,10 +43,12 @@ class OutputItems:
         items: as far as they have come.
     """
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        """Begin with none; `new_id` gives calls their ids."""
+    def __init__(self, new_id: Callable[[], str], call_items: Mapping[str, CallItem]) -> None:
+        """Begin with none; `new_id` gives calls their ids, and `call_items` says what they are told as."""
         self.items: list[Told] = []
         self._new_id = new_id
+        self._call_items = call_items
+        self._input: CustomInput | None = None  # of a custom tool's call that comes
         self._kind: type | None = None
         self._parts: list[str] = []
         self._logprobs = JsonList()
@@ -39,9 +62,9 @@ class OutputItems:
             told += [*self.close(), *self._open(type(event))]
         if isinstance(event, CallBegin):
             return told
-        self._parts.append(event.text)
         if isinstance(event, Arguments):
-            return [*told, self._event("response.function_call_arguments.delta", delta=event.text)]
+            return [*told, *self._take_arguments(event.text)]
+        self._parts.append(event.text)
         if isinstance(event, Reasoning):
             return [*told, self._event("response.reasoning_text.delta", content_index=0, delta=event.text)]
         self._logprobs.extend(logprobs)
@@ -53,21 +76,18 @@ class OutputItems:
         kind, self._kind = self._kind, None
         if kind is None:
             return []
-        item, text = self.items[-1], "".join(self._parts)
-        self._parts = []
+        item = self.items[-1]
         item["status"] = status
         if kind is Arguments:
-            item["arguments"] = text
-            name = "response.function_call_arguments.done"
-            told = [self._event(name, arguments=text, name=item["name"])]
-        else:
-            self._part["text"], others = text, Told()
-            if kind is Text:
-                self._part["logprobs"], self._logprobs = self._logprobs.whole(), JsonList()
-                others["logprobs"] = self._part["logprobs"]
-            name = "response.reasoning_text.done" if kind is Reasoning else "response.output_text.done"
-            told = [self._event(name, content_index=0, text=text, **others)]
-            told.append(self._event("response.content_part.done", content_index=0, part=dict(self._part)))
+            return [*self._close_call(item), self._item_event("response.output_item.done")]
+        text, self._parts = "".join(self._parts), []
+        self._part["text"], others = text, Told()
+        if kind is Text:
+            self._part["logprobs"], self._logprobs = self._logprobs.whole(), JsonList()
+            others["logprobs"] = self._part["logprobs"]
+        name = "response.reasoning_text.done" if kind is Reasoning else "response.output_text.done"
+        told = [self._event(name, content_index=0, text=text, **others)]
+        told.append(self._event("response.content_part.done", content_index=0, part=dict(self._part)))
         return [*told, self._item_event("response.output_item.done")]
 
     @property
@@ -92,17 +112,43 @@ class OutputItems:
 
     def _open_call(self, name: str) -> list[Told]:
         self._kind = Arguments
-        self.items.append(
-            {
-                "id": _id("fc"),
-                "type": "function_call",
-                "call_id": self._new_id(),
-                "name": name,
-                "arguments": "",
-                "status": "in_progress",
-            }
-        )
+        call = self._call_items.get(name) or CallItem("function", name)
+        prefix, own = _CALLS[call.kind]
+        item: Told = {"id": _id(prefix), **own, "call_id": self._new_id(), "status": "in_progress"}
+        if call.kind in ("function", "custom"):
+            item["name"] = call.name
+        if call.namespace is not None:
+            item["namespace"] = call.namespace
+        self._input = CustomInput() if call.kind == "custom" else None
+        self.items.append(item)
         return [self._item_event("response.output_item.added")]
+
+    def _take_arguments(self, text: str) -> list[Told]:
+        if self._input is not None:
+            text = self._input.feed(text)
+        self._parts.append(text)
+        name = _DELTAS.get(self.items[-1]["type"])
+        return [self._event(name, delta=text)] if text and name else []
+
+    def _close_call(self, item: Told) -> list[Told]:
+        """The events of the end of a call, whose item has its arguments then."""
+        told: list[Told] = []
+        if self._input is not None:
+            rest, self._input = self._input.finish(), None
+            self._parts.append(rest)
+            told = [self._event(_DELTAS["custom_tool_call"], delta=rest)] if rest else []
+        text, self._parts = "".join(self._parts), []
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            return [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
+        if item["type"] == "custom_tool_call":
+            item["input"] = text
+            return [*told, self._event("response.custom_tool_call_input.done", input=text)]
+        if item["type"] == "tool_search_call":
+            item["arguments"] = _object(text)
+        else:
+            item["action"] = _shell_action(_object(text))
+        return []
 
     def _event(self, type_: str, **others: Any) -> Told:
         return {"type": type_, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **others}
@@ -114,6 +160,27 @@ class OutputItems:
 def _copied(value: Told) -> Told:
     """So that it stays as it is told."""
     return {key: [*item] if isinstance(item, list) else item for key, item in value.items()}
+
+
+def _object(text: str) -> Told:
+    try:
+        found = json.loads(text or "{}")
+        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return {_INVALID: text}
+    return found if isinstance(found, dict) else {_INVALID: text}
+
+
+def _shell_action(arguments: Told) -> Told:
+    """What a client's shell is to run; nothing where the model has not written a command."""
+    command = arguments.get("command")
+    is_command = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    action: Told = {"type": "exec", "command": command if is_command else [], "env": {}}
+    if isinstance(arguments.get("working_directory"), str):
+        action["working_directory"] = arguments["working_directory"]
+    if type(arguments.get("timeout_ms")) is int:
+        action["timeout_ms"] = arguments["timeout_ms"]
+    return action
 
 
 def _id(prefix: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,22 +15,28 @@ from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import ChatCall
 from launch.serve.openai.responses.fields import OTHERS, RESPONSE_FIELDS
 from launch.serve.openai.responses.items import read_items
+from launch.serve.openai.responses.tools import read_choice, read_tools
 from launch.serve.openai.taking import check_names, take_fields
+from launch.serve.openai.tools import at_places, words_at_places
 from launch.serve.openai.types import read_chat
 from trtrun.core.values import show_value
 
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "stream_options", *OTHERS)
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
+_INCLUDABLE = (
+    _LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+    "file_search_call.results", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)  # fmt: skip
+"""Of which the first has an effect: the others are of items that no answer has here."""
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 """Of which the effort has an effect: thoughts are told as they are, and not summed up."""
 
-_TOOL = ("type", "name", "description", "parameters", "strict")
 _FORMAT = ("type", "name", "description", "schema", "strict")
 
 _WORDS = (
     (re.compile(r"\bmessages\b"), "input"),
-    (re.compile(r"(\btools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"((?:\btools\[\d+\])(?:\.tools\[\d+\])?)\.function\b"), r"\1"),
     (re.compile(r"\bmax_tokens\b"), "max_output_tokens"),
     (re.compile(r"\bresponse_format\.json_schema\b"), "text.format"),
     (re.compile(r"\bresponse_format\b"), "text.format"),
@@ -49,14 +55,15 @@ def read_response(values: object, model_name: str, adapters: Collection[str] = (
     if "input" not in given:
         raise _wrong("input", "input is missing: a text, or a list of items")
     asked: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    asked["messages"] = read_items(given.get("instructions"), given["input"])
+    conversation = read_items(given.get("instructions"), given["input"])
+    asked["messages"] = conversation.messages
     if "max_output_tokens" in given:
         asked["max_tokens"] = given["max_output_tokens"]
-    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    if tools != []:
-        asked |= {"tools": _read_tools(tools), "tool_choice": _read_choice(choice)}
-    elif choice != "auto":
-        asked["tool_choice"] = _read_choice(choice)
+    offered = read_tools(given.get("tools", []), conversation.tools)
+    if offered.functions:
+        asked["tools"] = offered.functions
+    if offered.functions or given.get("tool_choice", "auto") != "auto":
+        asked["tool_choice"] = read_choice(given.get("tool_choice", "auto"))
     _object(given, "metadata")
     form = _read_text(given).get("format")
     if form is not None:
@@ -70,8 +77,13 @@ def read_response(values: object, model_name: str, adapters: Collection[str] = (
     try:
         call = read_chat(asked, model_name, adapters)
     except Refusal as refusal:
-        raise in_words_of_responses(refusal) from None
-    return replace(call, answering=replace(call.answering, echoed=_echo(given, call)))
+        told = in_words_of_responses(refusal)
+        raise Refusal(told.kind, words_at_places(str(told), offered.places), told.field, told.code) from None
+    answering = replace(call.answering, echoed=_echo(given, call, offered.tools), call_items=offered.items)
+    tools = None if call.tools is None else at_places(call.tools, offered.places)
+    # Agents ask for effort whatever the model is.
+    rendering = replace(call.rendering, needs_effort=False)
+    return replace(call, answering=answering, tools=tools, rendering=rendering)
 
 
 def in_words_of_responses(refusal: Refusal) -> Refusal:
@@ -83,8 +95,8 @@ def in_words_of_responses(refusal: Refusal) -> Refusal:
     return Refusal(refusal.kind, line, field, refusal.code)
 
 
-def _echo(given: Mapping[str, Any], call: ChatCall) -> dict[str, str]:
-    """What a response says of its request, each field as JSON."""
+def _echo(given: Mapping[str, Any], call: ChatCall, tools: Sequence[Any]) -> dict[str, str]:
+    """What a response says of its request, each field as JSON; of tools, those that the model is offered."""
     sampling, reasoning = call.answering.sampling, _object(given, "reasoning")
     told = {
         "instructions": given.get("instructions"),
@@ -95,7 +107,7 @@ def _echo(given: Mapping[str, Any], call: ChatCall) -> dict[str, str]:
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, **_object(given, "text")},
         "tool_choice": given.get("tool_choice", "auto"),
-        "tools": given.get("tools", []),
+        "tools": tools,
         "top_logprobs": given.get("top_logprobs", 0),
         "top_p": sampling.top_p,
     }
@@ -104,39 +116,6 @@ def _echo(given: Mapping[str, Any], call: ChatCall) -> dict[str, str]:
     except (ValueError, RecursionError):
         line = "metadata, tools and text must be JSON, without NaN, and not nested too deeply"
         raise Refusal(Kind.INVALID, line) from None
-
-
-def _read_tools(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise _wrong("tools", f"tools must be a list of objects, not {show_value(value)}")
-    return [_read_tool(f"tools[{place}]", tool) for place, tool in enumerate(value)]
-
-
-def _read_tool(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong("tools", f"{where} must be an object, not {show_value(value)}")
-    if value.get("type") != "function":
-        raise _wrong(
-            "tools", f"{where}.type must be function, not {show_value(value.get('type'))}: no others are run here"
-        )
-    check_names("tools", where, value, _TOOL)
-    return {"type": "function", "function": {name: item for name, item in value.items() if name != "type"}}
-
-
-def _read_choice(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value.get("type") == "allowed_tools":
-        listed = value.get("tools")
-        tools = [_named(item) for item in listed] if isinstance(listed, list) else listed
-        return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": tools}}
-    return _named(value)
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
-    return value
 
 
 def _read_format(value: Any) -> dict[str, Any]:
@@ -151,8 +130,9 @@ def _read_format(value: Any) -> dict[str, Any]:
 def _read_text(given: Mapping[str, Any]) -> Mapping[str, Any]:
     value = _object(given, "text")
     check_names("text", "text", value, ("format", "verbosity"))
-    if value.get("verbosity") not in (None, "medium"):
-        raise _wrong("text", 'text.verbosity is not supported here: leave it out, or give "medium"')
+    if value.get("verbosity") not in (None, "low", "medium", "high"):
+        line = f"text.verbosity must be low, medium or high, not {show_value(value['verbosity'])}"
+        raise _wrong("text", line)
     return value
 
 

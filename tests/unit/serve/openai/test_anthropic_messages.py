@@ -209,8 +209,13 @@ def test_what_claude_code_sends_is_answered(server: ChatServer) -> None:
             }
         ],
         "system": [{"type": "text", "text": "You are Claude Code", **cached}],
-        "tools": [{**TOOL, "eager_input_streaming": True}, {**TOOL, "name": "Bash", **cached}],
+        "tools": [
+            {**TOOL, "eager_input_streaming": True, "defer_loading": True},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {**TOOL, "name": "Bash", "strict": True, "input_examples": [{"city": "Rome"}], **cached},
+        ],
         "metadata": {"user_id": "user_1"},
+        "inference_geo": "eu",
         "max_tokens": 32000,
         "thinking": {"type": "adaptive"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -219,6 +224,11 @@ def test_what_claude_code_sends_is_answered(server: ChatServer) -> None:
     }
     events = events_of(server, **{**body, "max_tokens": 8})
     assert put_together(events)["stop_reason"] in ("max_tokens", "end_turn")
+    assert events[-2]["context_management"] == {"applied_edits": []}
+    counted = {name: value for name, value in body.items() if name not in ("max_tokens", "stream")}
+    assert count(server, templates.HERMES, **counted) > count(server, templates.HERMES)
+    searching = {"tools": [body["tools"][1]], "tool_choice": {"type": "tool", "name": "web_search"}}
+    assert count(server, templates.HERMES, **searching) == count(server, templates.HERMES)
     with pytest.raises(Refusal):
         read_message({**body, "max_tokens": "x"}, "chat")
     assert read_message(body, "chat").answering.sampling.max_tokens == 32000
@@ -235,7 +245,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "txt"}]}]}, "is not read here (did you mean 'text'?)"),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
-        "cannot stand here: give text or tool_result",
+        "cannot stand here: give text, document, search_result or tool_result",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text", "txt": ""}]}]}, "did you mean 'text'"),
     (
@@ -252,7 +262,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "is not run here"),
     ({"tools": [{"name": "f", "input_shema": {}}]}, "did you mean 'input_schema'"),
     ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name must be a text"),
-    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not supported here"),
+    ({"tools": [{**TOOL, "input_examples": [5]}]}, "tools[0].input_examples must be a list of objects"),
     ({"tools": [{**TOOL, "strict": True, "input_schema": {"type": "?"}}]}, "tools[0].input_schema: "),
     ({"tool_choice": {"type": "any"}}, "there are no tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "wether"}}, "did you mean 'weather'"),
@@ -268,7 +278,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"efort": "low"}}, "did you mean 'effort'"),
     ({"output_config": {"effort": "least"}}, "output_config.effort must be one of"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "?"}}}}, "output_config.format"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),
     ({"container": "c"}, "container is not supported here"),
     ({"compaction": {}}, "compaction is not supported here"),

@@ -12,8 +12,10 @@ from starlette.requests import Request
 
 from launch.serve.anthropic.blocks import Blocks
 from launch.serve.anthropic.conversations import read_conversation
+from launch.serve.anthropic.requests import read_message
 from launch.serve.door.refusals import Refusal
 from launch.serve.http.requests import Keys
+from launch.serve.openai.messages import NO_TEXT
 from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
 
 
@@ -60,6 +62,54 @@ def test_turns_become_the_messages_of_a_chat() -> None:
         ],
         True,
     )
+
+
+def test_what_is_no_text_has_a_note_where_nobody_can_take_it_back() -> None:
+    """As Claude Code sends them: an image that its Read has found, and a file beside what it says of one."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    file = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+    found = [
+        image,
+        {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "x"}]},
+        {"type": "document", "title": "d", "source": {"type": "text", "media_type": "text/plain", "data": "y"}},
+        {"type": "tool_reference", "tool_name": "f"},
+    ]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": [image, {"type": "text", "text": "see"}]},
+        {"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+            {"type": "text", "text": "I look.", "citations": [{"type": "web_search_result_location"}]},
+            {"type": "tool_use", "id": "1", "name": "Read", "input": {}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": found}, file]},
+        {"role": "system", "content": "go on"},
+    ]  # fmt: skip
+    first, answer, result, beside, _ = read_conversation(None, turns).messages
+    assert [part["text"] for part in first["content"]] == [NO_TEXT, "see"] and answer["content"] == "I look."
+    texts = [part["text"] for part in result["content"]]
+    assert texts == [NO_TEXT, "t (s)\nx", "d\ny", 'The tool "f" may be called.']
+    assert beside == {"role": "user", "content": [{"type": "text", "text": NO_TEXT}]}
+    with pytest.raises(Refusal, match=r"^messages\[4\]\.content\[0\]\.type: .* this model reads text alone"):
+        read_conversation(None, [*turns, {"role": "user", "content": [image]}])
+
+
+def test_tools_that_are_run_elsewhere_are_left_out_beside_others() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    tool = {"name": "f", "input_schema": {"type": "object"}, "input_examples": [{"a": 1}]}
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": [search, tool]}
+    call = read_message(body, "chat")
+    assert call.tools is not None
+    (shown,) = call.tools.shown
+    assert shown["function"]["parameters"]["examples"] == [{"a": 1}]
+    for changed, line in (
+        ({"tools": [search]}, r"^tools\[0\]\.type: \"web_search_20250305\" is not run here"),
+        ({"tools": [search, {**tool, "name": ""}]}, r"^tools\[1\]\.name must be a text"),
+        ({"tool_choice": {"type": "tool", "name": "web_search"}}, "which is not among the tools"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "give tools of your own, with an input_schema"),
+    ):
+        with pytest.raises(Refusal, match=line):
+            read_message({**body, **changed}, "chat")
 
 
 def test_events_tell_of_one_block_after_the_other() -> None:

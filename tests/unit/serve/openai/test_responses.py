@@ -210,7 +210,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
     def call(number: str, name: str) -> dict[str, Any]:
         return {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
-    assert read_items("be brief", items) == [
+    assert read_items("be brief", items).messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {
@@ -225,7 +225,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
         {"role": "assistant", "content": "Really."},
         {"role": "assistant", "content": "", "reasoning_content": "so"},
     ]
-    assert read_items(None, "x") == [{"role": "user", "content": "x"}]
+    assert read_items(None, "x") == ([{"role": "user", "content": "x"}], [])
 
 
 BAD: list[tuple[dict[str, Any], str, str | None]] = [
@@ -237,7 +237,6 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id is not supported here", "previous_response_id"),
     ({"conversation": "c"}, "conversation is not supported here", "conversation"),
     ({"background": True}, "background is not supported here: leave it out, or give false", "background"),
-    ({"store": True}, "store is not supported here: leave it out, or give false", "store"),
     ({"truncation": "auto"}, "truncation is not supported here", "truncation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type must be function", "tools"),
     ({"tools": [{"type": "function", "name": "f", "parameter": {}}]}, "did you mean 'parameters'", "tools"),
@@ -249,12 +248,12 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_output_tokens": 0}, "max_output_tokens must be at least 1", "max_output_tokens"),
     ({"text": {"format": {"type": "json"}}}, "text.format.type must be text, json_object", "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format must be an object with a", "text.format"),
-    ({"include": ["file_search_call.results"]}, "is not there: leave it out", "include"),
+    ({"include": ["file_search.results"]}, "is not there: leave it out", "include"),
     ({"messages": []}, 'unknown field "messages" of responses', "messages"),
     ({"max_output_token": 5}, "did you mean 'max_output_tokens'", "max_output_token"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity is not supported here", "text"),
+    ({"text": {"verbosity": "least"}}, "text.verbosity must be low, medium or high", "text"),
     ({"reasoning": {"efort": "low"}}, "did you mean 'effort'", "reasoning"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort: the model's chat template", "reasoning.effort"),
+    ({"reasoning": {"effort": 5}}, "reasoning.effort must be a text, not 5", "reasoning.effort"),
 ]  # fmt: skip
 
 
