@@ -61,7 +61,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"scheduling"}),
         frozenset({"engine"}),
         frozenset({"training", "quantizing", "building"}),
-        frozenset({"conversion", "adapters"}),
+        frozenset({"conversion", "adapters", "chats"}),
         frozenset({"models"}),
         frozenset({"layers"}),
         frozenset({"guiding"}),
@@ -144,6 +144,12 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"text", "json_rows"}),
         frozenset({"sentencepiece_files", "token_bytes"}),
         frozenset({"decoders"}),
+    ),
+    "trtrun.chats": (
+        frozenset({"chat"}),
+        frozenset({"chat_template_files", "rendering"}),
+        frozenset({"chat_template"}),
+        frozenset({"template_messages", "messages", "tools"}),
     ),
     "trtrun.configuration": (
         frozenset({"topology"}),

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.openai.messages import read_text
 from launch.serve.openai.taking import check_names
+from launch.serve.openai.texts import read_text
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 

@@ -26,14 +26,14 @@ from launch.serve.kserve.service import KServeService
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai.adapter_api import AdapterApi
 from launch.serve.openai.api import OpenAIApi
-from launch.serve.openai.chat_template import ChatTemplate
-from launch.serve.openai.chat_template_files import read_chat_template
 from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.openai.token_api import TokenApi
 from launch.serve.page.routes import page_routes
 from launch.serve.reading.messages import Facts
 from launch.serve.reading.readers import Readers
 from trtrun.api.prompts import PromptReader
+from trtrun.chats.chat_template import ChatTemplate
+from trtrun.chats.chat_template_files import read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.server_config import ServerSection

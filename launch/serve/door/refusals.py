@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from trtrun.errors import InvalidRequestError, PromptTooLongError, TrtrunError
+from trtrun.errors import InvalidFieldError, InvalidRequestError, PromptTooLongError, TrtrunError
 
 
 class Kind(Enum):
@@ -79,9 +79,12 @@ def retry_headers(refusal: Refusal) -> dict[str, str]:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What is found to be wrong with a request refuses it; the field is the one that its line begins with."""
+    """What is found to be wrong with a request refuses it; the field is the one that its line begins with, where the
+    error does not name it."""
     try:
         yield
+    except InvalidFieldError as error:
+        raise Refusal(Kind.INVALID, str(error), error.field, error.code) from None
     except PromptTooLongError as error:
         raise Refusal(Kind.INVALID, str(error), "prompt", "context_length_exceeded") from None
     except InvalidRequestError as error:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from launch.serve.openai.tools import Tool
+from trtrun.chats.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY
 from trtrun.guiding.json_schemas import close
 

@@ -17,7 +17,7 @@ from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameter_rules import parameter_rules
 from launch.serve.openai.output.parameters import ALL_TYPES, as_json, types_of
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
-from launch.serve.openai.tools import Choice, read_tools
+from trtrun.chats.tools import Choice, read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import grammars_of
