@@ -75,6 +75,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.api": (
         frozenset({"llm", "async_llm"}),
+        frozenset({"calls"}),
         frozenset({"engine_thread", "shared_engine"}),
         frozenset({"llm_engine", "interrupts"}),
         frozenset({"prompts", "deltas", "adapters"}),

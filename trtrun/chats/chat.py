@@ -1,7 +1,7 @@
 """A chat as a prompt: its messages, tools and what else the checkpoint's template is given, and the tokens of it.
 
     encoder = ChatEncoder(Path("checkpoints/target"), tokenizer)
-    tokens = encoder.encode(Chat.read({"messages": [{"role": "user", "content": "Hello"}]}))
+    text, tokens = encoder.read(Chat.read({"messages": [{"role": "user", "content": "Hello"}]}))
 
 It knows templates and tokenizers. It does not know how texts are generated.
 """
@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trtrun.chats.chat_template import ChatTemplate
-from trtrun.chats.chat_template_files import read_chat_template
 from trtrun.chats.messages import read_messages
 from trtrun.chats.rendering import RENDERING_FIELDS, Rendering, read_rendering
 from trtrun.chats.tools import read_tools
 from trtrun.core.values import check_characters, show_value
 from trtrun.errors import InvalidFieldError, InvalidRequestError, nearest, one_line
-from trtrun.tokens.text import Tokenizer
+
+if TYPE_CHECKING:
+    from trtrun.chats.chat_template import ChatTemplate
+    from trtrun.tokens.text import Tokenizer
 
 CHAT_FIELDS = ("messages", "tools", *RENDERING_FIELDS)
 """What makes a chat, in a request or a row of a file."""
@@ -57,6 +58,27 @@ class Chat:
         return cls(messages, None if use is None else use.shown, read_rendering(values))
 
 
+def read_chats(
+    messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]], **shared: object
+) -> list[Chat]:
+    """One conversation, or several, with the other fields of `Chat.read`, the same for all; sequences and mappings of
+    any kind do, as a program has them.
+
+    Raises:
+        InvalidFieldError: as of `Chat.read`.
+    """
+    fields = {name: _as_json(value) for name, value in shared.items()}
+    is_one = not messages or isinstance(messages[0], Mapping)
+    return [Chat.read({**fields, "messages": _as_json(told)}) for told in ([messages] if is_one else messages)]
+
+
+def _as_json(value: object) -> object:
+    """Lists and objects as JSON would give them."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 class ChatEncoder:
     """Makes tokens of chats by the template of a tokenizer's directory, which is read when the first one comes."""
 
@@ -71,10 +93,12 @@ class ChatEncoder:
         Raises:
             CheckpointError: it is no template.
         """
+        from trtrun.chats.chat_template_files import read_chat_template  # a process that only reads rows has no use
+
         return read_chat_template(self._directory)
 
-    def encode(self, chat: Chat) -> tuple[int, ...]:
-        """The tokens of a chat's prompt.
+    def read(self, chat: Chat) -> tuple[str, tuple[int, ...]]:
+        """The text of a chat's prompt, and its tokens.
 
         Raises:
             InvalidRequestError: there is no template, it cannot use the messages, or their text cannot be tokenized.
@@ -82,10 +106,10 @@ class ChatEncoder:
         """
         if self._tokenizer is None:
             raise InvalidRequestError("messages: the target has no tokenizer: give prompt_token_ids instead of a chat")
-        return encode_text(self._tokenizer, self.render(chat))
+        text = self._render(chat)
+        return text, encode_text(self._tokenizer, text)
 
-    def render(self, chat: Chat) -> str:
-        """The text of a chat's prompt; errors are those of `encode`."""
+    def _render(self, chat: Chat) -> str:
         template = self.template
         if template is None:
             raise InvalidRequestError(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trtrun.chats.chat_template import ChatTemplate
 from trtrun.core.values import read_flag, show_value
 from trtrun.errors import InvalidFieldError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from trtrun.chats.chat_template import ChatTemplate
 
 RENDERING_FIELDS = (
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents", "reasoning_effort",

@@ -51,15 +51,23 @@ _WORDS = (
 )
 """What stands in messages about chats, and what it is called here."""
 
+_NO_DEFAULTS: Mapping[str, Any] = {}
+
 
 def read_message(
-    values: object, model_name: str, adapters: Collection[str] = (), *, is_counted: bool = False
+    values: object,
+    model_name: str,
+    adapters: Collection[str] = (),
+    defaults: Mapping[str, Any] = _NO_DEFAULTS,
+    *,
+    is_counted: bool = False,
 ) -> ChatCall:
     """The chat that a body of /v1/messages asks for, of a model or one of its adapters.
 
     Args:
         values: the body.
         model_name, adapters: that there are.
+        defaults: sampling that the body does not say.
         is_counted: it is a body of /v1/messages/count_tokens, which wants no answer.
 
     Raises:
@@ -89,7 +97,7 @@ def read_message(
     if form is not None:
         asked["response_format"] = form
     try:
-        return read_chat(asked, model_name, adapters)
+        return read_chat(asked, model_name, adapters, defaults)
     except Refusal as refusal:
         raise in_words_of_messages(refusal) from None
 

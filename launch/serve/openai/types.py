@@ -9,7 +9,7 @@ values, and no HTTP.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -29,10 +29,11 @@ from trtrun.errors import InvalidRequestError, nearest
 
 
 class ModelNames(NamedTuple):
-    """What clients may ask for: the model, and its adapters."""
+    """What clients may ask for: the model, and its adapters; and sampling where they do not say it."""
 
     model: str
-    adapters: Sequence[str] = ()
+    adapters: Collection[str] = ()
+    defaults: Mapping[str, Any] = {}
 
 
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {
@@ -55,14 +56,19 @@ _COUNTS = (
 _UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1}
 """What means "none" in other servers."""
 
+_NO_DEFAULTS: Mapping[str, Any] = {}
+
 _MOST_NAMED = 20
 """Adapters that a message names."""
 
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 
-def read_completion(values: object, model_name: str, adapters: Collection[str] = ()) -> CompletionCall:
-    """What a body of /v1/completions asks for, of a model or one of its adapters.
+def read_completion(
+    values: object, model_name: str, adapters: Collection[str] = (), defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> CompletionCall:
+    """What a body of /v1/completions asks for, of a model or one of its adapters; `defaults` is sampling that it does
+    not say.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
@@ -74,12 +80,16 @@ def read_completion(values: object, model_name: str, adapters: Collection[str] =
     logprobs = given.get("logprobs")
     if logprobs is True:
         raise _wrong("logprobs", "logprobs must be a whole number, not true")
-    answering = _read_answering(given, None if logprobs is False else logprobs, COMPLETION_TOKENS)
+    defaults = {**defaults, "max_tokens": COMPLETION_TOKENS}
+    answering = _read_answering(given, None if logprobs is False else logprobs, defaults)
     return CompletionCall(prompts, _read_encoding(given, adds_special_tokens=True), answering)
 
 
-def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -> ChatCall:
-    """What a body of /v1/chat/completions asks for, of a model or one of its adapters.
+def read_chat(
+    values: object, model_name: str, adapters: Collection[str] = (), defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> ChatCall:
+    """What a body of /v1/chat/completions asks for, of a model or one of its adapters; `defaults` is sampling that it
+    does not say.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
@@ -102,7 +112,7 @@ def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -
     # A template writes special tokens itself, that of the beginning, too.
     encoding = _read_encoding(given, adds_special_tokens=False)
     logprobs = (0 if most is None else most) if wants else None
-    answering = _read_answering(given, logprobs, LARGEST_COUNT, sent_as)
+    answering = _read_answering(given, logprobs, {"max_tokens": LARGEST_COUNT, **defaults}, sent_as)
     prediction = read_prediction(given.get("prediction"))
     with refusing():
         rendering, tools = read_rendering(given), read_tools(given)
@@ -155,13 +165,17 @@ def unknown_model(model: object, model_name: str, adapters: Collection[str]) -> 
 
 
 def _read_answering(
-    given: Mapping[str, Any], logprobs: object, max_tokens: int, sent_as: Mapping[str, str] | None = None
+    given: Mapping[str, Any],
+    logprobs: object,
+    defaults: Mapping[str, Any],
+    sent_as: Mapping[str, str] | None = None,
 ) -> Answering:
-    """How a request wants its answer; `sent_as` has fields' own names, by those that SamplingParams has for them."""
+    """How a request wants its answer; `defaults` is sampling that it does not say, and `sent_as` has fields' own names,
+    by those that SamplingParams has for them."""
     stream = _flag(given, "stream")
     options = _read_stream_options(given, stream)
     # OpenAI's defaults, where trtrun's are greedy.
-    sampling: dict[str, object] = {"temperature": 1.0, "max_tokens": max_tokens, "logprobs": logprobs}
+    sampling: dict[str, object] = {"temperature": 1.0, **defaults, "logprobs": logprobs}
     sampling |= {name: given[name] for name in SAMPLING_FIELDS & given.keys()}
     asked = read_guided(given)
     if asked is not None:

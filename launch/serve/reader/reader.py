@@ -149,7 +149,7 @@ class Reader:
         return Answered(num_inferences=1), [msgspec.json.encode(told)]
 
     def _names(self, task: Task) -> ModelNames:
-        return ModelNames(self._facts.model_name, task.adapters)
+        return ModelNames(self._facts.model_name, task.adapters, self._facts.sampling_defaults)
 
     def _encode(
         self, task: Task, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], others: Mapping[str, Any]

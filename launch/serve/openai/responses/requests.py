@@ -38,9 +38,14 @@ _WORDS = (
 )
 """What stands in messages about chats, and what it is called here."""
 
+_NO_DEFAULTS: Mapping[str, Any] = {}
 
-def read_response(values: object, model_name: str, adapters: Collection[str] = ()) -> ChatCall:
-    """The chat that a body of /v1/responses asks for, of a model or one of its adapters.
+
+def read_response(
+    values: object, model_name: str, adapters: Collection[str] = (), defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> ChatCall:
+    """The chat that a body of /v1/responses asks for, of a model or one of its adapters; `defaults` is sampling that it
+    does not say.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
@@ -68,7 +73,7 @@ def read_response(values: object, model_name: str, adapters: Collection[str] = (
     if _read_include(given.get("include", [])) or given.get("top_logprobs"):
         asked |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
     try:
-        call = read_chat(asked, model_name, adapters)
+        call = read_chat(asked, model_name, adapters, defaults)
     except Refusal as refusal:
         raise in_words_of_responses(refusal) from None
     return replace(call, answering=replace(call.answering, echoed=_echo(given, call)))
