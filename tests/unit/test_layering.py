@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         ),
         frozenset({"cli"}),
         frozenset({"commands"}),
-        frozenset({"plan", "bench", "serve", "train", "quantize"}),
+        frozenset({"plan", "bench", "chat", "serve", "train", "quantize"}),
         frozenset({"slurm"}),
         frozenset({"batch"}),
         frozenset({"check"}),
@@ -51,6 +51,11 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"metrics"}),
         frozenset({"engine", "http", "page", "reading"}),
         frozenset({"door"}),
+    ),
+    "launch.chat": (
+        frozenset({"session", "own_server"}),
+        frozenset({"screen"}),
+        frozenset({"client"}),
     ),
     "trtrun": (
         frozenset({"__main__"}),

@@ -38,9 +38,7 @@ def test_what_a_file_says(tmp_path: Path, values: dict[str, Any], expected: dict
 
 def test_a_model_without_the_file_says_nothing_and_a_wrong_one_is_told(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path) == {} and describe_generation_defaults({}) == ""
-    with pytest.raises(
-        CheckpointError, match=r"generation_config\.json: top_p must be above 0 .* 7\.0; server\.gen"
-    ):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p must be above 0 .* 7\.0; server\.gen"):
         read(tmp_path, {"top_p": 7})
     assert "temperature 0.6, top_p 0.9; server.generation_config: none" in describe_generation_defaults(
         read(tmp_path, LLAMA)
