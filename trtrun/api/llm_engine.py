@@ -127,15 +127,17 @@ class LLMEngine:
             draft_context = None  # its store follows texts by itself, in tokens of its own
         tile = tile_width(model, len(config.target.devices), config.target.devices[0])
         in_parallel = mask_token(config) is not None
+        context = target_context(config, model)
         limits = SchedulerLimits.of(
             config,
-            target_context(config, model),
+            context,
             draft_context,
             job.num_blocks,
             tile,
             drafts_in_parallel=in_parallel,
             most_chunk=most_chunk(config, model, draft_model),
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
+            has_longer_context=context < model.max_position_embeddings,
         )
         return cls(config, job, model, limits, tokenizer, sampling)
 
