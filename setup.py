@@ -13,7 +13,6 @@ SERVE = [
     "httptools>=0.6.4",
     "uvloop>=0.21",
     "prometheus-client>=0.22",
-    "jinja2>=3.1",
     "tritonclient[grpc]>=2.60,<3",  # Triton's protocol files, with the grpcio and protobuf that fit them
 ]
 
@@ -50,6 +49,7 @@ setup(
         "pydantic>=2.7,<3",
         "msgspec>=0.20",  # what ranks and the server tell each other, in bytes
         "PyYAML>=6",
+        "jinja2>=3.1",  # chat templates
         "click>=8.1",
         "rich>=13",
         # Compiles the kernels of bfloat16 on the CPU; without it they are torch's.

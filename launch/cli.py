@@ -18,6 +18,7 @@ import click
 
 from launch.commands.bench import bench
 from launch.commands.build import build
+from launch.commands.chat import chat
 from launch.commands.check import check
 from launch.commands.convert import convert
 from launch.commands.generate_data import generate_data
@@ -54,7 +55,7 @@ def cli() -> None:
 
 
 for _command in (
-    *(run, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench),
+    *(run, chat, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench),
     *(generate_data, train_drafter, quantize, convert, build),
 ):
     cli.add_command(_command)

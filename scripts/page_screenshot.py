@@ -56,6 +56,7 @@ def write(page: Any, arguments: argparse.Namespace) -> None:
     """Have a text written twice, and wait for the verdict."""
     from playwright.sync_api import expect
 
+    page.get_by_label("Completion").check(force=True)
     page.fill("#prompt", arguments.prompt)
     page.fill("#max-tokens", str(arguments.max_tokens))
     page.fill("#seed", arguments.seed)

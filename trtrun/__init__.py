@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trtrun.api.async_llm import AsyncLLM
     from trtrun.api.llm import LLM, open_llm
     from trtrun.api.llm_engine import LLMEngine
+    from trtrun.chats.chat import Chat
     from trtrun.configuration.config import RuntimeConfig, load_config
     from trtrun.core.outputs import CompletionDelta, CompletionOutput, RequestOutput
     from trtrun.core.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "Chat",
     "CompletionDelta",
     "CompletionOutput",
     "InvalidRequestError",
@@ -49,6 +51,7 @@ _HOMES = {
     "open_llm": "trtrun.api.llm",
     "AsyncLLM": "trtrun.api.async_llm",
     "LLMEngine": "trtrun.api.llm_engine",
+    "Chat": "trtrun.chats.chat",
     "SamplingParams": "trtrun.core.sampling_params",
     "RuntimeConfig": "trtrun.configuration.config",
     "load_config": "trtrun.configuration.config",

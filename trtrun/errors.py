@@ -33,6 +33,20 @@ class InvalidRequestError(TrtrunError):
     """One request has a wrong parameter, or is longer than the engines can ever hold. Other requests go on."""
 
 
+class InvalidFieldError(InvalidRequestError):
+    """A field of a request is wrong, told by its name, too.
+
+    Attributes:
+        field: its name.
+        code: a word for programs; None where the line says it all.
+    """
+
+    def __init__(self, field: str, line: str, code: str | None = None) -> None:
+        super().__init__(line)
+        self.field = field
+        self.code = code
+
+
 class PromptTooLongError(InvalidRequestError):
     """A prompt has more tokens than can ever be held."""
 

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from launch.batch.complete import refuse_rows
 from launch.batch.input import InputRows
@@ -21,11 +22,15 @@ from launch.batch.written import IndexSet
 from launch.check.preflight import check_job, has_tokenizer
 from launch.exit_codes import ExitCode
 from launch.mpi.job import Job
+from trtrun.chats.chat import Chat
+from trtrun.chats.chat_template_files import read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import ConfigError
+from trtrun.models.generation_defaults import sampling_defaults
 
 ROWS_LOOKED_AT = 1000
-"""Rows in which a text is looked for where there is no tokenizer; later ones are refused alone."""
+"""Rows in which is looked for what the model cannot read, as a text without a tokenizer; later ones are refused
+alone."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +48,17 @@ class CheckedRows:
 
 def check_run(job: Job, options: RunOptions) -> None:
     """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
-    check_models(job, check_rows(options))
+    check_models(job, check_rows(options, job.config))
 
 
-def check_rows(options: RunOptions) -> CheckedRows:
+def check_rows(options: RunOptions, config: RuntimeConfig) -> CheckedRows:
     """The input, once it, the output and what that holds already are known to be right. Rows are not looked at, but
     for those that an earlier run finished.
 
     Raises:
         TrtrunError: one line that says what is wrong.
     """
-    rows = read_input(options)
+    rows = read_input(options, config)
     if options.output is not None:
         check_output(options.output, options.prompts_file)
         if options.resume and is_stream(options.output):
@@ -74,11 +79,17 @@ def check_models(job: Job, checked: CheckedRows) -> None:
     if job.config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
     check_job(job.config, job.topology)
-    if has_tokenizer(job.config):
-        return
-    if any(isinstance(row.prompt, str) for row in islice(checked.rows.read(), ROWS_LOOKED_AT)):
+    directory = job.config.tokenizer or job.config.target.model
+    kinds = {type(row.prompt) for row in islice(checked.rows.read(), ROWS_LOOKED_AT)}
+    if not has_tokenizer(job.config):
+        if kinds & {str, Chat}:
+            raise ConfigError(
+                f"{job.config.target.model} has no tokenizer: name one with the key 'tokenizer', or give "
+                "prompt_token_ids"
+            )
+    elif Chat in kinds and read_chat_template(directory) is None:
         raise ConfigError(
-            f"{job.config.target.model} has no tokenizer: name one with the key 'tokenizer', or give prompt_token_ids"
+            f"{directory} has no chat template, and rows have messages: add chat_template.jinja there, or give prompts"
         )
 
 
@@ -107,14 +118,25 @@ def is_any_left(rows: InputRows, done: Container[int]) -> bool:
     return any(row.error is None for row in rows.read(lambda index: index not in done))
 
 
-def read_input(options: RunOptions) -> InputRows:
+def read_input(options: RunOptions, config: RuntimeConfig) -> InputRows:
     """The input rows of this run: all of them, or with a part its share, under the indexes of the whole.
 
     Raises:
         ConfigError: no prompt at all, or the file cannot be read.
         InvalidRequestError: a sampling option is outside its range.
+        CheckpointError: what the model says of sampling is.
     """
-    return InputRows(options.prompts, options.prompts_file, options.sampling, options.part, options.sampled)
+    sampling = {**model_sampling(options, config), **options.sampling}
+    return InputRows(options.prompts, options.prompts_file, sampling, options.part, options.sampled)
+
+
+def model_sampling(options: RunOptions, config: RuntimeConfig) -> dict[str, Any]:
+    """Sampling of the model's own where neither row nor command line says it; training data has that of its options.
+
+    Raises:
+        CheckpointError: it is wrong.
+    """
+    return {} if options.sampled is not None else sampling_defaults(config)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from launch.batch.rows import PromptRow, output_row, refused_row
 from launch.terminal import Bar
 from trtrun.api.interrupts import listening
 from trtrun.api.prompts import Prompt
+from trtrun.chats.chat import Chat
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
 
@@ -111,7 +112,7 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
     num_pending = len(rows) - writer.num_done_before
     in_flight: dict[int, PromptRow] = {}
 
-    def prompts() -> Iterator[tuple[Prompt, SamplingParams]]:
+    def prompts() -> Iterator[tuple[Prompt | Chat, SamplingParams]]:
         number = 0
         for row in pending:
             if row.prompt is None or row.sampling is None:

@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from trtrun.chats.chat import CHAT_FIELDS, Chat
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionOutput, RequestOutput
 from trtrun.core.sampling_params import LOGITS_FIELDS, SamplingParams
 from trtrun.core.values import check_characters, cut_text, show_value, unique_keys
 from trtrun.errors import InvalidRequestError, nearest
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids")
-KNOWN_KEYS = (*PROMPT_KEYS, *(item.name for item in fields(SamplingParams)))
+_OF_CHATS = tuple(name for name in CHAT_FIELDS if name != "messages")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+KNOWN_KEYS = (*PROMPT_KEYS, *_OF_CHATS, *(item.name for item in fields(SamplingParams)))
 NUM_INPUT_ROWS = "num_input_rows"
 MOST_OF_AN_ERROR = 1000
 """Characters of a row's `error`."""
@@ -40,7 +42,7 @@ class PromptRow:
 
     Attributes:
         index: place in the input, counted from 0; empty lines do not count.
-        prompt: text or token ids; None when the row is refused.
+        prompt: text, token ids or a chat; None when the row is refused.
         sampling: None when the row is refused.
         input_hash: of the input row and the defaults that it takes; tells at --resume whether the input is the same.
         error: why the row is refused, else None.
@@ -50,7 +52,7 @@ class PromptRow:
     """
 
     index: int
-    prompt: str | tuple[int, ...] | None
+    prompt: str | tuple[int, ...] | Chat | None
     sampling: SamplingParams | None
     input_hash: str
     error: str | None = None
@@ -85,7 +87,8 @@ def read_prompt(
 
 
 def read_line(index: int, number: int, line: bytes, defaults: Mapping[str, object]) -> PromptRow:
-    """The row of a line: `{"prompt": "…"}` or `{"prompt_token_ids": […]}` and any sampling parameter.
+    """The row of a line: `{"prompt": "…"}`, `{"prompt_token_ids": […]}` or `{"messages": […]}` with what else makes a
+    chat, and any sampling parameter.
 
     Args:
         index: of the row.
@@ -149,7 +152,7 @@ def _read_row(
         for name in taken:
             if name not in KNOWN_KEYS:
                 raise InvalidRequestError(f"unknown key '{cut_text(name, 100)}'{nearest(name, KNOWN_KEYS)}")
-        prompt = _read_prompt({name: taken.pop(name) for name in PROMPT_KEYS if name in taken})
+        prompt = _read_prompt({name: taken.pop(name) for name in (*PROMPT_KEYS, *_OF_CHATS) if name in taken})
         chosen = sampling or SamplingParams.from_mapping({**defaults, **taken})
         for name in LOGITS_FIELDS:
             if getattr(chosen, name):
@@ -170,11 +173,17 @@ def _refuse(index: int, number: int | None, text: str, error: str, digest: str |
     return PromptRow(index, None, None, digest or input_hash(text), cut_text(error, MOST_OF_AN_ERROR), number)
 
 
-def _read_prompt(values: Mapping[str, Any]) -> str | tuple[int, ...]:
-    given = {name: value for name, value in values.items() if value is not None} or values
-    if len(given) != 1:
-        raise InvalidRequestError('a row needs one of "prompt" and "prompt_token_ids"')
-    ((name, value),) = given.items()
+def _read_prompt(values: Mapping[str, Any]) -> str | tuple[int, ...] | Chat:
+    found = {name: values[name] for name in PROMPT_KEYS if name in values}
+    found = {name: value for name, value in found.items() if value is not None} or found
+    if len(found) != 1:
+        raise InvalidRequestError('a row needs one of "prompt", "prompt_token_ids" and "messages"')
+    ((name, value),) = found.items()
+    if name == "messages":
+        return Chat.read({"messages": value, **{name: values[name] for name in _OF_CHATS if name in values}})
+    of_chat = next((name for name in _OF_CHATS if values.get(name) is not None), None)
+    if of_chat is not None:
+        raise InvalidRequestError(f'"{of_chat}" is of chats: give "messages" instead of "{name}", or leave it out')
     if name == "prompt":
         if not isinstance(value, str):
             raise InvalidRequestError(f'"prompt" must be a text, not {show_value(value)}')

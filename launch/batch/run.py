@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from array import array
 
-from launch.batch.checks import finish_rows, is_any_left, may_have_nothing_to_run, open_output, read_input
+from launch.batch.checks import (
+    finish_rows,
+    is_any_left,
+    may_have_nothing_to_run,
+    model_sampling,
+    open_output,
+    read_input,
+)
 from launch.batch.complete import Outcome, complete_rows
 from launch.batch.input import InputRows
 from launch.batch.messages import describe_drain, summarize, tell
@@ -28,6 +35,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
 from trtrun.garbage import leave_out_what_is
+from trtrun.models.generation_defaults import describe_generation_defaults
 from trtrun.roles.draft_loss import losable_ranks
 
 
@@ -58,7 +66,9 @@ def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
             load_llm(config)
         finish_mpi()
         return ExitCode.DONE
-    rows = read_input(options)
+    rows = read_input(options, config)
+    if defaults := model_sampling(options, config):
+        tell(describe_generation_defaults(defaults))
     with open_output(options, rows, config) as writer:
         if may_have_nothing_to_run(options) and not _share_flag(is_any_left(rows, writer.done)):
             status = finish_rows(options, rows, writer)

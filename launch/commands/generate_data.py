@@ -23,7 +23,7 @@ from launch.exit_codes import describe_exit_codes
     required=True,
     type=click.Path(path_type=Path),
     metavar="FILE.jsonl",
-    help='Rows {"prompt": "…"} or {"prompt_token_ids": […]}, with any sampling parameter.',
+    help='Rows {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}, with any sampling parameter.',
 )
 @click.option("--output", required=True, metavar="FILE.jsonl", help="Write one row for each prompt, in input order.")
 @click.option("--resume", is_flag=True, help="Keep the rows that an earlier run finished in --output; run the rest.")

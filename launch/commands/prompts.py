@@ -61,7 +61,7 @@ _OPTIONS = (
         "prompts_file",
         type=click.Path(path_type=Path),
         metavar="FILE.jsonl",
-        help='Rows {"prompt": "…"} or {"prompt_token_ids": […]}, with any sampling parameter.',
+        help='Rows {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}, with any sampling parameter.',
     ),
     click.option(
         "--max-tokens",

@@ -81,7 +81,7 @@ def _run(
         from launch.batch.checks import check_models, check_rows, finish_without_models
         from parallel.mpi_rank import find_mpi_rank
 
-        checked = check_rows(options)
+        checked = check_rows(options, job.config)
         # Ranks that are started already have to agree that nothing is left: that is play_run's part.
         finished = finish_without_models(options, checked) if find_mpi_rank() is None else None
         if finished is not None:

@@ -18,7 +18,7 @@ from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError, PlacementError
 
 LIBRARIES = (
-    "grpc", "httptools", "jinja2", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
+    "grpc", "httptools", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
 )  # fmt: skip
 """What the extra `serve` of setup.py installs."""
 

@@ -22,7 +22,7 @@ SETTINGS = (
     ("--time", "time", "LIMIT", 'Time limit, such as "2:00:00", or minutes.'),
     ("--nodelist", "nodelist", "LIST", "Nodes that must be among the job's."),
     ("--gres", "gres", "LIST", "Generic resources of each node, such as gpu:4.  [default: what the devices need]"),
-    ("--cpus-per-task", "cpus_per_task", "N", "CPU cores of each rank."),
+    ("--cpus-per-task", "cpus_per_task", "N", "CPU cores of each rank.  [default: threads]"),
     ("--mem", "memory", "SIZE", "Memory of each node, such as 64G."),
     ("--job-name", "job_name", "NAME", "Name of the job."),
     ("--log", "output", "PATH", "The log; %j is the job's number, %A an array's, %a a task's."),
@@ -83,6 +83,13 @@ def submit(
     resources = read_resources(config_path, inner.overrides, changes, inner.place_ranks, inner.read)
     job = make_job(inner, resources, config_path, overrides, array)
     script = render_script(job)
+    if resources.lacks_cores:
+        print(
+            "trtrun: the one process of the job computes on one core, most clusters' default: --cpus-per-task N, or the "
+            "key threads, asks for more",
+            file=sys.stderr,
+            flush=True,
+        )
     if dry_run:
         print(script, end="")
         return 0

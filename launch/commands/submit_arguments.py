@@ -167,7 +167,7 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
         raise click.UsageError("--array needs --output FILE.jsonl: each job of the array writes a part beside it")
     if array is not None and options.part is not None:
         raise click.UsageError("--array and --part exclude each other: an array gives each job its part")
-    rows = read_input(replace(options, part=None))
+    rows = read_input(replace(options, part=None), resources.config)
     if array is not None and array.count > len(rows):
         raise ConfigError(f"--array {array.count}: the input has {len(rows)} rows: make at most as many jobs")
     if resources.has_local_models:
@@ -175,7 +175,7 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
         _check_weights(resources)
     for name, part in _outputs(options, array):
         check_output(name, options.prompts_file)
-        if options.keeps_rows:
+        if options.keeps_rows and resources.has_local_models:  # whose sampling is part of what rows ask for
             finished_rows(name, rows.of_part(part), resume=True)
     return len(rows.of_part(options.part))
 

@@ -130,6 +130,8 @@ def describe_summary(summary: Mapping[str, Any]) -> str:
     if "perplexity_after" in summary:
         held_out = f"{summary['held_out_tokens']} held-out tokens"
         parts.append(f"perplexity of {held_out} {summary['perplexity_before']} → {summary['perplexity_after']}")
+    else:
+        parts.append("no perplexity: there were no texts to measure on (--held-out FILE.jsonl, or --calibration)")
     if "perplexity_with_rounded_activations" in summary:
         parts.append(f"{summary['perplexity_with_rounded_activations']} where activations are rounded, too")
     return ", ".join(parts)

@@ -22,6 +22,7 @@ from trtrun.configuration.config import RuntimeConfig, read_values
 from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError, shorten
+from trtrun.threads import CORES_OF_CUDA_SLOT
 
 PREFIX = "node-"
 """Of made-up names: node-1 stands for the first node of the allocation, and so on."""
@@ -58,6 +59,22 @@ class SlurmResources:
     def tasks_per_node(self) -> int:
         """The most ranks of any node."""
         return max(Counter(self.topology.host(rank) for rank in range(self.topology.world_size)).values())
+
+    @property
+    def cpus_per_task(self) -> int | None:
+        """CPU cores of each rank: those of `launch.slurm`, else as many as the slots compute on; None where neither
+        says more than Slurm's own, one."""
+        if self.slurm.cpus_per_task is not None:
+            return self.slurm.cpus_per_task
+        threads = self.config.threads or 1
+        cores = [threads if slot.device.startswith("cpu") else CORES_OF_CUDA_SLOT for slot in self.topology.slots]
+        return most if (most := max(cores)) > 1 else None
+
+    @property
+    def lacks_cores(self) -> bool:
+        """Whether nothing says how many cores a job of one process on the CPU takes."""
+        is_asked = self.cpus_per_task is not None or self.config.threads is not None or self.slurm.exclusive
+        return self.topology.world_size == 1 and not self.gpus and not is_asked
 
 
 def read_resources(

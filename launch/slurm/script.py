@@ -175,7 +175,7 @@ def _directives(job: BatchJob) -> Iterator[str]:
         ("nodes", resources.nodes),
         ("nodelist", slurm.nodelist or named),
         ("ntasks-per-node", resources.tasks_per_node),
-        ("cpus-per-task", slurm.cpus_per_task),
+        ("cpus-per-task", resources.cpus_per_task),
         ("mem", slurm.memory),
         ("gres", gres),
     ]

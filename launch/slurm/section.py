@@ -30,7 +30,8 @@ class SlurmSection(Section):
         time: time limit as sbatch takes it, such as `2:00:00`, `2-12:00:00` or minutes.
         job_name: the job's name.
         nodes: nodes to ask for. Left out: what the devices need.
-        cpus_per_task: CPU cores of each rank.
+        cpus_per_task: CPU cores of each rank. Left out: `threads`, where that is set, at least 2 for a GPU; else the
+            cluster's default, most often 1.
         memory: memory of each node, such as `64G`.
         gres: generic resources of each node, such as `gpu:a100:4`. Left out: the GPUs that the devices need.
         exclusive: take whole nodes.

@@ -73,6 +73,6 @@ def step_words(resources: SlurmResources) -> list[str]:
     words = ["srun", f"--mpi={kind}", f"--nodes={len(resources.hosts)}", f"--ntasks={size}"]
     if len(resources.hosts) > 1:
         words.append("--distribution=arbitrary")
-    if slurm.cpus_per_task is not None:
-        words.append(f"--cpus-per-task={slurm.cpus_per_task}")
+    if resources.cpus_per_task is not None:
+        words.append(f"--cpus-per-task={resources.cpus_per_task}")
     return [*words, "--cpu-bind=none", "--kill-on-bad-exit=1", "--overcommit"]

@@ -110,6 +110,7 @@ def test_a_drain_and_what_is_there_already(
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["format"] == "fp8" and "perplexity_after" not in summary
+    assert "no perplexity: there were no texts to measure on" in done.stdout
     assert "float-quantized" in (output / "config.json").read_text()
 
 

@@ -140,7 +140,7 @@ def test_a_bad_row_is_refused_alone(config: Configs, trtrun: Run, tmp_path: Path
     assert sorted(errors) == [1, 2, 3, 5, 6, 7]
     assert "temperature must be 0 or between 1e-30 and 1e30, not -1" in errors[1]
     assert "unknown key 'promt' (did you mean 'prompt'?)" in errors[3]
-    assert 'one of "prompt" and "prompt_token_ids"' in errors[5]
+    assert 'one of "prompt", "prompt_token_ids" and "messages"' in errors[5]
     assert "99999" in errors[6]
     for index in errors:
         assert f"row {index} (line {index + 1 + (index > 3)}) refused: " in done.stderr

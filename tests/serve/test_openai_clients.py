@@ -130,3 +130,6 @@ def test_how_long_a_prompt_may_be_is_told(server: Server) -> None:
     error = server.post(COMPLETIONS, {"prompt": [5] * 2000}).json()["error"]
     assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
     assert "this model's maximum context length is 1024" in error["message"]
+    assert error["message"].endswith("; shorten it")  # it is the target's own
+    error = server.post(CHATS, {"messages": [{"role": "user", "content": "a b " * 1500}]}).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"

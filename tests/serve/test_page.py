@@ -72,6 +72,9 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
     key.press("Enter")
     playwright.expect(page.locator("#state")).to_have_text("serving")
     playwright.expect(key).to_be_hidden()
+    # Where the checkpoint has a chat template the page begins with chats.
+    playwright.expect(page.get_by_label("Chat", exact=True)).to_be_checked()
+    page.get_by_label("Completion").check(force=True)
     yield page
     page.close()
     # Refusals are logged by the browser itself.

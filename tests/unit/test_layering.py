@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         ),
         frozenset({"cli"}),
         frozenset({"commands"}),
-        frozenset({"plan", "bench", "serve", "train", "quantize"}),
+        frozenset({"plan", "bench", "chat", "serve", "train", "quantize"}),
         frozenset({"slurm"}),
         frozenset({"batch"}),
         frozenset({"check"}),
@@ -52,6 +52,11 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"engine", "http", "page", "reading"}),
         frozenset({"door"}),
     ),
+    "launch.chat": (
+        frozenset({"session", "own_server"}),
+        frozenset({"screen"}),
+        frozenset({"client"}),
+    ),
     "trtrun": (
         frozenset({"__main__"}),
         frozenset({"api"}),
@@ -61,7 +66,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"scheduling"}),
         frozenset({"engine"}),
         frozenset({"training", "quantizing", "building"}),
-        frozenset({"conversion", "adapters"}),
+        frozenset({"conversion", "adapters", "chats"}),
         frozenset({"models"}),
         frozenset({"layers"}),
         frozenset({"guiding"}),
@@ -75,6 +80,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.api": (
         frozenset({"llm", "async_llm"}),
+        frozenset({"calls"}),
         frozenset({"engine_thread", "shared_engine"}),
         frozenset({"llm_engine", "interrupts"}),
         frozenset({"prompts", "deltas", "adapters"}),
@@ -145,6 +151,12 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"text", "json_rows"}),
         frozenset({"sentencepiece_files", "token_bytes"}),
         frozenset({"decoders"}),
+    ),
+    "trtrun.chats": (
+        frozenset({"chat"}),
+        frozenset({"chat_template_files", "rendering"}),
+        frozenset({"chat_template"}),
+        frozenset({"template_messages", "messages", "tools"}),
     ),
     "trtrun.configuration": (
         frozenset({"topology"}),

@@ -101,7 +101,7 @@ class AsyncLLM:
 
         Args:
             prompt: a text or token ids.
-            sampling: None is greedy.
+            sampling: None is the engine core's `default_sampling`.
             request_id: the caller's own, which `abort` takes; None makes one.
             generated, group: see `LLMEngine.add_request`.
 
@@ -117,7 +117,8 @@ class AsyncLLM:
         if request_id is None:
             request_id = f"async {next(self._numbers)}"
         mailbox = Mailbox(asyncio.get_running_loop())
-        self._thread.add([Arrival(mailbox, request_id, prompt, sampling or SamplingParams(), generated, group)])
+        parameters = sampling or self.engine.default_sampling
+        self._thread.add([Arrival(mailbox, request_id, prompt, parameters, generated, group)])
         try:
             while deltas := await mailbox.take():
                 for delta in deltas:

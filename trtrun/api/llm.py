@@ -10,14 +10,14 @@ A program whose configuration needs several ranks is started on every rank by mp
         if llm is not None:  # rank 0; the others have served until it closed
             outputs = llm.generate(["def main("])
 
-This module puts deltas of the engine core (`llm_engine`) together to outputs. It knows calls and their prompts; it does
-not know how threads share the core (`shared_engine`), rounds or ranks.
+It knows calls. It does not know what becomes of a call's prompts (`calls`), how threads share the engine core
+(`shared_engine`), rounds or ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 
+from trtrun.api.calls import Call
 from trtrun.api.interrupts import listening
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.shared_engine import PendingRequest, SharedEngine
+from trtrun.api.shared_engine import SharedEngine
+from trtrun.chats.chat import Chat, ChatEncoder, read_chats
 from trtrun.configuration.config import RuntimeConfig, load_config, make_one_device_config
-from trtrun.core.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
+from trtrun.core.outputs import CompletionDelta, RequestOutput, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError, TrtrunError
 from trtrun.tokens.text import Tokenizer
@@ -118,6 +120,7 @@ class LLM:
         self.report: StartReport = engine.report
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self._shared = SharedEngine(engine)
+        self._chats = ChatEncoder(engine.config.tokenizer or engine.config.target.model, engine.tokenizer)
 
     def __enter__(self) -> LLM:
         return self
@@ -131,9 +134,15 @@ class LLM:
         """Let all ranks end; the object is of no use afterwards. Calling it again does nothing."""
         self._shared.close()
 
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Of calls without parameters: greedy, but for what the target's generation_config.json says
+        (`server.generation_config`)."""
+        return self.engine.default_sampling
+
     def generate(
         self,
-        prompts: Sequence[Prompt] | str,
+        prompts: Sequence[Prompt | Chat] | str,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
         seconds_left: Callable[[], float | None] | None = None,
@@ -141,8 +150,8 @@ class LLM:
         """Complete all prompts together.
 
         Args:
-            prompts: texts, or lists of token ids; a single text is one prompt.
-            sampling: one for all, or one for each prompt; None is greedy.
+            prompts: texts, lists of token ids, or chats; a single text is one prompt.
+            sampling: one for all, or one for each prompt; None is `default_sampling`.
             on_finish: called with each output as soon as it is there, in order of completion.
             seconds_left: see `generate_as_completed`.
 
@@ -153,7 +162,7 @@ class LLM:
         self._shared.check_open()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompts)
+            sampling = [sampling or self.default_sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts came with {len(sampling)} sampling parameters")
         outputs: list[RequestOutput] = []
@@ -164,16 +173,54 @@ class LLM:
                     on_finish(output)
         return sorted(outputs, key=lambda output: output.index)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, each by the checkpoint's chat template.
+
+        Args:
+            messages: a conversation, in OpenAI's words (`[{"role": "user", "content": "…"}]`), or several.
+            sampling_params: as `generate` takes them.
+            tools: that the model is shown, as OpenAI's API has them. Calls stay as the model writes them.
+            add_generation_prompt: the prompt ends where an answer begins.
+            continue_final_message: the last message is gone on with; `add_generation_prompt` is then to be False.
+            chat_template_kwargs: further values for the template, such as {"enable_thinking": False}.
+            on_finish: as `generate` takes it.
+
+        Returns:
+            One output a conversation, in their order; `prompt` is the template's text. A conversation that the template
+            refuses has `error` set.
+
+        Raises:
+            InvalidRequestError: messages or tools are not what they should be.
+        """
+        chats = read_chats(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(chats, sampling_params, on_finish)
+
     def generate_as_completed(
         self,
-        prompts: Iterable[tuple[Prompt, SamplingParams]],
+        prompts: Iterable[tuple[Prompt | Chat, SamplingParams]],
         seconds_left: Callable[[], float | None] | None = None,
     ) -> Iterator[RequestOutput]:
         """Complete any number of prompts in bounded memory: they are taken as rows become free.
 
         Args:
-            prompts: texts or token ids, each with its sampling parameters; at most as many as the batch has rows are
-                taken ahead of those that run.
+            prompts: texts, token ids or chats, each with its sampling parameters; at most as many as the batch has rows
+                are taken ahead of those that run.
             seconds_left: asked before every round. None: go on. A number: begin no more prompts, and give up those that
                 have begun once it is 0 or less.
 
@@ -182,43 +229,42 @@ class LLM:
             has `error` set. Prompts that were given up have no output.
         """
         self._shared.check_open()
+        call = Call(self._shared, self._chats)
+        most_waiting = self.config.scheduler.max_batch_size
         source = enumerate(prompts)
-        pending: dict[RequestId, PendingRequest] = {}
-        held: tuple[int, tuple[Prompt, SamplingParams]] | None = None
+        held: tuple[int, tuple[Prompt | Chat, SamplingParams]] | None = None
         left: float | None = None
-        call = object()  # its prompts are one group: those of another thread's call wait for none of them but in turn
         try:
             while True:
                 left = seconds_left() if seconds_left is not None else None
-                while left is None and self._has_room(pending, call):
+                while left is None and call.has_room(most_waiting):
                     item, held = held or next(source, None), None
                     if item is None:
                         break
                     try:
-                        refused = self._begin(item[0], *item[1], pending, call)
+                        refused = call.begin(item[0], *item[1])
                     except QueueFullError:
                         held = item  # others fill the queue: it is taken up again after a round
                         break
                     if refused is not None:
                         yield refused
                 if left is not None:
-                    self._wind_down(pending, left)
-                if not pending and (held is None or left is not None):
+                    call.wind_down(left)
+                if not call.pending and (held is None or left is not None):
                     break
                 self._shared.step()
-                inboxes = self._shared.inboxes
-                for request_id in [key for key in pending if inboxes[key]]:
-                    output = pending[request_id].take(inboxes[request_id])
-                    if output is not None:
-                        self._forget(request_id, pending)
-                        yield output
+                yield from call.finished()
             self._shared.settle()
         finally:
-            self._shared.give_up(pending)
+            call.give_up()
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[CompletionDelta]:
+    def stream(self, prompt: Prompt | Chat, sampling: SamplingParams | None = None) -> Iterator[CompletionDelta]:
         """Complete one prompt and yield its tokens and text as rounds commit them. Ending the iteration early, or
         throwing the iterator away, cancels the request.
+
+        Args:
+            prompt: a text, token ids or a chat (`Chat.read`).
+            sampling: None is `default_sampling`.
 
         Raises:
             QueueFullError: as many requests wait as may (`scheduler.max_waiting`).
@@ -227,19 +273,19 @@ class LLM:
         self._shared.check_open()
         if sampling is not None and sampling.n != 1:
             raise InvalidRequestError("a stream has one completion: set n to 1")
-        pending: dict[RequestId, PendingRequest] = {}
+        call = Call(self._shared, self._chats)
         try:
-            refused = self._begin(0, prompt, sampling or SamplingParams(), pending)
+            refused = call.begin(0, prompt, sampling or self.default_sampling)
             if refused is not None:
                 raise InvalidRequestError(str(refused.error))
-            (request_id,) = pending
+            (request_id,) = call.pending
             inbox = self._shared.inboxes[request_id]
             while True:
                 while not inbox:
                     self._shared.step()
                 delta = inbox.popleft()
                 if delta.finish_reason is not None:
-                    self._forget(request_id, pending)
+                    call.forget(request_id)
                 if delta.error is not None:
                     raise InvalidRequestError(delta.error)
                 yield delta
@@ -247,7 +293,7 @@ class LLM:
                     break
             self._shared.settle()
         finally:
-            self._shared.give_up(pending)
+            call.give_up()
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the start or the last reset, ready for JSON; times are seconds."""
@@ -294,50 +340,6 @@ class LLM:
         """Raise RuntimeError when no request runs but a KV block is still held: a defect."""
         with self._shared.turn() as engine:
             engine.check_idle()
-
-    def _has_room(self, pending: dict[RequestId, PendingRequest], call: object) -> bool:
-        """Whether another prompt of a call may wait; what others have waiting takes none of its turns."""
-        return not pending or self.engine.num_waiting_of(call) < self.config.scheduler.max_batch_size
-
-    def _begin(
-        self,
-        index: int,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        pending: dict[RequestId, PendingRequest],
-        group: Hashable = None,
-    ) -> RequestOutput | None:
-        """Queue a prompt and enter it in `pending`; returns the output of one that is refused.
-
-        Raises:
-            QueueFullError: there is no room now, but there will be.
-        """
-        text = prompt if isinstance(prompt, str) else None
-        with self._shared.turn() as engine:  # one turn for all of it: an interrupt would lose the request
-            try:
-                request_id = engine.add_request(prompt, sampling, group=group)
-            except QueueFullError:
-                raise
-            except InvalidRequestError as error:
-                return RequestOutput(index, text, (), (), str(error))
-            self._shared.open_inbox(request_id)
-            pending[request_id] = PendingRequest(index, text, engine.prompt_token_ids(request_id), sampling)
-        return None
-
-    def _wind_down(self, pending: dict[RequestId, PendingRequest], seconds_left: float) -> None:
-        """Give up the prompts that have not begun, and the others too once no time is left.
-
-        A prompt of several completions has begun when one of them has: the others may still be admitted.
-        """
-        with self._shared.turn() as engine:
-            for request_id in list(pending):
-                if seconds_left <= 0 or not engine.has_begun(request_id):
-                    engine.abort_request(request_id)
-                    self._forget(request_id, pending)
-
-    def _forget(self, request_id: RequestId, pending: dict[RequestId, PendingRequest]) -> None:
-        self._shared.forget(request_id)
-        pending.pop(request_id, None)
 
 
 @contextmanager

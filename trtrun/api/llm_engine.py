@@ -40,6 +40,7 @@ from trtrun.errors import (
     one_line,
 )
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.generation_defaults import sampling_defaults
 from trtrun.roles.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
@@ -90,6 +91,8 @@ class LLMEngine:
         orchestrator: runs the rounds.
         scheduler: the orchestrator's: rows, blocks and the waiting queue.
         adapters: that requests may name.
+        default_sampling: of requests that come without parameters: greedy, but for what the target's
+            generation_config.json says (`server.generation_config`).
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class LLMEngine:
         model: ModelConfig,
         limits: SchedulerLimits,
         tokenizer: Tokenizer | None,
+        sampling: SamplingParams,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -107,6 +111,7 @@ class LLMEngine:
         self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)
         self.adapters = AdapterTable(config.adapters, config.num_adapter_slots)
+        self.default_sampling = sampling
         self._vocab_size = model.vocab_size
         self._request_ids, self._completion_ids = count(), count()
         self._requests: dict[RequestId, _Request] = {}
@@ -138,6 +143,7 @@ class LLMEngine:
         draft_model = read_model_config(config.draft.model) if config.draft is not None else None
         draft = None if config.draft is None or config.draft.is_translated else config.draft.model
         tokenizer = read_shared_tokenizer(config.tokenizer or config.target.model, draft)
+        sampling = SamplingParams.from_mapping(sampling_defaults(config))
         job = open_job(config, on_load_progress)
         if job is None:
             return None
@@ -146,17 +152,19 @@ class LLMEngine:
             draft_context = None  # its store follows texts by itself, in tokens of its own
         tile = tile_width(model, len(config.target.devices), config.target.devices[0])
         in_parallel = mask_token(config) is not None
+        context = target_context(config, model)
         limits = SchedulerLimits.of(
             config,
-            target_context(config, model),
+            context,
             draft_context,
             job.num_blocks,
             tile,
             drafts_in_parallel=in_parallel,
             most_chunk=most_chunk(config, model, draft_model),
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
+            has_longer_context=context < model.max_position_embeddings,
         )
-        return cls(config, job, model, limits, tokenizer)
+        return cls(config, job, model, limits, tokenizer, sampling)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -198,7 +206,7 @@ class LLMEngine:
 
         Args:
             prompt: a text or token ids.
-            sampling: None is greedy.
+            sampling: None is `default_sampling`.
             request_id: the caller's own; None makes one.
             generated: output tokens by completion, of a request that goes on. Completions that are not named have
                 ended. Deltas tell only what is new: tokens, text and statistics begin behind these tokens.
@@ -213,7 +221,7 @@ class LLMEngine:
                 one of its completions had ended; nothing else is affected.
             QueueFullError: as many wait as may (`scheduler.max_waiting`).
         """
-        tokens, sampling = self._prompts.encode(prompt), sampling or SamplingParams()
+        tokens, sampling = self._prompts.encode(prompt), sampling or self.default_sampling
         self.scheduler.limits.check_prompt(len(tokens))
         self._prompts.check(sampling)
         self.scheduler.limits.check_draft_len(sampling.draft_len)

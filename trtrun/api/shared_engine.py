@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -72,6 +72,10 @@ class SharedEngine:
     def open_inbox(self, request_id: RequestId) -> None:
         """Keep the deltas of a request from now on; call it in the turn in which the request is added."""
         self.inboxes[request_id] = deque()
+
+    def num_waiting_of(self, group: Hashable) -> int:
+        """Completions of a group that never had a row."""
+        return self._core.num_waiting_of(group)
 
     def step(self) -> None:
         """One round for all requests, whoever asked for them."""

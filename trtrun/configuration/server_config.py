@@ -6,7 +6,7 @@ It knows names, types and ranges. What they lead to is `launch.serve`'s business
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -70,6 +70,9 @@ class ServerSection(Section):
             shows.
         reasoning_parser: how it writes what it thinks: qwen3, deepseek_r1, mistral, gpt-oss, or none. Left out: as its
             chat template shows.
+        generation_config: auto or none: whether sampling that a request does not say is that of the model's
+            generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens), as in vLLM;
+            also of `trtrun run`, `trtrun chat` and the Python API.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
         restart_window_s: seconds over which restarts are counted.
     """
@@ -96,6 +99,7 @@ class ServerSection(Section):
     allowed_origins: tuple[Origin, ...] = ()
     tool_parser: Line | None = None
     reasoning_parser: Line | None = None
+    generation_config: Literal["auto", "none"] = "auto"
     max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
     restart_window_s: Seconds = 600.0
 

@@ -139,11 +139,13 @@ class ModelFamily:
         defaults: values that transformers' config class takes for keys that config.json leaves out.
         plan_layers: sizes and all values of config.json → the plan of each layer. Raises CheckpointError.
         activations: values of `hidden_act` that its layers compute; the first where config.json leaves it out.
+        model_type: transformers' name of it in config.json; empty where it has none.
     """
 
     defaults: Mapping[str, Any]
     plan_layers: Callable[[ModelShape, Mapping[str, Any]], Sequence[LayerPlan]]
     activations: tuple[str, ...] = ("silu",)
+    model_type: str = ""
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:

@@ -28,5 +28,6 @@ LLAMA = MODEL_FAMILIES.register("LlamaForCausalLM")(
     ModelFamily(
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "eos_token_id": 2},
         plan_layers=_plan_layers,
+        model_type="llama",
     )
 )

@@ -34,5 +34,6 @@ MISTRAL = MODEL_FAMILIES.register("MistralForCausalLM")(
             "eos_token_id": 2,
         },
         plan_layers=_plan_layers,
+        model_type="mistral",
     )
 )

@@ -33,5 +33,6 @@ QWEN2 = MODEL_FAMILIES.register("Qwen2ForCausalLM")(
             "max_window_layers": 28,
         },
         plan_layers=_plan_layers,
+        model_type="qwen2",
     )
 )

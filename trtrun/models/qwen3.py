@@ -35,5 +35,6 @@ QWEN3 = MODEL_FAMILIES.register("Qwen3ForCausalLM")(
             "max_window_layers": 28,
         },
         plan_layers=_plan_layers,
+        model_type="qwen3",
     )
 )

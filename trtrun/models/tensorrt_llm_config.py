@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
+from trtrun.registry import MODEL_FAMILIES
 
 _RENAMED = {
     "num_hidden_layers": "num_hidden_layers",
@@ -111,6 +112,8 @@ def to_hugging_face(values: Mapping[str, Any], plain_modules: Sequence[str]) -> 
     found = {ours: values[theirs] for ours, theirs in _RENAMED.items() if values.get(theirs) is not None}
     found |= {key: values[key] for key in _KEPT if key in values}
     found |= {"architectures": [architecture], "attention_bias": bool(values.get("attn_bias"))}
+    if architecture in MODEL_FAMILIES and (model_type := MODEL_FAMILIES.get(architecture).model_type):
+        found["model_type"] = model_type  # without it transformers opens no directory
     activation = values.get("hidden_act", "silu")
     found["hidden_act"] = "silu" if activation in ("silu", "swiglu") else activation
     section = values.get("quantization") or {}

@@ -49,6 +49,7 @@ class SchedulerLimits:
         most_reported: positions of prompts whose logits a round reports, at most, or a tile; and of tokens, or one a
             row; None for no limit.
         lookahead: window size, n-gram size and verification set size, where the method is lookahead; else empty.
+        has_longer_context: whether the target's context is longer than max_seq_len, which may then be raised.
     """
 
     max_batch_size: int
@@ -68,6 +69,7 @@ class SchedulerLimits:
     lookahead: tuple[int, ...] = ()
     most_chunk: int | None = None
     most_reported: int | None = None
+    has_longer_context: bool = True
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class SchedulerLimits:
         drafts_in_parallel: bool = False,
         most_chunk: int | None = None,
         most_reported: int | None = None,
+        has_longer_context: bool = True,
     ) -> SchedulerLimits:
         """The limits of a configuration, for models with these contexts (the draft's is None without a draft model) and
         KV stores of `num_blocks` blocks."""
@@ -102,6 +105,7 @@ class SchedulerLimits:
             lookahead=tuple(config.speculation.sizes) if isinstance(config.speculation, LookaheadSection) else (),
             most_chunk=most_chunk,
             most_reported=most_reported,
+            has_longer_context=has_longer_context,
         )
 
     def __post_init__(self) -> None:
@@ -219,10 +223,13 @@ class SchedulerLimits:
             raise InvalidRequestError("the prompt has 0 tokens; give at least 1")
         # OpenAI's, Anthropic's and llama.cpp's words: programs look for them (LangChain, litellm, to shorten).
         if length > self.max_seq_len - 1:
+            advice = "shorten it"
+            if self.has_longer_context:
+                advice += " or raise scheduler.max_seq_len within the target's context"
             raise PromptTooLongError(
                 f"the prompt is too long: it has {length} tokens, and this model's maximum context length is "
                 f"{self.max_seq_len} (max_seq_len {self.max_seq_len}), which leaves room for {self.max_seq_len - 1}; "
-                "shorten it or raise scheduler.max_seq_len within the target's context"
+                f"{advice}"
             )
         if length + 1 > self.num_stored_tokens:
             raise PromptTooLongError(

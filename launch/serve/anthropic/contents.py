@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.openai.messages import NO_TEXT, read_text
 from launch.serve.openai.taking import check_names
+from launch.serve.openai.texts import read_text
+from trtrun.chats.messages import NO_TEXT
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 

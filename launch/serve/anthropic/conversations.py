@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from launch.serve.anthropic.contents import RESULTS, TEXTS, kind_of, read_block, read_texts, text_of, wrong
-from launch.serve.openai.messages import read_text
 from launch.serve.openai.taking import check_names
+from launch.serve.openai.texts import read_text
 from trtrun.core.values import show_value
 
 _ROLES: Mapping[str, str] = {

@@ -17,8 +17,8 @@ from launch.serve.anthropic.tools import read_tools
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.openai.calls import ChatCall
 from launch.serve.openai.taking import check_names, take_fields
-from launch.serve.openai.tools import at_places, words_at_places
 from launch.serve.openai.types import read_chat
+from trtrun.chats.tools import at_places, words_at_places
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError
 
@@ -47,15 +47,23 @@ _WORDS = (
 )
 """What stands in messages about chats, and what it is called here."""
 
+_NO_DEFAULTS: Mapping[str, Any] = {}
+
 
 def read_message(
-    values: object, model_name: str, adapters: Collection[str] = (), *, is_counted: bool = False
+    values: object,
+    model_name: str,
+    adapters: Collection[str] = (),
+    defaults: Mapping[str, Any] = _NO_DEFAULTS,
+    *,
+    is_counted: bool = False,
 ) -> ChatCall:
     """The chat that a body of /v1/messages asks for, of a model or one of its adapters.
 
     Args:
         values: the body.
         model_name, adapters: that there are.
+        defaults: sampling that the body does not say.
         is_counted: it is a body of /v1/messages/count_tokens, which wants no answer.
 
     Raises:
@@ -88,7 +96,7 @@ def read_message(
     if form is not None:
         asked["response_format"] = form
     try:
-        call = read_chat(asked, model_name, adapters)
+        call = read_chat(asked, model_name, adapters, defaults)
     except Refusal as refusal:
         told = in_words_of_messages(refusal)
         raise Refusal(told.kind, words_at_places(str(told), offered.places), told.field, told.code) from None

@@ -5,7 +5,9 @@ protocols before it. It starts nothing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.routing import Route
 
@@ -26,20 +28,21 @@ from launch.serve.kserve.service import KServeService
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai.adapter_api import AdapterApi
 from launch.serve.openai.api import OpenAIApi
-from launch.serve.openai.chat_template import ChatTemplate
-from launch.serve.openai.chat_template_files import read_chat_template
 from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.openai.token_api import TokenApi
 from launch.serve.page.routes import page_routes
 from launch.serve.reading.messages import Facts
 from launch.serve.reading.readers import Readers
 from trtrun.api.prompts import PromptReader
+from trtrun.chats.chat_template import ChatTemplate
+from trtrun.chats.chat_template_files import read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
+from trtrun.models.generation_defaults import sampling_defaults
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,12 +57,14 @@ class Parts:
         readers: of long requests; not started.
         routes: of the HTTP port.
         servicer: of the gRPC port.
+        sampling: the model's, where requests do not say it.
     """
 
     front: Front
     readers: Readers
     routes: tuple[Route, ...]
     servicer: KServeServicer
+    sampling: Mapping[str, Any]
 
 
 def model_name(config: RuntimeConfig) -> str:
@@ -85,6 +90,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
     metrics = FrontMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
+    defaults = sampling_defaults(config)
     tool_format, reasoning_format = _formats(section, template)
     readers = Readers(
         Facts(
@@ -102,6 +108,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
             excludes_prompt=section.exclude_input_in_output,
             max_batch_size=config.scheduler.max_batch_size,
             lora_tasks=tuple(config.adapters),
+            sampling_defaults=defaults,
         ),
         section.max_body_bytes,
     )
@@ -130,7 +137,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     )
     kserve = KServeService(front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
-    chats = OpenAIApi(front, keys, bodies)
+    chats = OpenAIApi(front, keys, bodies, defaults)
     routes = (
         *chats.routes(),
         *MessagesApi(chats, front, keys, bodies).routes(),
@@ -141,7 +148,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         *page_routes(),
         metrics_route(front, keys),
     )
-    return Parts(front, readers, routes, KServeServicer(kserve, keys, bodies))
+    return Parts(front, readers, routes, KServeServicer(kserve, keys, bodies), defaults)
 
 
 def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:

@@ -43,6 +43,7 @@ from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.configuration.suffix_options import SuffixOptions
 from trtrun.configuration.text_methods import TokenRecyclingSection
 from trtrun.garbage import leave_out_what_is
+from trtrun.models.generation_defaults import describe_generation_defaults
 
 METRICS_CONNECTIONS = 64
 """That may be open on the metrics port."""
@@ -151,6 +152,7 @@ class _Server:
         self._front, self._readers = parts.front, parts.readers
         self._door, self._metrics = self._front.door, self._front.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
+        self._sampling = parts.sampling
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -216,6 +218,8 @@ class _Server:
             f"{self._front.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
             f"{_host(section)}:{grpc_port}"
         )
+        if self._sampling:
+            say(describe_generation_defaults(self._sampling))
         way = describe_way(url, is_loopback(http), os.environ)
         if way is not None:
             say(tell_way(way))

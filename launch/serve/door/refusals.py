@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from trtrun.errors import InvalidRequestError, LibraryPanicError, PromptTooLongError, TrtrunError
+from trtrun.errors import (
+    InvalidFieldError,
+    InvalidRequestError,
+    LibraryPanicError,
+    PromptTooLongError,
+    TrtrunError,
+)
 
 
 class Kind(Enum):
@@ -79,10 +85,12 @@ def retry_headers(refusal: Refusal) -> dict[str, str]:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What is found to be wrong with a request refuses it; the field is the one that its line begins with. So does what
-    a library gives up on."""
+    """What is found to be wrong with a request refuses it; the field is the one that its line begins with, where the
+    error does not name it. So does what a library gives up on."""
     try:
         yield
+    except InvalidFieldError as error:
+        raise Refusal(Kind.INVALID, str(error), error.field, error.code) from None
     except PromptTooLongError as error:
         raise Refusal(Kind.INVALID, str(error), "prompt", "context_length_exceeded") from None
     except LibraryPanicError as error:

@@ -67,8 +67,10 @@ class _Asked:
 class OpenAIApi:
     """The endpoints below /v1."""
 
-    def __init__(self, front: Front, keys: Keys, bodies: Bodies) -> None:
+    def __init__(self, front: Front, keys: Keys, bodies: Bodies, defaults: Mapping[str, Any] | None = None) -> None:
+        """Answer for a front; `defaults` is sampling of the model where a request does not say it."""
         self._front = front
+        self._defaults = defaults or {}
         self._prompts = PromptMaker(front.model_name, front.tokenizer, None)
         self._keys = keys
         self._bodies = bodies
@@ -125,12 +127,17 @@ class OpenAIApi:
     async def answer_aside(self, request: Request, kind: str, answer: type[Answer]) -> Response:
         """Answer a request of a kind that another process reads, however short it is: nobody knows how long a chat
         template works. See `reading.messages.Task`."""
-        return await self._answer(request, partial(self._read_aside, kind), answer)
+        try:
+            return await self._answer(request, partial(self._read_aside, kind), answer)
+        except Refusal as refusal:
+            if refusal.field == "prompt":  # which is made of what the request has
+                refusal.field = "input" if kind == "response" else "messages"
+            raise
 
     async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
         if len(body) > READ_HERE:
             return await self._read_aside("completion", request, body, arrived)
-        call = read_completion(parse_json(body), self._front.model_name, self._front.adapters)
+        call = read_completion(parse_json(body), self._front.model_name, self._front.adapters, self._defaults)
         if call.answering.sampling.guided is not None:
             return await self._read_aside("completion", request, body, arrived)
         if not call.encoding.is_needed:

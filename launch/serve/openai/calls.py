@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from launch.serve.openai.output.parsing import Parsing
-from launch.serve.openai.tools import ToolUse
 from trtrun.api.prompts import Prompt
+from trtrun.chats.rendering import Rendering
+from trtrun.chats.tools import ToolUse
 from trtrun.core.sampling_params import SamplingParams
 
 
@@ -107,27 +108,6 @@ class CompletionCall:
     prompts: Sequence[Prompt]
     encoding: Encoding
     answering: Answering
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """What a chat template is given beside messages.
-
-    Attributes:
-        add_generation_prompt: the text ends where an answer begins.
-        continue_final_message: it ends in the last message.
-        documents: that the model may answer from.
-        effort: how much the model is to think, in OpenAI's words.
-        values: further ones, by name.
-        needs_effort: where a template has no setting for effort, that is refused, and not passed over.
-    """
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    documents: Sequence[Mapping[str, Any]] | None = None
-    effort: str | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-    needs_effort: bool = True
 
 
 @dataclass(frozen=True)

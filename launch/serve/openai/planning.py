@@ -17,8 +17,8 @@ from launch.serve.openai.output.grammars import Wanted, as_lark, is_free, write_
 from launch.serve.openai.output.mistral import ARGS
 from launch.serve.openai.output.parsing import Parsing
 from launch.serve.openai.output.schemas import arguments_schema
-from launch.serve.openai.tools import Choice, Tool, ToolUse
 from trtrun.api.prompts import PromptReader
+from trtrun.chats.tools import Choice, Tool, ToolUse
 from trtrun.core.guide import Guide
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value

@@ -7,16 +7,15 @@ templates and tokenizers, and no HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from launch.serve.door.limits import check_text
 from launch.serve.door.refusals import Kind, Refusal, refusing
-from launch.serve.openai.calls import ChatCall, CompletionCall, Encoding, Rendering
-from launch.serve.openai.chat_template import ChatTemplate
+from launch.serve.openai.calls import ChatCall, CompletionCall, Encoding
 from trtrun.api.prompts import Prompt
+from trtrun.chats.chat import encode_text
+from trtrun.chats.chat_template import ChatTemplate
 from trtrun.core.sampling_params import MOST_TOKENS
-from trtrun.core.values import check_characters, show_value
-from trtrun.errors import InvalidRequestError, one_line
+from trtrun.errors import InvalidRequestError
 from trtrun.tokens.text import Tokenizer
 
 Tokens = tuple[int, ...]
@@ -72,14 +71,14 @@ class PromptMaker:
                 "chat_template.jinja to its tokenizer's directory",
                 code="no_chat_template",
             )
-        values, asked = _template_values(call.rendering, self._template), call.rendering
+        asked = call.rendering
         with refusing():
             text = self._template.render(
                 call.messages,
                 asked.add_generation_prompt,
                 asked.continue_final_message,
                 asked.documents,
-                values,
+                asked.values_for(self._template),
                 tools=None if call.tools is None else call.tools.shown,
             )
             if call.encoding.most_tokens is None:
@@ -95,7 +94,7 @@ class PromptMaker:
         """All tokens of a text."""
         if self._tokenizer is None:
             raise InvalidRequestError("the target has no tokenizer: give token ids instead of text")
-        return _tokens(self._tokenizer, text, encoding.adds_special_tokens)
+        return encode_text(self._tokenizer, text, encoding.adds_special_tokens)
 
 
 def _cut(tokens: Tokens, encoding: Encoding, most_tokens: int) -> Tokens:
@@ -103,31 +102,3 @@ def _cut(tokens: Tokens, encoding: Encoding, most_tokens: int) -> Tokens:
     if most is None or len(tokens) <= most:
         return tokens
     return tokens[-most:] if encoding.keeps_end else tokens[:most]
-
-
-def _template_values(rendering: Rendering, template: ChatTemplate) -> dict[str, Any]:
-    """The values for a template, what OpenAI's words for effort mean to it among them."""
-    values, effort = dict(rendering.values), rendering.effort
-    for name in sorted(template.functions & values.keys()):
-        line = f"chat_template_kwargs cannot hold {name}, which is a function of all chat templates: leave it out"
-        raise Refusal(Kind.INVALID, line, "chat_template_kwargs")
-    if effort is None:
-        return values
-    if effort == "none" and "enable_thinking" in template.names:
-        values.setdefault("enable_thinking", False)
-    if "reasoning_effort" in template.names:
-        values.setdefault("reasoning_effort", effort)
-    elif effort != "none" and rendering.needs_effort:
-        line = f"reasoning_effort: the model's chat template has no such setting, and cannot use {show_value(effort)}"
-        raise Refusal(Kind.INVALID, f"{line}: leave it out", "reasoning_effort", "unsupported_field")
-    return values
-
-
-def _tokens(tokenizer: Tokenizer, text: str, adds_special_tokens: bool) -> Tokens:
-    check_characters("the prompt", text)
-    try:
-        return tuple(tokenizer.encode(text, add_special_tokens=adds_special_tokens))
-    except MemoryError:
-        raise  # a reader's own, which says so
-    except Exception as error:  # the library raises bare Exception
-        raise InvalidRequestError(f"the prompt cannot be tokenized: {one_line(error)}") from None

@@ -79,7 +79,7 @@ def detokenize(values: object, names: ModelNames, tokenizer: Tokenizer | None, r
                 Kind.INVALID, f"unknown field {show_value(name)}{nearest(name, _NAMES)}", code="unknown_field"
             )
     if values.get("model") not in (None, names.model, *names.adapters):
-        raise unknown_model(values["model"], *names)
+        raise unknown_model(values["model"], names.model, names.adapters)
     if tokenizer is None:
         raise Refusal(Kind.INVALID, "the target has no tokenizer: its tokens have no text")
     try:

@@ -1,7 +1,7 @@
 """Requests of the OpenAI API: what their fields mean here.
 
 Which fields there are is the table in `fields`: those with an effect are taken, others passed over, or refused by name;
-what nobody here knows is refused with the nearest name. Messages are read by `messages`. The rest become
+what nobody here knows is refused with the nearest name. Messages and tools are read by `trtrun.chats`. The rest become
 SamplingParams, which checks their values, once they are what clients of several servers mean by them. It knows JSON
 values, and no HTTP.
 """
@@ -9,34 +9,31 @@ values, and no HTTP.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.openai.calls import (
-    Answering,
-    ChatCall,
-    CompletionCall,
-    Encoding,
-    Rendering,
-)
+from launch.serve.door.refusals import Kind, Refusal, refusing
+from launch.serve.openai.calls import Answering, ChatCall, CompletionCall, Encoding
 from launch.serve.openai.fields import Endpoint, fields_of
 from launch.serve.openai.guided import read_guided
-from launch.serve.openai.messages import read_messages, read_prediction, read_text
 from launch.serve.openai.taking import take_fields
-from launch.serve.openai.tools import read_tools
+from launch.serve.openai.texts import read_prediction, read_text
 from trtrun.api.prompts import Prompt
+from trtrun.chats.messages import read_messages
+from trtrun.chats.rendering import read_rendering
+from trtrun.chats.tools import read_tools
 from trtrun.core.sampling_params import LARGEST_COUNT, LOGITS_FIELDS, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
 
 class ModelNames(NamedTuple):
-    """What clients may ask for: the model, and its adapters."""
+    """What clients may ask for: the model, and its adapters; and sampling where they do not say it."""
 
     model: str
-    adapters: Sequence[str] = ()
+    adapters: Collection[str] = ()
+    defaults: Mapping[str, Any] = {}
 
 
 SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {
@@ -61,17 +58,19 @@ _COUNTS = (
 _UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1, "thinking_token_budget": -1, "thinking_budget": -1}
 """What means "none" in other servers."""
 
+_NO_DEFAULTS: Mapping[str, Any] = {}
+
 _MOST_NAMED = 20
 """Adapters that a message names."""
 
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-_RESERVED = (
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
-)  # fmt: skip
 
 
-def read_completion(values: object, model_name: str, adapters: Collection[str] = ()) -> CompletionCall:
-    """What a body of /v1/completions asks for, of a model or one of its adapters.
+def read_completion(
+    values: object, model_name: str, adapters: Collection[str] = (), defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> CompletionCall:
+    """What a body of /v1/completions asks for, of a model or one of its adapters; `defaults` is sampling that it does
+    not say.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
@@ -83,12 +82,16 @@ def read_completion(values: object, model_name: str, adapters: Collection[str] =
     logprobs = given.get("logprobs")
     if logprobs is True:
         raise _wrong("logprobs", "logprobs must be a whole number, not true")
-    answering = _read_answering(given, None if logprobs is False else logprobs, COMPLETION_TOKENS)
+    defaults = {**defaults, "max_tokens": COMPLETION_TOKENS}
+    answering = _read_answering(given, None if logprobs is False else logprobs, defaults)
     return CompletionCall(prompts, _read_encoding(given, adds_special_tokens=True), answering)
 
 
-def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -> ChatCall:
-    """What a body of /v1/chat/completions asks for, of a model or one of its adapters.
+def read_chat(
+    values: object, model_name: str, adapters: Collection[str] = (), defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> ChatCall:
+    """What a body of /v1/chat/completions asks for, of a model or one of its adapters; `defaults` is sampling that it
+    does not say.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
@@ -96,7 +99,8 @@ def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -
     given = _read_fields(values, Endpoint.CHATS, model_name, adapters)
     if "messages" not in given:
         raise _wrong("messages", 'messages is missing: a list such as [{"role": "user", "content": "…"}]')
-    messages = read_messages(given["messages"])
+    with refusing():
+        messages = read_messages(given["messages"])
     if _flag(given, "echo"):
         raise _wrong("echo", "echo is of completions: the prompt of a chat is made of its messages")
     wants, most = _flag(given, "logprobs"), given.get("top_logprobs")
@@ -113,15 +117,17 @@ def read_chat(values: object, model_name: str, adapters: Collection[str] = ()) -
     # A template writes special tokens itself, that of the beginning, too.
     encoding = _read_encoding(given, adds_special_tokens=False)
     logprobs = (0 if most is None else most) if wants else None
-    answering = _read_answering(given, logprobs, LARGEST_COUNT, sent_as)
-    prediction, rendering = read_prediction(given.get("prediction")), _read_rendering(given)
+    answering = _read_answering(given, logprobs, {"max_tokens": LARGEST_COUNT, **defaults}, sent_as)
+    prediction = read_prediction(given.get("prediction"))
+    with refusing():
+        rendering, tools = read_rendering(given), read_tools(given)
     return ChatCall(
         messages,
         prediction,
         rendering,
         encoding,
         answering,
-        read_tools(given),
+        tools,
         tells_thoughts=_flag(given, "include_reasoning", True),
         parts_thoughts=_flag(given, "separate_reasoning", True),
         stops_in_thoughts=_flag(given, "stop_in_thoughts"),
@@ -165,13 +171,17 @@ def unknown_model(model: object, model_name: str, adapters: Collection[str]) -> 
 
 
 def _read_answering(
-    given: Mapping[str, Any], logprobs: object, max_tokens: int, sent_as: Mapping[str, str] | None = None
+    given: Mapping[str, Any],
+    logprobs: object,
+    defaults: Mapping[str, Any],
+    sent_as: Mapping[str, str] | None = None,
 ) -> Answering:
-    """How a request wants its answer; `sent_as` has fields' own names, by those that SamplingParams has for them."""
+    """How a request wants its answer; `defaults` is sampling that it does not say, and `sent_as` has fields' own names,
+    by those that SamplingParams has for them."""
     stream = _flag(given, "stream")
     options = _read_stream_options(given, stream)
     # OpenAI's defaults, where trtrun's are greedy.
-    sampling: dict[str, object] = {"temperature": 1.0, "max_tokens": max_tokens, "logprobs": logprobs}
+    sampling: dict[str, object] = {"temperature": 1.0, **defaults, "logprobs": logprobs}
     sampling |= {name: given[name] for name in SAMPLING_FIELDS & given.keys()}
     asked = read_guided(given)
     if asked is not None:
@@ -246,29 +256,6 @@ def _read_encoding(given: Mapping[str, Any], adds_special_tokens: bool) -> Encod
     if side not in ("left", "right"):
         raise _wrong("truncation_side", f"truncation_side must be left or right, not {show_value(side)}")
     return Encoding(_flag(given, "add_special_tokens", adds_special_tokens), most, keeps_end=side == "left")
-
-
-def _read_rendering(given: Mapping[str, Any]) -> Rendering:
-    continues = _flag(given, "continue_final_message")
-    begins = _flag(given, "add_generation_prompt", not continues)
-    if continues and begins:
-        raise _wrong(
-            "continue_final_message",
-            "continue_final_message and add_generation_prompt cannot both be true: the last message either goes on, or "
-            "another one begins",
-        )
-    values, documents = given.get("chat_template_kwargs", {}), given.get("documents")
-    if not isinstance(values, dict):
-        raise _wrong("chat_template_kwargs", f"chat_template_kwargs must be an object, not {show_value(values)}")
-    for name in _RESERVED:
-        if name in values:
-            raise _wrong("chat_template_kwargs", f"chat_template_kwargs cannot hold {name}")
-    if documents is not None and not (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
-        raise _wrong("documents", f"documents must be a list of objects, not {show_value(documents)}")
-    effort = given.get("reasoning_effort")
-    if effort is not None and not isinstance(effort, str):
-        raise _wrong("reasoning_effort", f"reasoning_effort must be a text, not {show_value(effort)}")
-    return Rendering(begins, continues, documents, effort, values)
 
 
 def _read_prompts(value: object) -> list[Prompt]:

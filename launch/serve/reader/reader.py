@@ -38,7 +38,6 @@ from launch.serve.kserve.processing import process
 from launch.serve.kserve.requests import check_request, is_stopping
 from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
 from launch.serve.openai.calls import Answering, ChatCall
-from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.planning import AnswerPlanner
 from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.responses.requests import in_words_of_responses, read_response
@@ -60,6 +59,7 @@ from launch.serve.reading.messages import (
     unpack,
 )
 from trtrun.api.prompts import Prompt, PromptReader
+from trtrun.chats.chat_template import ChatTemplate
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.tokens.text import Tokenizer, hash_tokenizer_files, read_tokenizer
@@ -151,7 +151,7 @@ class Reader:
         return Answered(num_inferences=1), [msgspec.json.encode(told)]
 
     def _names(self, task: Task) -> ModelNames:
-        return ModelNames(self._facts.model_name, task.adapters)
+        return ModelNames(self._facts.model_name, task.adapters, self._facts.sampling_defaults)
 
     def _encode(
         self, task: Task, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], others: Mapping[str, Any]

@@ -37,6 +37,7 @@ class Facts(_Message, frozen=True, tag="facts"):
         vocab_size, eos_token_ids: of the model.
         draft_len, excludes_prompt, lora_tasks: see kserve's ModelFacts.
         max_batch_size: rows that a request of KServe may have.
+        sampling_defaults: of OpenAI's and Anthropic's requests that do not say them, by the names of SamplingParams.
         most_bytes: of memory beyond what the process has once it is ready.
         niceness: of the process.
     """
@@ -54,6 +55,7 @@ class Facts(_Message, frozen=True, tag="facts"):
     tool_template: str | None = None
     tool_format: str = ""
     reasoning_format: str = ""
+    sampling_defaults: dict[str, float] = {}
     most_bytes: int = 0
     niceness: int = 0
     lora_tasks: tuple[str, ...] = ()

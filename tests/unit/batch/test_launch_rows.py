@@ -66,8 +66,14 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"prompt": null}', '"prompt" must be a text, not null'),
     ('{"prompt_token_ids": [1, true]}', "list of whole numbers, not [1, true]"),
     ('{"prompt_token_ids": "12"}', "list of whole numbers"),
-    ("{}", 'one of "prompt" and "prompt_token_ids"'),
+    ("{}", 'one of "prompt", "prompt_token_ids" and "messages"'),
     ('{"prompt": "a", "max_token": 3}', "did you mean 'max_tokens'?"),
+    ('{"prompt": "a", "messages": []}', 'one of "prompt", "prompt_token_ids" and "messages"'),
+    ('{"messages": "hello"}', 'messages must be a list with one message at least, not "hello"'),
+    ('{"messages": [{"role": "you", "content": "a"}]}', "messages[0].role must be one of system"),
+    ('{"messages": [{"role": "user", "content": "a"}], "tools": [5]}', "tools[0] must be an object, not 5"),
+    ('{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 5}', "chat_template_kwargs must be"),
+    ('{"prompt": "a", "tools": []}', '"tools" is of chats: give "messages" instead of "prompt", or leave it out'),
     ('{"prompt": "a", "return_context_logits": true}', "return_context_logits: rows have no logits"),
     ('{"prompt": "a", "\\ud800": 3}', "unknown key '\\ud800'"),
     ('{"prompt": "a\\ud800b"}', '"prompt" holds \\ud800, half of a surrogate pair'),
@@ -188,7 +194,7 @@ def test_what_a_refusal_shows_is_bounded(tmp_path: Path) -> None:
         json.dumps(megabyte),
     ]
     for row in read(tmp_path, "\n".join(lines)):
-        assert 10 < len(str(row.error)) < 600
+        assert 10 < len(str(row.error)) < 800
     assert len(str(refused_row(row, megabyte)["error"])) < 1100
 
 

@@ -13,6 +13,7 @@ from paged import PagedModel
 from quantized_checkpoints import edit_tensors, make_pair
 from safetensors.torch import load_file
 from tensorrt_llm_checkpoints import write_ranks as write_by_hand
+from transformers import AutoModelForCausalLM
 
 from parallel.errors import ParallelError
 from trtrun.conversion.hugging_face_writer import write_hugging_face
@@ -61,6 +62,13 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
+def logits_of_transformers(directory: Path) -> torch.Tensor:
+    """What the library makes of a directory that is opened by its config.json alone."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.inference_mode():
+        return model(torch.tensor([BATCH[0][0][2]])).logits
+
+
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_there_and_back(tmp_path: Path, architecture: str, tp_size: int) -> None:
@@ -69,6 +77,7 @@ def test_there_and_back(tmp_path: Path, architecture: str, tp_size: int) -> None
     assert torch.equal(PagedModel(ranks, tp_size=2).forward(BATCH), PagedModel(source, tp_size=2).forward(BATCH))
     again = to_hugging_face(ranks, tmp_path / "again")
     assert_equal(tensors_of(again), tensors_of(source))
+    assert torch.equal(logits_of_transformers(again), logits_of_transformers(source))
     assert torch.equal(PagedModel(again).forward(BATCH), PagedModel(source).forward(BATCH))
     for path in (ranks, again):
         found, expected = read_model_config(path), read_model_config(source)

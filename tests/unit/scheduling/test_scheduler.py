@@ -297,7 +297,8 @@ def test_cancel_takes_a_waiting_or_a_running_request_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "length", "numbers"),
     [
-        ({"max_seq_len": 20}, 20, ["20 tokens", "max_seq_len 20", "room for 19"]),
+        ({"max_seq_len": 20}, 20, ["20 tokens", "max_seq_len 20", "room for 19", "raise scheduler.max_seq_len within"]),
+        ({"max_seq_len": 20, "has_longer_context": False}, 20, ["room for 19; shorten it$"]),
         ({"num_blocks": 5}, 16, ["16 tokens", "needs 17", "holds 16", "4 blocks of 4"]),
         ({}, 0, ["0 tokens"]),
         ({"max_waiting": 1}, 3, ["1 completions wait", "max_waiting is 1"]),
@@ -311,7 +312,8 @@ def test_refused_request_says_the_numbers_and_the_others_go_on(
     with pytest.raises(InvalidRequestError) as caught:
         job.scheduler.limits.check_prompt(length)  # as who adds it has to
         job.scheduler.check_room(1)
-    assert all(number in str(caught.value) for number in numbers) and "\n" not in str(caught.value)
+    told = f"{caught.value}$"
+    assert all(number in told for number in numbers) and "\n" not in told
     job.run([])
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from real_clients.chat_model import ANSWERS, TEMPLATE
 from real_clients.task import PRINTED
 
-from launch.serve.openai.chat_template import ChatTemplate
+from trtrun.chats.chat_template import ChatTemplate
 
 FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "real_clients"
 CALLED: list[dict[str, Any]] = [

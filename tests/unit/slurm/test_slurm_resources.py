@@ -12,8 +12,11 @@ from launch.slurm.resources import SlurmResources, count_gres_gpus, read_resourc
 from trtrun.errors import ConfigError
 
 
-def resources_of(folder: Path, target: Any, draft: Any = None, **slurm: Any) -> SlurmResources:
+def resources_of(
+    folder: Path, target: Any, draft: Any = None, others: dict[str, Any] | None = None, **slurm: Any
+) -> SlurmResources:
     values: dict[str, Any] = {
+        **(others or {}),
         "target": {"model": "asset:target", "devices": target},
         "speculation": {"method": "none" if draft is None else "draft_target"},
         "launch": {"slurm": slurm},
@@ -40,6 +43,23 @@ def test_devices_of_no_host_are_the_first_nodes(tmp_path: Path) -> None:
 def test_one_device_is_one_process(tmp_path: Path) -> None:
     resources = resources_of(tmp_path, ["cpu:0"], ["cpu:0"])
     assert (resources.nodes, resources.tasks_per_node, resources.gpus) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "others", "slurm", "cores"),
+    [
+        (["cpu:0"], {}, {}, None),
+        (["cpu:0"], {"threads": 8}, {}, 8),
+        (["cpu:0"], {"threads": 8}, {"cpus_per_task": 3}, 3),
+        ([0], {}, {}, 2),
+        ([0], {"threads": 8}, {}, 2),
+    ],
+)
+def test_ranks_get_the_cores_that_they_compute_on(
+    tmp_path: Path, devices: Any, others: dict[str, Any], slurm: dict[str, Any], cores: int | None
+) -> None:
+    resources = resources_of(tmp_path, devices, others=others, **slurm)
+    assert resources.cpus_per_task == cores and resources.lacks_cores == (cores is None)
 
 
 def test_counts_take_nodes_that_do_not_exist_yet(tmp_path: Path) -> None:

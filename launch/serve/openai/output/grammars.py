@@ -19,7 +19,7 @@ from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameter_rules import free_parameters, parameter_rules
 from launch.serve.openai.output.qwen3_coder import END, FUNCTION
 from launch.serve.openai.output.schemas import ANY, arguments_schema, as_part, moved, without_notes
-from launch.serve.openai.tools import Tool
+from trtrun.chats.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY, Guide
 
 _Rule = Callable[[Lark, "Wanted"], str]

@@ -16,7 +16,7 @@ from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameters import resolved, types_of
 from launch.serve.openai.output.qwen3_coder import END_PARAMETER, PARAMETER
 from launch.serve.openai.output.schemas import arguments_schema, as_part
-from launch.serve.openai.tools import Tool
+from trtrun.chats.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY
 from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from launch.serve.openai.tools import Tool
+from trtrun.chats.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY
 from trtrun.guiding.json_schemas import close
 from trtrun.guiding.schema_rewrites import patterns_of

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.openai.messages import NO_TEXT
 from launch.serve.openai.responses.tools import INPUT, LOCAL_SHELL, TOOL_SEARCH, shown_name
+from trtrun.chats.messages import NO_TEXT
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 

@@ -17,8 +17,8 @@ from launch.serve.openai.responses.fields import OTHERS, RESPONSE_FIELDS
 from launch.serve.openai.responses.items import read_items
 from launch.serve.openai.responses.tools import read_choice, read_tools
 from launch.serve.openai.taking import check_names, take_fields
-from launch.serve.openai.tools import at_places, words_at_places
 from launch.serve.openai.types import read_chat
+from trtrun.chats.tools import at_places, words_at_places
 from trtrun.core.values import show_value
 
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "stream_options", *OTHERS)
@@ -44,9 +44,14 @@ _WORDS = (
 )
 """What stands in messages about chats, and what it is called here."""
 
+_NO_DEFAULTS: Mapping[str, Any] = {}
 
-def read_response(values: object, model_name: str, adapters: Collection[str] = ()) -> ChatCall:
-    """The chat that a body of /v1/responses asks for, of a model or one of its adapters.
+
+def read_response(
+    values: object, model_name: str, adapters: Collection[str] = (), defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> ChatCall:
+    """The chat that a body of /v1/responses asks for, of a model or one of its adapters; `defaults` is sampling that it
+    does not say.
 
     Raises:
         Refusal: a field is unknown, not supported or wrong.
@@ -75,7 +80,7 @@ def read_response(values: object, model_name: str, adapters: Collection[str] = (
     if _read_include(given.get("include", [])) or given.get("top_logprobs"):
         asked |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
     try:
-        call = read_chat(asked, model_name, adapters)
+        call = read_chat(asked, model_name, adapters, defaults)
     except Refusal as refusal:
         told = in_words_of_responses(refusal)
         raise Refusal(told.kind, words_at_places(str(told), offered.places), told.field, told.code) from None

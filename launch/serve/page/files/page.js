@@ -186,7 +186,10 @@ function fitForm(status) {
     const chat = elements["chat-choice"];
     chat.querySelector("input").disabled = !status.chat;
     elements["chat-hint"].hidden = status.chat;
-    if (!status.chat) elements.ask.querySelector("[name=kind][value=completion]").checked = true;
+  }
+  if (!server || server.chat !== status.chat) {
+    // Who has a model for chats seldom wants its prompts gone on with.
+    elements.ask.querySelector(`[name=kind][value=${status.chat ? "chat" : "completion"}]`).checked = true;
   }
   const most = elements["max-tokens"];
   if (status.max_seq_len && Number(most.max) !== status.max_seq_len) {

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from launch.serve.application.parts import _formats
-from launch.serve.openai.chat_template import ChatTemplate
+from trtrun.chats.chat_template import ChatTemplate
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError
 

@@ -13,13 +13,13 @@ from chat_server import ChatServer
 
 from launch.serve.door.refusals import Refusal
 from launch.serve.openai.calls import CallItem
-from launch.serve.openai.chat_template import ChatTemplate
-from launch.serve.openai.messages import NO_TEXT
 from launch.serve.openai.output.events import Arguments, CallBegin
 from launch.serve.openai.responses.custom_inputs import CustomInput
 from launch.serve.openai.responses.items import read_items
 from launch.serve.openai.responses.output import OutputItems
 from launch.serve.openai.responses.requests import read_response
+from trtrun.chats.chat_template import ChatTemplate
+from trtrun.chats.messages import NO_TEXT
 from trtrun.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(240)

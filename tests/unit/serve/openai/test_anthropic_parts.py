@@ -15,8 +15,8 @@ from launch.serve.anthropic.conversations import read_conversation
 from launch.serve.anthropic.requests import read_message
 from launch.serve.door.refusals import Refusal
 from launch.serve.http.requests import Keys
-from launch.serve.openai.messages import NO_TEXT
 from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
+from trtrun.chats.messages import NO_TEXT
 
 
 def test_turns_become_the_messages_of_a_chat() -> None:

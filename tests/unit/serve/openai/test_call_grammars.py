@@ -18,8 +18,8 @@ from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from launch.serve.openai.output.grammars import Wanted, as_lark, write_grammar
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
 from launch.serve.openai.output.schemas import without_notes
-from launch.serve.openai.tools import read_tools
 from trtrun.api.prompts import PromptReader
+from trtrun.chats.tools import read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import grammars_of

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from launch.serve.openai import chat_template
-from launch.serve.openai.chat_template import ChatTemplate
-from launch.serve.openai.chat_template_files import read_chat_template
+from trtrun.chats import chat_template
+from trtrun.chats.chat_template import ChatTemplate
+from trtrun.chats.chat_template_files import read_chat_template
 from trtrun.errors import CheckpointError, InvalidRequestError
 
 

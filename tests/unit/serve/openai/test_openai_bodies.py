@@ -123,6 +123,9 @@ def test_a_prompt_that_is_too_long_is_refused_without_its_tokens() -> None:
     with pytest.raises(Refusal, match=f"the prompt is too long: it has {length} tokens") as caught:
         ask("completions", {"prompt": [5] * length}, engine)
     assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(Refusal, match="the prompt is too long") as caught:
+        ask("chat_completions", {"messages": [{"role": "user", "content": "a " * length}]}, engine)
+    assert (caught.value.code, caught.value.field) == ("context_length_exceeded", "messages")
 
 
 def test_a_text_that_no_tokens_can_spell_is_refused_before_it_becomes_tokens() -> None:

@@ -17,7 +17,7 @@ from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameter_rules import parameter_rules
 from launch.serve.openai.output.parameters import ALL_TYPES, as_json, types_of
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
-from launch.serve.openai.tools import Choice, read_tools
+from trtrun.chats.tools import Choice, read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import grammars_of
@@ -138,7 +138,11 @@ def call(**values: str) -> str:
         ({"type": "string", "pattern": "^[a-z]+/$"}, ["ab/"], ["a/b", "xAb/"]),
         ({"type": "string", "pattern": "b|c"}, ["abd", "c"], ["ad"]),
         ({"type": "string", "pattern": r"^a|b\Z"}, ["ax", "xb"], ["xa", "bx"]),
-        ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}]}, ["1."], ["-."]),
+        (
+            {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}]},
+            ["1."],
+            ["-."],
+        ),
         ({"enum": ["a", "5", None]}, ["a", "5", "null"], ["b", ""]),
         ({"$ref": "#/$defs/kind"}, ["a", "5"], ["b"]),
         ({"anyOf": [{"$ref": "#/$defs/kind"}, {"type": "null"}]}, ["a", "null"], ["b"]),

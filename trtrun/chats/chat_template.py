@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from launch.serve.openai.template_messages import (
+from trtrun.chats.template_messages import (
     as_template_knows,
     num_python_objects,
     ways_of_calls,

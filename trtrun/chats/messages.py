@@ -1,4 +1,4 @@
-"""The messages of chats, read, checked, and made what chat templates see; and other texts of requests.
+"""The messages of chats, in OpenAI's words, read, checked, and made what chat templates see.
 
 It knows JSON values, and no template.
 """
@@ -9,9 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from launch.serve.door.refusals import Kind, Refusal
 from trtrun.core.values import check_characters, show_value
-from trtrun.errors import InvalidRequestError, nearest
+from trtrun.errors import InvalidFieldError, InvalidRequestError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning")
@@ -37,42 +36,11 @@ def read_messages(value: object) -> list[dict[str, Any]]:
     """The messages of a chat, each content as one text.
 
     Raises:
-        Refusal: there is none, or one is none, or has what is not read here.
+        InvalidFieldError: there is none, or one is none, or has what is not read here.
     """
     if not isinstance(value, list) or not value:
         raise _wrong(f"messages must be a list with one message at least, not {show_value(value)}")
     return [_read_message(f"messages[{place}]", item) for place, item in enumerate(value)]
-
-
-def read_prediction(value: object) -> str:
-    """The text that an answer is expected to be; empty for null.
-
-    Raises:
-        Refusal: it is none.
-    """
-    if value is None:
-        return ""
-    content = value.get("content") if isinstance(value, dict) and value.get("type") == "content" else None
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
-    if not isinstance(content, str):
-        line = f'prediction must be {{"type": "content", "content": "…"}}, not {show_value(value)}'
-        raise Refusal(Kind.INVALID, line, "prediction")
-    return read_text("prediction", "prediction", content)
-
-
-def read_text(name: str, field: str, value: str) -> str:
-    """A text that has UTF-8.
-
-    Raises:
-        Refusal: it has none.
-    """
-    try:
-        check_characters(name, value)
-    except InvalidRequestError as error:
-        raise Refusal(Kind.INVALID, str(error), field) from None
-    return value
 
 
 def _read_message(where: str, value: object) -> dict[str, Any]:
@@ -93,7 +61,7 @@ def _read_message(where: str, value: object) -> dict[str, Any]:
         content = "\n".join(_read_part(f"{where}.content[{place}]", part) for place, part in enumerate(content))
     if not isinstance(content, str):
         raise _wrong(f"{where}.content must be a text or a list of text parts, not {show_value(content)}")
-    message = {"role": role, "content": read_text(f"{where}.content", "messages", content)}
+    message = {"role": role, "content": _check_text(f"{where}.content", content)}
     for name in ("name", "tool_call_id", *REASONING):
         text = value.get(name)
         if text is not None:
@@ -136,7 +104,7 @@ def _read_calls(where: str, value: object) -> list[dict[str, Any]]:
         call_id, arguments = item.get("id"), function.get("arguments")
         name = _read_own_text(f"{where}[{place}].function.name", function.get("name"))
         if arguments is None or isinstance(arguments, str):
-            read_text(f"{where}[{place}].function.arguments", "messages", arguments or "")
+            _check_text(f"{where}[{place}].function.arguments", arguments or "")
             arguments = _read_arguments(arguments or "")
         if not isinstance(arguments, dict | str):
             raise _wrong(f"{where}[{place}].function.arguments must be a text of JSON, not {show_value(arguments)}")
@@ -158,7 +126,7 @@ def _read_arguments(text: str) -> dict[str, Any] | str:
 def _read_own_text(where: str, value: object) -> str:
     if not isinstance(value, str):
         raise _wrong(f"{where} must be a text, not {show_value(value)}")
-    return read_text(where, "messages", value)
+    return _check_text(where, value)
 
 
 def _read_part(where: str, value: Any) -> str:
@@ -168,5 +136,14 @@ def _read_part(where: str, value: Any) -> str:
     return text
 
 
-def _wrong(line: str) -> Refusal:
-    return Refusal(Kind.INVALID, line, "messages")
+def _check_text(where: str, value: str) -> str:
+    """The text, unless it has no UTF-8."""
+    try:
+        check_characters(where, value)
+    except InvalidRequestError as error:
+        raise _wrong(str(error)) from None
+    return value
+
+
+def _wrong(line: str) -> InvalidFieldError:
+    return InvalidFieldError("messages", line)

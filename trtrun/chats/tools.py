@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from launch.serve.door.refusals import Kind, Refusal
 from trtrun.core.guide import OPTIONS_KEY, check_schema_options
 from trtrun.core.values import check_characters, read_flag, show_value
-from trtrun.errors import InvalidRequestError, nearest
+from trtrun.errors import InvalidFieldError, InvalidRequestError, nearest
 
 MOST_NAME_CHARACTERS = 256
 
@@ -100,7 +99,7 @@ def read_tools(given: Mapping[str, Any]) -> ToolUse | None:
     """The tools of a body; None where it has none.
 
     Raises:
-        Refusal: one is wrong, or what is chosen is not among them.
+        InvalidFieldError: one is wrong, or what is chosen is not among them.
     """
     value = given.get("tools", [])
     if not isinstance(value, list):
@@ -211,5 +210,5 @@ def _check_names(where: str, value: Mapping[str, Any], known: tuple[str, ...]) -
             raise _wrong("tools", f"unknown field {show_value(name)} of {where}{nearest(name, known)}")
 
 
-def _wrong(field: str, line: str) -> Refusal:
-    return Refusal(Kind.INVALID, line, field)
+def _wrong(field: str, line: str) -> InvalidFieldError:
+    return InvalidFieldError(field, line)

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from launch.serve.openai.chat_template import ChatTemplate
+from trtrun.chats.chat_template import ChatTemplate
 from trtrun.errors import CheckpointError, one_line, reading, shorten
 from trtrun.models.checkpoint import read_json
 

@@ -1,0 +1,3 @@
+"""Chats: messages and tools in OpenAI's words, and the checkpoint's template that makes a prompt of them. It does not
+know how texts are generated, or who asks.
+"""
