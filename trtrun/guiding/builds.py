@@ -9,23 +9,28 @@ knows grammars and starts. It does not know rows or rounds.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 import torch
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.row_guide import Begun, Shares, depends_on_others, go_on
+from trtrun.guiding.row_guide import Begun, Shares, depends_on_others, go_on, take
 
 logger = logging.getLogger(__name__)
 
 _FEWEST_BUILDERS, _MOST_BUILDERS = 2, 4
 """Threads that build guides: as many as make masks, but a large guide never keeps all others waiting."""
+
+
+_SHORT_SECONDS = 0.003
+"""What some tokens may take in which other threads of Python wait."""
 
 
 class GuideBuilds:
@@ -87,17 +92,17 @@ class GuideBuilds:
         try:
             if self.grammars is None:
                 self.grammars = self._make_grammars()
-            words = -(-self.grammars.vocab_size // 32)
+            words, follow = -(-self.grammars.vocab_size // 32), _Follower(self.grammars)
             if start.is_alone:
                 own = self.grammars.own_matcher(start.guide)
-                return _behind(own, start.output, words, Shares.NOBODY) or Begun()
+                return _behind(own, start.output, words, Shares.NOBODY, follow) or Begun()
             shares = Shares.FEW if start.output else Shares.ALL
-            found = _behind(self.grammars.matcher(start.guide), start.output, words, shares)
+            found = _behind(self.grammars.matcher(start.guide), start.output, words, shares, follow)
             if found is None:
                 # Matchers of one grammar share what their lexer has found out, and its bound with it: so which of them
                 # passes it depends on the others.
                 matcher = self.grammars.matcher(start.guide, anew=True)
-                found = _behind(matcher, start.output, words, Shares.FEW)
+                found = _behind(matcher, start.output, words, Shares.FEW, follow)
         except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
             return Begun()
         except BaseException:  # among them the grammar engine's own panics; no other row is to lose by it
@@ -106,10 +111,35 @@ class GuideBuilds:
         return found or Begun()
 
 
-def _behind(matcher: LLMatcher, output: Sequence[int], words: int, shares: Shares) -> Begun | None:
+class _Follower:
+    """Has matchers follow tokens, so that other threads of Python go on where that takes long.
+
+    To take a token the grammar engine keeps others from running, unless it does so for several matchers: so beside the
+    one there is another, which takes none. That costs more than most tokens do."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._executor, self._idle, self._lets_go = LLExecutor(1), grammars.idle_matcher(), True
+
+    def __call__(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+        started = time.perf_counter()
+        if self._lets_go:
+            could = all(self._executor.consume_token_par([(matcher, one), (self._idle, one)])[0] for one in tokens)
+        else:
+            could = take(matcher, tokens)
+        self._lets_go = time.perf_counter() - started > _SHORT_SECONDS
+        return could
+
+
+def _behind(
+    matcher: LLMatcher,
+    output: Sequence[int],
+    words: int,
+    shares: Shares,
+    follow: Callable[[LLMatcher, Sequence[int]], bool],
+) -> Begun | None:
     """A matcher behind a row's output, and the mask there; None where a bound was passed that others may have used
     up."""
-    if go_on(matcher, output):
+    if go_on(matcher, output, follow):
         first, fork = torch.zeros(words, dtype=torch.int32), matcher.deep_copy()
         fork.unsafe_compute_mask_ptr(first.data_ptr(), 4 * len(first))
         if not fork.is_error():

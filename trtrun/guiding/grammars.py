@@ -106,6 +106,10 @@ class Grammars:
         """
         return self._compile(guide).matcher
 
+    def idle_matcher(self) -> LLMatcher:
+        """One of no grammar, which takes no token."""
+        return LLMatcher(self._tokens, "start: (", log_level=0)
+
     def _compiled(self, guide: Guide, *, anew: bool = False) -> _Kept:
         with self._lock:
             kept = self._kept.get(guide)

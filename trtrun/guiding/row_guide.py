@@ -8,7 +8,7 @@ with is built beside the rounds. It knows matchers and tokens. It does not know 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -31,7 +31,12 @@ any matcher of the grammar would have behind the same text: the parser's state i
 not follow do so for none."""
 
 
-def go_on(matcher: LLMatcher, output: Sequence[int]) -> bool:
+def take(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+    """Have a matcher follow tokens; whether it could. Other threads of Python wait meanwhile."""
+    return all(map(matcher.consume_token, tokens))
+
+
+def go_on(matcher: LLMatcher, output: Sequence[int], take: Callable[[LLMatcher, Sequence[int]], bool] = take) -> bool:
     """Have a matcher follow what a row has already; whether it could. It is of no more use where it could not.
 
     What the lexer may take is measured out anew with each mask, and one that has taken all of it never goes on, nor
@@ -39,7 +44,7 @@ def go_on(matcher: LLMatcher, output: Sequence[int]) -> bool:
     """
     for start in range(0, len(output), _MOST_UNMASKED):
         matcher.deep_copy().compute_bitmask()
-        if not all(map(matcher.consume_token, output[start : start + _MOST_UNMASKED])):
+        if not take(matcher, output[start : start + _MOST_UNMASKED]):
             return False
     return True
 
@@ -139,7 +144,7 @@ class RowGuide:
         matcher = self.matcher
         self._first = None
         self.num_tokens += len(tokens)
-        if matcher is not None and not all(map(matcher.consume_token, tokens)):
+        if matcher is not None and not take(matcher, tokens):
             self.give_up(matcher)
 
     def give_up(self, failed: LLMatcher) -> None:
