@@ -31,6 +31,20 @@ class Guide(NamedTuple):
     text: str
 
 
+class GuideStart(NamedTuple):
+    """What a row that is guided begins with: a guide, and the tokens that its text has already.
+
+    Attributes:
+        guide: what the text must be.
+        output: tokens of a completion that goes on, as one that was preempted; none of a new one.
+        is_alone: whether it is to share nothing with other rows of the guide, as those have used up what it needs.
+    """
+
+    guide: Guide
+    output: tuple[int, ...] = ()
+    is_alone: bool = False
+
+
 def read_guide(name: str, value: object) -> Guide | None:
     """A guide of an object of one key, as `SamplingParams.guided` says, or of the pair that a Guide becomes in JSON.
     Beside JSON may stand what its blanks are (JSON_OPTIONS).

@@ -289,6 +289,11 @@ class Step:
     prompt_logits: torch.Tensor | None = None
 
 
+WAITS, WAITS_ALONE = -1, -2
+"""In place of the tokens that a row gains: none before what its guide goes on with is built beside the rounds; and that
+is to share nothing with other rows (`GuideStart.is_alone`)."""
+
+
 @dataclass
 class Verdict:
     """What the target engine decided for `plan.sampled_rows`: on the engine's device, or on the host where it came as
@@ -307,6 +312,8 @@ class Verdict:
         num_suffix_tokens: [decode_rows] int64: of the draft (Draft.num_suffix_tokens).
         reported_logits: of the rows that asked, by their places among the sampled ones, [draft_len + 1, vocab] float32:
             the raw logits that tokens were chosen from; anything beside padding. Valid until the engine's next forward.
+        waiting: by places among the sampled rows, WAITS or WAITS_ALONE of those whose guide has to go on beside the
+            rounds: the orchestrator is told that in place of what they gain, which is nobody's.
     """
 
     num_tokens: torch.Tensor
@@ -317,6 +324,7 @@ class Verdict:
     paths: torch.Tensor | None = None
     num_suffix_tokens: torch.Tensor | None = None
     reported_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    waiting: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass

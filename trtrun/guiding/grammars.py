@@ -6,13 +6,14 @@ over a lexer of derivatives of regular expressions). It knows guides and the gra
 
 from __future__ import annotations
 
-import ctypes
 import json
 import time
 from collections import OrderedDict
 from functools import lru_cache
 from threading import Lock
+from typing import NamedTuple
 
+import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -37,6 +38,13 @@ def grammars_of(tokens: LLTokenizer) -> Grammars:
     return Grammars(tokens)
 
 
+class _Kept(NamedTuple):
+    """A compiled grammar: a matcher at the start of a text, and the mask there, [words] int32."""
+
+    matcher: LLMatcher
+    first: torch.Tensor
+
+
 class Grammars:
     """The grammars of one vocabulary, the last ones compiled."""
 
@@ -47,7 +55,7 @@ class Grammars:
         names = (tokens.decode_str([token]) for token in special)
         self._special_names = [name for name in names if any(map(tokens.is_special_token, tokens.tokenize_str(name)))]
         self._lock = Lock()
-        self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Guide, _Kept] = OrderedDict()
         self._seconds: dict[Guide, float] = {}
 
     @property
@@ -58,6 +66,13 @@ class Grammars:
     def has(self, guide: Guide) -> bool:
         """Whether a guide is compiled."""
         return guide in self._kept
+
+    def kept(self, guide: Guide) -> tuple[LLMatcher, torch.Tensor] | None:
+        """A matcher at the start of a text, and the mask there, [words] int32; None where the guide is not compiled.
+        Cheap."""
+        with self._lock:
+            found = self._kept.get(guide)
+        return None if found is None else (found.matcher.deep_copy(), found.first)
 
     def check(self, guide: Guide) -> None:
         """Compile a guide, unless it is among the last ones.
@@ -81,26 +96,41 @@ class Grammars:
         Raises:
             InvalidRequestError: as of `check`.
         """
-        return self._compiled(guide, anew).deep_copy()
+        return self._compiled(guide, anew=anew).matcher.deep_copy()
 
-    def _compiled(self, guide: Guide, anew: bool = False) -> LLMatcher:
+    def own_matcher(self, guide: Guide) -> LLMatcher:
+        """One that shares nothing with others.
+
+        Raises:
+            InvalidRequestError: as of `check`.
+        """
+        return self._compile(guide).matcher
+
+    def idle_matcher(self) -> LLMatcher:
+        """One of no grammar, which takes no token."""
+        return LLMatcher(self._tokens, "start: (", log_level=0)
+
+    def _compiled(self, guide: Guide, *, anew: bool = False) -> _Kept:
         with self._lock:
-            matcher = self._kept.pop(guide, None)
-            if matcher is not None and not anew:
-                self._kept[guide] = matcher
-                return matcher
+            kept = self._kept.get(guide)
+            if kept is not None and not anew:
+                self._kept.move_to_end(guide)
+                return kept
         if not anew:
             check_bounds(guide)
             self._check_literals(guide)
         started = time.thread_time()
-        matcher = _build(self._tokens, guide)
-        if not anew:
-            self._check_first(guide, matcher.deep_copy())
+        kept = self._compile(guide)
         with self._lock:
-            self._kept[guide], self._seconds[guide] = matcher, time.thread_time() - started
+            self._kept.pop(guide, None)
+            self._kept[guide], self._seconds[guide] = kept, time.thread_time() - started
             while len(self._kept) > _MOST_KEPT or (len(self._kept) > 1 and self._seconds_kept() > _MOST_SECONDS_KEPT):
                 self._kept.popitem(last=False)
-        return matcher
+        return kept
+
+    def _compile(self, guide: Guide) -> _Kept:
+        matcher = _build(self._tokens, guide)
+        return _Kept(matcher, self._first_mask(guide, matcher.deep_copy()))
 
     def _seconds_kept(self) -> float:
         """What took to build those that are kept."""
@@ -118,13 +148,12 @@ class Grammars:
                 "tokenizer, and cannot be written as text: leave it out"
             )
 
-    def _check_first(self, guide: Guide, matcher: LLMatcher) -> None:
-        """Refuse a guide that no text follows, or of whose texts too much is the same: all of it is looked at for each
-        token. The first mask is made here, beside the rounds, as what it finds out about the lexer is kept."""
-        bits = bytearray(-(-self._tokens.vocab_size // 32) * 4)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(bits))
-        matcher.unsafe_compute_mask_ptr(address, len(bits))
-        if matcher.is_error() or not any(bits):
+    def _first_mask(self, guide: Guide, matcher: LLMatcher) -> torch.Tensor:
+        """What may come first, [words] int32, made beside the rounds. Refuse a guide that no text follows, or of whose
+        texts too much is the same: all of it is looked at for each token."""
+        bits = torch.zeros(-(-self._tokens.vocab_size // 32), dtype=torch.int32)
+        matcher.unsafe_compute_mask_ptr(bits.data_ptr(), 4 * len(bits))
+        if matcher.is_error() or not bool(bits.any()):
             raise InvalidRequestError(
                 f"guided: the {WORDS[guide.kind]} cannot be followed: no text is as it says, or it takes too much"
             )
@@ -133,6 +162,7 @@ class Grammars:
             raise InvalidRequestError(
                 f"guided: the {WORDS[guide.kind]} leaves no choice for {forced} tokens; {_MOST_FORCED} are the most"
             )
+        return bits
 
 
 def _build(tokens: LLTokenizer, guide: Guide) -> LLMatcher:

@@ -13,15 +13,18 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 
 from trtrun.guiding.host_copies import HostDraft
+from trtrun.guiding.round_budget import RoundBudget
 
 _MOST_THREADS = 8
 _FEW_MASKS = 4
 """Which one thread makes: to wake others takes longer."""
+_MASKS_EACH = 4
+"""That each of several threads makes before the clock is looked at."""
 _MOST_SECONDS = 0.5
-"""What the masks of one row may take, whatever the lexer finds out on the way and keeps: all rows wait for it."""
-_LOOKED_AT = 4
-"""Calls in which one thread makes all masks, after one in which several threads took longer than that: which of the
-rows it was only one thread can tell."""
+"""What the masks of one row may take, whatever the lexer finds out on the way and keeps."""
+_LONG_SECONDS, _LOOKED_AT = 0.005, 64
+"""Calls in which one thread makes all masks, after one in which several threads took that long: which of the rows it
+was only one thread can tell, and that of a machine that is busy otherwise none was it."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,11 @@ class MaskJob:
 
 
 class MaskMaker:
-    """Fills lines of bits, in several threads where there are many.
+    """Fills lines of bits, in several threads where there are many, as far as the round's budget goes.
 
     Attributes:
-        slow_lines: of the last call: the first lines of jobs, or lines, that took far too long, as far as is known.
+        times: of the last call, of what this thread made alone: the first lines of jobs, or lines, and seconds a mask.
+        skipped: of the last call: first lines of jobs, or lines, for which nothing was left of the budget.
     """
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
@@ -53,44 +57,72 @@ class MaskMaker:
         self._num_threads = min(num_threads, _MOST_THREADS)
         self._executor: LLExecutor | None = None
         self._num_looked_at = 0
-        self.slow_lines: Sequence[int] = ()
+        self.times: list[tuple[int, float]] = []
+        self.skipped: list[int] = []
 
-    def fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob]) -> list[MaskJob]:
+    @property
+    def slow_lines(self) -> list[int]:
+        """Of the last call: the first lines of jobs, or lines, that took far too long, as far as is known."""
+        return [line for line, seconds in self.times if seconds > _MOST_SECONDS]
+
+    def fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob], budget: RoundBudget | None = None) -> list[MaskJob]:
         """Write the masks of `jobs` to bits [lines, words] int32 on the host, contiguous; others stay as they are.
+
+        Where the budget gets short, lines of drafts are left out, and once it is spent whole jobs are (`skipped`): they
+        allow nothing.
 
         Returns:
             Jobs in which a bound was passed. Their lines allow nothing: what the engine writes there is no answer.
         """
-        self._fill(bits, jobs)
-        failed = [job for job in jobs if job.matcher.is_error()]
-        for job in failed:
-            bits[job.line : job.line + 1 + len(job.drafts)] = 0
+        budget = budget or RoundBudget()
+        self.times, self.skipped = [], []
+        left = [*jobs]
+        self._share_out(bits, left)
+        for job in left:
+            if budget.is_spent or (budget.is_short and not job.is_first):
+                self.skipped.append(job.line)
+            else:
+                self._fill_alone(bits, job, budget)
+        skipped = {*self.skipped}
+        failed = [job for job in jobs if job.line not in skipped and job.matcher.is_error()]
+        for job in jobs if skipped else failed:
+            if job.line in skipped or job.matcher.is_error():
+                bits[job.line : job.line + 1 + len(job.drafts)] = 0
         return failed
 
-    def consume(self, takes: Sequence[tuple[LLMatcher, int]]) -> list[bool]:
+    def consume(self, takes: Sequence[tuple[LLMatcher, int]], budget: RoundBudget) -> list[bool]:
         """Have matchers take a token each; whether they did. One that did not is of no more use."""
         if self._has_threads_for(len(takes)):
             return self._threads().consume_token_par([*takes])
-        return [matcher.consume_token(token) for matcher, token in takes]
+        with budget.spending():
+            return [matcher.consume_token(token) for matcher, token in takes]
 
-    def fill_next(self, bits: torch.Tensor, matchers: Mapping[int, LLMatcher]) -> set[int]:
+    def fill_next(
+        self, bits: torch.Tensor, matchers: Mapping[int, LLMatcher], budget: RoundBudget | None = None
+    ) -> set[int]:
         """Write what may follow `matchers` to the lines of bits [lines, words] int32 that they are of, on the host,
-        contiguous; other lines allow nothing.
+        contiguous; other lines allow nothing, and so do those for which nothing is left of the budget.
 
         Returns:
             Lines of matchers that did not pass a bound; one that did is of no more use, and its line allows nothing.
         """
+        budget = budget or RoundBudget()
+        self.times, self.skipped = [], []
         where = bits.data_ptr(), 4 * self.words
-        watch = _Watch()
         if self._shares_out(len(matchers)):
+            started = time.perf_counter()
             self._threads().unsafe_compute_mask_ptr([(one, line) for line, one in matchers.items()], *where, len(bits))
-            self._look_at_next(watch)
+            self._note_threads(time.perf_counter() - started)
         else:
             for line, matcher in matchers.items():
+                if budget.is_spent:
+                    self.skipped.append(line)
+                    continue
+                began = time.thread_time()
                 matcher.unsafe_compute_mask_ptr(where[0] + line * where[1], where[1])
-                watch.note(line)
-        self.slow_lines = watch.slow_lines
-        allowed = {line for line, matcher in matchers.items() if not matcher.is_error()}
+                self.times.append((line, time.thread_time() - began))
+                budget.spend(self.times[-1][1])
+        allowed = {line for line, matcher in matchers.items() if line not in self.skipped and not matcher.is_error()}
         for line in range(len(bits)) if len(allowed) < len(bits) else ():
             if line not in allowed:
                 bits[line] = 0
@@ -106,9 +138,9 @@ class MaskMaker:
         self._num_looked_at = max(0, self._num_looked_at - 1)
         return not self._num_looked_at
 
-    def _look_at_next(self, watch: _Watch) -> None:
-        """Several threads are done: where they took far too long, it is looked at who it is."""
-        if watch.waited() > _MOST_SECONDS:
+    def _note_threads(self, seconds: float) -> None:
+        """Several threads are done: where they took long, it is looked at who it is."""
+        if seconds > _LONG_SECONDS:
             self._num_looked_at = 1 + _LOOKED_AT
 
     def _threads(self) -> LLExecutor:
@@ -116,51 +148,38 @@ class MaskMaker:
             self._executor = LLExecutor(self._num_threads)
         return self._executor
 
-    def _fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob]) -> None:
-        num_masks, watch = sum(1 + len(job.drafts) for job in jobs), _Watch()
-        self.slow_lines = watch.slow_lines
-        if self._shares_out(num_masks):
-            executor = self._threads()
-            where = bits.data_ptr(), 4 * self.words, len(bits)
-            alone = [(job.matcher, job.line) for job in jobs if not job.drafts]
-            along = [(job.matcher, job.line, job.drafts) for job in jobs if job.drafts]
+    def _share_out(self, bits: torch.Tensor, left: list[MaskJob]) -> None:
+        """Have several threads do the first of the jobs in `left`, where they are many, and take these out."""
+        num_left = sum(1 + len(job.drafts) for job in left)
+        if not self._shares_out(num_left):
+            return
+        executor, where = self._threads(), (bits.data_ptr(), 4 * self.words, len(bits))
+        while left and not self._num_looked_at:
+            part, num_masks = list[MaskJob](), 0
+            while left and num_masks < _MASKS_EACH * self._num_threads:
+                part.append(left.pop(0))
+                num_masks += 1 + len(part[-1].drafts)
+            started = time.perf_counter()
+            alone = [(job.matcher, job.line) for job in part if not job.drafts]
+            along = [(job.matcher, job.line, job.drafts) for job in part if job.drafts]
             if alone:
                 executor.unsafe_compute_mask_ptr(alone, *where)
             if along:
                 executor.unsafe_compute_mask_ptr_with_draft_token(along, *where)
-            self._look_at_next(watch)
-            return
-        for job in jobs:
-            for place in range(1 + len(job.drafts)):
-                if place and not job.matcher.try_consume_tokens([job.drafts[place - 1]]):
-                    break
-                address = bits.data_ptr() + 4 * self.words * (job.line + place)
-                job.matcher.unsafe_compute_mask_ptr(address, 4 * self.words)
-            watch.note(job.line)
+            self._note_threads(time.perf_counter() - started)
 
-
-class _Watch:
-    """Finds out which lines take far too long. What this thread computes counts, not how long it waits for a busy
-    machine.
-
-    Attributes:
-        slow_lines: which took longer than they may.
-    """
-
-    def __init__(self) -> None:
-        self.slow_lines: list[int] = []
-        self._began, self._last = time.perf_counter(), time.thread_time()
-
-    def note(self, line: int) -> None:
-        """A line is done, by this thread."""
-        now = time.thread_time()
-        if now - self._last > _MOST_SECONDS:
-            self.slow_lines.append(line)
-        self._last = now
-
-    def waited(self) -> float:
-        """Seconds since the beginning."""
-        return time.perf_counter() - self._began
+    def _fill_alone(self, bits: torch.Tensor, job: MaskJob, budget: RoundBudget) -> None:
+        """Write the masks of a job in this thread."""
+        began = last = time.thread_time()
+        for place in range(1 + len(job.drafts)):
+            if place and (budget.is_short or not job.matcher.try_consume_tokens([job.drafts[place - 1]])):
+                break
+            address = bits.data_ptr() + 4 * self.words * (job.line + place)
+            job.matcher.unsafe_compute_mask_ptr(address, 4 * self.words)
+            now = time.thread_time()
+            budget.spend(now - last)
+            last, num_made = now, place + 1
+        self.times.append((job.line, (last - began) / num_made))
 
 
 def mask_jobs(matcher: LLMatcher, line: int, draft: HostDraft | None, place: int) -> list[MaskJob]:

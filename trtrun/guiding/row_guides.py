@@ -10,30 +10,25 @@ It knows plans, grammars and bits. It does not know models, how tokens are chose
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from weakref import WeakValueDictionary
 
 import torch
-from llguidance import LLMatcher
 
 from parallel.watchdog.activity import Activity
-from trtrun.core.guide import Guide
+from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.nouns import RoundPlan, RowAdmission, Verdict
-from trtrun.errors import InvalidRequestError
+from trtrun.guiding.builds import GuideBuilds
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
 from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
-from trtrun.guiding.row_guide import SLOW_SECONDS, RowGuide, go_on
+from trtrun.guiding.round_budget import RoundBudget
+from trtrun.guiding.row_guide import Begun, GuidePace, RowGuide
 from trtrun.guiding.walk import Walk
 from trtrun.sampling.token_masks import TokenMasks
 
-logger = logging.getLogger(__name__)
-
 _ANYTHING = Guide("json", "true")
-_FEWEST_BUILDERS, _MOST_BUILDERS = 2, 4
-"""Threads that build guides: as many as make masks, but a large guide never keeps all others waiting."""
 
 
 class RowGuides:
@@ -64,51 +59,48 @@ class RowGuides:
             seconds: that a guide may take to build.
         """
         self._share = share
-        self._activity, self._seconds = activity or Activity(), seconds
         self._follows = follows
-        self._make_grammars = make_grammars
         self._vocab_size = vocab_size
         self._device = device
         self._num_threads = num_threads
-        self._grammars: Grammars | None = None
-        self._maker: MaskMaker | None = None
-        self._compiler: ThreadPoolExecutor | None = None
-        self._begun: dict[Guide, Future[LLMatcher | None]] = {}
+        self._budget, self._of_drafts = RoundBudget(), RoundBudget()
+        self._builds = GuideBuilds(make_grammars, num_threads, activity, seconds)
+        self._known_maker: MaskMaker | None = None
+        self._begun: dict[GuideStart, Future[Begun]] = {}
+        self._paces: WeakValueDictionary[Guide, GuidePace] = WeakValueDictionary()
         self._rows: dict[int, RowGuide] = {}
         self._pending: tuple[list[tuple[int, RowGuide]], HostCopies] | None = None
 
     def prepare(self) -> None:
         """Have the vocabulary read before a row is guided, in a thread beside this one."""
-        self._submit(_ANYTHING, [])
+        self._builds.submit(GuideStart(_ANYTHING))
 
-    def build(self, guide: Guide) -> None:
-        """Have a guide built beside the rounds, for rows to come, until it is forgotten. Does not wait."""
-        if not self._follows:
-            return
-        if self._grammars is not None and self._grammars.has(guide):
-            self._begun[guide] = done = Future[LLMatcher | None]()
-            done.set_result(self._begin(guide, []))
-        else:
-            self._begun[guide] = self._submit(guide, [])
+    def build(self, start: GuideStart) -> None:
+        """Have a start built beside the rounds, for rows to come, until it is forgotten. Does not wait."""
+        if self._follows:
+            self._begun[start] = self._builds.submit(start)
 
-    def forget(self, guide: Guide) -> None:
-        """No row to come needs a guide; those that have it keep it."""
-        begun = self._begun.pop(guide, None)
+    def forget(self, start: GuideStart) -> None:
+        """No row to come begins so; those that did go on."""
+        begun = self._begun.pop(start, None)
         if begun is not None:
             begun.cancel()
 
-    def is_built(self, guide: Guide) -> bool:
-        """Whether no row would wait for a guide that is being built; one that cannot be is."""
-        return not self._follows or self._begun[guide].done()
+    def is_built(self, start: GuideStart) -> bool:
+        """Whether no row would wait for a start that is being built; one that cannot be is."""
+        return not self._follows or self._begun[start].done()
 
-    def wait_for_any(self, guides: Iterable[Guide], seconds: float) -> None:
-        """Wait until one of some guides is built, `seconds` at most."""
-        wait([self._begun[guide] for guide in guides if self._follows], seconds, FIRST_COMPLETED)
+    def wait_for_any(self, starts: Iterable[GuideStart], seconds: float) -> None:
+        """Wait until one of some starts is built, `seconds` at most."""
+        wait([self._begun[start] for start in starts if self._follows], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Begin no build that has not begun: the process's end would wait for all of them."""
-        if self._compiler is not None:
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+        """Begin no build that has not begun."""
+        self._builds.close()
+
+    def take_seconds(self) -> float:
+        """What rounds computed for guides in their thread since the last call, as far as it is counted."""
+        return self._budget.take_seconds() + self._of_drafts.take_seconds()
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come and go."""
@@ -117,54 +109,28 @@ class RowGuides:
         for admission in plan.admissions:
             self._rows.pop(admission.row, None)
             if admission.sampling.guided is not None:
-                self._rows[admission.row] = self._admit(admission) if self._follows else RowGuide(None)
+                self._rows[admission.row] = self._admit(admission) if self._follows else RowGuide()
+        self._budget.begin(len(self._rows))
+        self._of_drafts.begin(len(self._rows))
 
     def _admit(self, admission: RowAdmission) -> RowGuide:
         guide = admission.sampling.guided
         assert guide is not None
-        output = admission.tokens[admission.num_prompt_tokens :].tolist()
-        built = self._begun.get(guide)
-        begun: LLMatcher | Future[LLMatcher | None] | None
-        if built is not None and built.done():
-            matcher = built.result()
-            begun = None if matcher is None else self._go_on(guide, matcher.deep_copy(), output)
-        elif self._grammars is not None and self._grammars.has(guide):
-            begun = self._begin(guide, output)
-        else:  # nobody has had it built before, as of the rounds before the first request
-            begun = self._submit(guide, output)
-        return RowGuide(begun, output, lambda: self._begin(guide, [], anew=True))
+        output = tuple(admission.tokens[admission.num_prompt_tokens :].tolist())
+        alone = self._begun.get(GuideStart(guide, output, is_alone=True))
+        begun = alone or self._begun.get(GuideStart(guide, output))
+        if begun is None:  # nobody has had it built before, as of the rounds before the first request
+            begun = self._builds.submit(GuideStart(guide, output))
+        return RowGuide(begun, len(output), self._paces.setdefault(guide, GuidePace()))
 
-    def _submit(self, guide: Guide, output: list[int]) -> Future[LLMatcher | None]:
-        if self._compiler is None:
-            builders = max(_FEWEST_BUILDERS, min(_MOST_BUILDERS, self._num_threads))
-            self._compiler = ThreadPoolExecutor(builders, thread_name_prefix="guides")
-        return self._compiler.submit(self._build, guide, output)
-
-    def _build(self, guide: Guide, output: list[int]) -> LLMatcher | None:
-        with self._activity.beside("guides", "compiling a guide", self._seconds):
-            return self._begin(guide, output)
-
-    def _begin(self, guide: Guide, output: list[int], *, anew: bool = False) -> LLMatcher | None:
-        """A matcher behind a row's output so far; None where it cannot follow."""
-        try:
-            if self._grammars is None:
-                grammars = self._make_grammars()
-                self._maker = MaskMaker(max(self._vocab_size, grammars.vocab_size), self._num_threads)
-                self._grammars = grammars
-            matcher = self._grammars.matcher(guide, anew=anew)
-        except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
-            return None
-        except Exception:  # no other row is to lose by it
-            logger.exception("a guide could not be built")
-            return None
-        return matcher if anew else self._go_on(guide, matcher, output)
-
-    def _go_on(self, guide: Guide, matcher: LLMatcher, output: list[int]) -> LLMatcher | None:
-        """A matcher behind a row's output so far; None where it cannot follow."""
-        return matcher if go_on(matcher, output) else self._behind(guide, output)
-
-    def _behind(self, guide: Guide, output: list[int]) -> LLMatcher | None:
-        return RowGuide(None, output, lambda: self._begin(guide, [], anew=True)).renew()
+    @property
+    def _maker(self) -> MaskMaker | None:
+        """None where no grammar could be read, and none is followed."""
+        grammars = self._builds.grammars
+        if self._known_maker is None and grammars is not None:
+            size = max(self._vocab_size, grammars.vocab_size)
+            self._known_maker = MaskMaker(size, self._num_threads)
+        return self._known_maker
 
     def guided(self, rows: Sequence[int]) -> list[int]:
         """Places within `rows` of those that are guided."""
@@ -185,7 +151,19 @@ class RowGuides:
         guides, copies = pending
         counts, tokens = copies.lists()
         for place, guide in guides:
-            guide.follow(tokens[place][: counts[place]])
+            if guide.waits:
+                continue
+            if self._budget.is_spent:
+                guide.wait()
+                continue
+            with self._budget.spending():
+                guide.follow(tokens[place][: counts[place]])
+
+    def waiting(self, rows: Sequence[int]) -> dict[int, int]:
+        """Of those that gain nothing until what they go on with is built beside the rounds, by their places within
+        `rows`, WAITS or WAITS_ALONE."""
+        waits = {place: self._rows[rows[place]].waits for place in self.guided(rows)}
+        return {place: how for place, how in waits.items() if how}
 
     def masks(self, rows: Sequence[int], width: int, draft: HostDraft | None = None) -> TokenMasks | None:
         """Of the places that are decided in a round; None where none of the rows is guided.
@@ -200,8 +178,7 @@ class RowGuides:
             return None
         self.settle()
         guides = [self._rows[rows[place]] for place in guided]
-        matchers = [None if guide.is_ended else guide.matcher for guide in guides]
-        return self._make_masks(len(rows), guided, matchers, width + 1, draft, guides)
+        return self._make_masks(len(rows), guided, guides, width + 1, draft)
 
     def forced(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What must follow the plan's decode rows, because nothing else may: tokens [decode_rows, draft_len] int64 on
@@ -214,7 +191,7 @@ class RowGuides:
         most = plan.draft_lens.tolist()
         tokens = torch.full((len(rows), plan.draft_len), -1, dtype=torch.int64)
         for place, found in zip(
-            guided, self.forced_behind({rows[place]: most[place] for place in guided}), strict=True
+            guided, self._forced_behind({rows[place]: most[place] for place in guided}), strict=True
         ):
             tokens[place, : len(found)] = torch.tensor(found, dtype=torch.int64)
         if self._share is None and int(tokens.max()) < 0:
@@ -225,12 +202,30 @@ class RowGuides:
         return tokens.clamp(min=0), tokens >= 0
 
     def forced_behind(self, most: Mapping[int, int]) -> list[list[int]]:
-        """What must follow each of some rows, at most as many tokens as `most` says; none of one that is not guided."""
+        """What must follow each of some rows, at most as many tokens as `most` says; none of one that is not guided.
+        All ranks of a group that draft alike are told what the first of them has found."""
+        found = self._forced_behind(most)
+        width = max(most.values(), default=0)
+        if self._share is None or width <= 0 or not self.guided([*most]):
+            return found
+        told = torch.full((len(found), width), -1, dtype=torch.int64)
+        for place, tokens in enumerate(found):
+            told[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        shared = self._share(told.to(self._device)).tolist()
+        return [[token for token in tokens if token >= 0] for tokens in shared]
+
+    def _forced_behind(self, most: Mapping[int, int]) -> list[list[int]]:
+        """The same, as this rank's matchers have it."""
         self.settle()
         forced: list[list[int]] = []
         for row, length in most.items():
-            matcher = self._rows[row].matcher if row in self._rows else None
-            forced.append(matcher.deep_copy().compute_ff_tokens()[: max(0, length)] if matcher is not None else [])
+            guide = self._rows.get(row)
+            matcher = None if guide is None or guide.pace.is_slow or self._of_drafts.is_spent else guide.matcher
+            if matcher is None:
+                forced.append([])
+                continue
+            with self._of_drafts.spending():
+                forced.append(matcher.deep_copy().compute_ff_tokens()[: max(0, length)])
         return forced
 
     def walk(self, rows: Sequence[int]) -> Walk | None:
@@ -241,70 +236,70 @@ class RowGuides:
             return None
         self.settle()
         guides = [self._rows[rows[place]] for place in guided]
-        matchers = [guide.matcher for guide in guides]
+        matchers = [None if guide.pace.is_slow else guide.matcher for guide in guides]
         forks = [None if matcher is None else matcher.deep_copy() for matcher in matchers]
-        maker = self._maker or MaskMaker(self._vocab_size, 1)  # where no grammar could be read, and none is followed
+        maker = self._maker or MaskMaker(self._vocab_size, 1)
+
+        def note(line: int, seconds: float) -> None:
+            guides[line].pace.note(seconds)
 
         def end(line: int) -> None:
             guides[line].is_ended = True
 
-        return Walk(maker, len(rows), guided, forks, self._device, end)
+        return Walk(maker, len(rows), guided, forks, self._device, end, note, self._of_drafts)
 
     def _make_masks(
-        self,
-        num_rows: int,
-        guided: Sequence[int],
-        matchers: Sequence[LLMatcher | None],
-        width: int,
-        draft: HostDraft | None,
-        guides: Sequence[RowGuide],
+        self, num_rows: int, guided: Sequence[int], guides: Sequence[RowGuide], width: int, draft: HostDraft | None
     ) -> TokenMasks:
-        """Of the rows at places `guided`, with `matchers`, and `width` positions each; `guides` have these made anew
-        where a bound is passed."""
+        """Of the rows at places `guided`, which `guides` are of, and `width` positions each."""
         words = self._maker.words if self._maker is not None else -(-self._vocab_size // 32)
         num_places, num_lines = num_rows * width, len(guided) * width
         # One copy for both: places in front, and the bits behind them.
         packed = torch.empty(num_places + num_lines * words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         places.fill_(-1)
-        if width > 1 or None in matchers:  # else each line is written
-            bits.zero_()
-        jobs: list[MaskJob] = []
+        bits.zero_()
         places[list(guided)] = torch.arange(num_lines, dtype=torch.int32).view(-1, width)
-        for number, (place, matcher) in enumerate(zip(guided, matchers, strict=True)):
-            if matcher is not None:
-                jobs += mask_jobs(matcher, number * width, draft, place)
-        if self._maker is not None:
-            started = time.perf_counter()
-            failed = self._maker.fill(bits, jobs)
-            if time.perf_counter() - started > SLOW_SECONDS:
-                _look_for_slow(guides, torch.empty_like(bits[:1]))
-            for line in self._maker.slow_lines:
-                guides[line // width].is_ended = True
-            for job in failed:
-                # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
-                if job.is_first:
-                    _fill_first(self._maker, bits, job.line, guides[job.line // width])
+        jobs, slow = list[MaskJob](), list[MaskJob]()
+        for number, (place, guide) in enumerate(zip(guided, guides, strict=True)):
+            line, is_drafted = number * width, draft is not None and place < draft.num_rows
+            matcher = None if guide.is_ended else guide.matcher
+            if matcher is None:
+                continue
+            if guide.first is not None and not is_drafted:
+                bits[line, : len(guide.first)] = guide.first
+            elif guide.pace.is_slow:
+                slow += mask_jobs(matcher, line, None, 0)
+            else:
+                with self._budget.spending():  # of a tree, each node is looked at
+                    jobs += mask_jobs(matcher, line, draft if not self._budget.is_short else None, place)
+        if self._maker is not None and (jobs or slow):
+            self._fill(bits, [*jobs, *slow], [guides[line // width] for line in range(num_lines)])
         packed = packed.to(self._device, non_blocking=True)
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         return TokenMasks(places, bits)
 
-
-def _look_for_slow(guides: Sequence[RowGuide], scratch: torch.Tensor) -> None:
-    """Find which of the rows hold the others up; scratch [1, words] int32. What this thread computes counts, not how
-    long it waits for a busy machine: a text must not depend on that."""
-    for guide in guides:
-        matcher = None if guide.is_ended else guide.matcher
-        if matcher is not None:
-            started = time.thread_time()
-            matcher.deep_copy().unsafe_compute_mask_ptr(scratch.data_ptr(), 4 * scratch.shape[1])
-            guide.count_slow(time.thread_time() - started)
-
-
-def _fill_first(maker: MaskMaker, bits: torch.Tensor, line: int, guide: RowGuide) -> None:
-    """The mask behind a row's own tokens, by its matcher, and by one made anew where that passes a bound, too."""
-    matcher = guide.matcher
-    if matcher is not None and maker.fill(bits, mask_jobs(matcher, line, None, 0)):
-        matcher = guide.renew()
-        if matcher is not None:
-            maker.fill(bits, mask_jobs(matcher, line, None, 0))
+    def _fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob], guides: Sequence[RowGuide]) -> None:
+        """Make the masks of a round; `guides` are those of each line."""
+        maker = self._maker
+        assert maker is not None
+        failed = maker.fill(bits, jobs, self._budget)
+        for line, seconds in maker.times:
+            guides[line].count_slow(seconds)
+        for line in maker.slow_lines:
+            guides[line].is_ended = True
+        skipped = {*maker.skipped}
+        for job in jobs:
+            if job.is_first and job.line in skipped:
+                guides[job.line].wait()
+        for job in failed:
+            # Behind drafts nothing is allowed then, which ends a round there. The next one looks again.
+            guide = guides[job.line]
+            matcher = guide.matcher
+            if not job.is_first or matcher is None:
+                continue
+            (first,) = mask_jobs(matcher, job.line, None, 0)
+            if maker.fill(bits, [first], self._budget):
+                guide.give_up(first.matcher)
+            elif maker.skipped:
+                guide.wait()

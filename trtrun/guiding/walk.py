@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 
 from trtrun.guiding.host_copies import HostCopies
 from trtrun.guiding.masks import MaskMaker
+from trtrun.guiding.round_budget import RoundBudget
 from trtrun.sampling.token_masks import TokenMasks
 
 
@@ -29,14 +30,17 @@ class Walk:
         forks: Sequence[LLMatcher | None],
         device: torch.device,
         end: Callable[[int], None] = lambda line: None,
+        note: Callable[[int, float], None] = lambda line, seconds: None,
+        budget: RoundBudget | None = None,
     ) -> None:
         """Begin with `forks` of the rows at places `guided` of `num_rows`: nobody else's. `end` is told the index in
-        `guided` of a row that holds the others up."""
+        `guided` of a row that holds the others up, and `note` what a mask of one took, in seconds;
+        masks are made as far as `budget` goes."""
         self._maker = maker
         self._guided = guided
         self._forks = dict(enumerate(forks))
         self._device = device
-        self._end = end
+        self._end, self._note, self._budget = end, note, budget or RoundBudget()
         places = torch.full((num_rows, 1), -1, dtype=torch.int32)
         places[list(guided), 0] = torch.arange(len(guided), dtype=torch.int32)
         self._places = places.to(device, non_blocking=True)
@@ -55,14 +59,16 @@ class Walk:
         if told is not None:
             (tokens,) = told.lists()
             takes = [(matcher, tokens[self._guided[line]]) for line, matcher in matchers.items()]
-            taken = self._maker.consume(takes)
+            taken = self._maker.consume(takes, self._budget)
             # Nothing that follows a token that was refused can be accepted.
             matchers = {line: fork for (line, fork), is_taken in zip(matchers.items(), taken, strict=True) if is_taken}
         if self._bits is None or told is None:
             # Filled again and again: what was told came behind the copy of what it held before.
             shape = len(self._guided), self._maker.words
             self._bits = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        allowed = self._maker.fill_next(self._bits, matchers)
+        allowed = self._maker.fill_next(self._bits, matchers, self._budget)
+        for line, seconds in self._maker.times:
+            self._note(line, seconds)
         for line in self._maker.slow_lines:
             self._end(line)
         self._forks = {line: matchers.get(line) if line in allowed else None for line in self._forks}

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from parallel.control import ControlPlane, Report
 from parallel.watchdog.activity import Activity, Doing, Phase
-from trtrun.core.guide import Guide
+from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.ordered_adapters import OrderedAdapters
@@ -68,7 +68,7 @@ class EngineRanks(Protocol):
         """
         ...
 
-    def take_built_guides(self, seconds: float = 0.0) -> list[Guide]:
+    def take_built_guides(self, seconds: float = 0.0) -> list[GuideStart]:
         """Guides that all ranks have built since the last call. Where there are none it waits, `seconds` at most and no
         longer than until something comes from a rank; without them it does not look.
 
@@ -194,7 +194,7 @@ class MpiRanks:
         self._failures.check()
         self._control.publish(self._guides.encode(orders))
 
-    def take_built_guides(self, seconds: float = 0.0) -> list[Guide]:
+    def take_built_guides(self, seconds: float = 0.0) -> list[GuideStart]:
         """See EngineRanks."""
         built = self._take_built()
         if seconds and not built:
@@ -204,7 +204,7 @@ class MpiRanks:
             built = self._take_built()
         return built
 
-    def _take_built(self) -> list[Guide]:
+    def _take_built(self) -> list[GuideStart]:
         return self._guides.take_built(self._control.num_workers, self._failures.lost_ranks)
 
     def _next_report(self) -> Report:

@@ -43,6 +43,7 @@ class VerdictCopy:
         self._of_prompts: list[torch.Tensor] = []
         self._prompt_logits = None if step is None else step.prompt_logits
         self._logits: dict[int, torch.Tensor] = {}
+        self._waiting: dict[int, int] = {}
         scores = None if step is None else step.prompt_logprobs
         if scores is not None:
             self._of_prompts = [_to_host(scores.token_ids), _to_host(scores.values)]
@@ -58,7 +59,7 @@ class VerdictCopy:
 
     def _copy(self, verdict: Verdict) -> None:
         assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
-        self._width = verdict.tokens.shape[1]
+        self._width, self._waiting = verdict.tokens.shape[1], {**verdict.waiting}
         bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
         columns = [verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits]
         found = verdict.num_suffix_tokens
@@ -92,7 +93,7 @@ class VerdictCopy:
             report = replace(report, prompt_logits=self._prompt_logits.numpy())
         if self._logits:
             assert report.num_tokens is not None
-            gained = report.num_tokens.tolist()
+            gained = report.num_tokens.clip(min=0).tolist()
             report = replace(
                 report, logits={place: one[: gained[place]].numpy() for place, one in self._logits.items()}
             )
@@ -120,6 +121,9 @@ class VerdictCopy:
         num_tokens, tokens = self.numbers()
         if not self._copies:
             return ReportArrays(self._round_index, take_times(), num_tokens, num_tokens, tokens)
+        if self._waiting:
+            num_tokens = num_tokens.copy()
+            num_tokens[[*self._waiting]] = [*self._waiting.values()]
         packed = self._copies[0].numpy()
         report = ReportArrays(self._round_index, take_times(), num_tokens, np.maximum(packed[:, 1], 0), tokens)
         if self._tells_suffix:

@@ -325,13 +325,16 @@ class Orchestrator:
         self._last_verdict = received
         self._committed = published.plan.round_index
         self.totals.num_rounds += 1
+        self.totals.guiding += report.times.guiding
+        self.totals.num_guide_waits += sum([count < 0 for count in report.num_tokens])
         self._num_unkept += 1
         if self._num_unkept >= _ROUNDS_BETWEEN_KEEPING:
             self._keep_what_was_seen()
         logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
         num_rows = len(published.plan.decode_rows)
         if self._ahead is not None and num_rows:
-            of_rows = (report.num_tokens[:num_rows], report.draft_lens[:num_rows])
+            gained = [max(0, count) for count in report.num_tokens[:num_rows]]
+            of_rows = (gained, report.draft_lens[:num_rows])
             self._ahead.record_round(num_rows, report.times.verifying, seconds, *of_rows)
         results = commit_round(
             self.scheduler,
@@ -384,7 +387,9 @@ def commit_round(
         # came with a request says nothing about the drafter, and its row may have had more than the others.
         asked = zip(plan.decode_rows.tolist(), planned, report.num_tokens, strict=False)
         acceptances = [
-            (length, max(0, count - 1)) for row, length, count in asked if length > 0 and row not in plan.given_rows
+            (length, max(0, count - 1))
+            for row, length, count in asked
+            if length > 0 and count >= 0 and row not in plan.given_rows
         ]
         is_usual = not (plan.prefill or plan.given_rows)
         if pacer is not None:

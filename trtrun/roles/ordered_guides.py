@@ -6,7 +6,7 @@ numbers and ranks. It does not know who waits for guides, or how they are built.
 
 from __future__ import annotations
 
-from trtrun.core.guide import Guide
+from trtrun.core.guide import GuideStart
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.wire.guide_orders import GuideMessage, decode_built, encode_built, encode_orders
@@ -17,7 +17,7 @@ class OrderedGuides:
 
     def __init__(self) -> None:
         self._next_number = 0
-        self._numbers: dict[Guide, int] = {}
+        self._numbers: dict[GuideStart, int] = {}
         self._answers: dict[int, set[int]] = {}
 
     def encode(self, orders: GuideOrders) -> bytes:
@@ -25,7 +25,7 @@ class OrderedGuides:
         over = [self._numbers.pop(guide) for guide in orders.over]
         for number in over:
             self._answers.pop(number, None)
-        begun: dict[int, Guide] = {}
+        begun: dict[int, GuideStart] = {}
         for guide in orders.begun:
             begun[self._next_number] = guide
             self._numbers[guide] = self._next_number
@@ -39,7 +39,7 @@ class OrderedGuides:
         if answers is not None:
             answers.add(rank)
 
-    def take_built(self, num_ranks: int, lost_ranks: frozenset[int]) -> list[Guide]:
+    def take_built(self, num_ranks: int, lost_ranks: frozenset[int]) -> list[GuideStart]:
         """Guides that all ranks have built since the last call.
 
         Args:
@@ -60,7 +60,7 @@ class GuideDesk:
     def __init__(self, guides: RowGuides | None) -> None:
         """Have guides built by `guides`; None where the rank needs none."""
         self._guides = guides
-        self._ordered: dict[int, Guide] = {}
+        self._ordered: dict[int, GuideStart] = {}
         self._due: list[int] = []
 
     def take(self, message: GuideMessage) -> None:

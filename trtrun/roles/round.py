@@ -194,6 +194,7 @@ class Worker:
         else:
             verdict = self._decide(plan, step.logits, rows, draft, by_probability, told)
             verdict.num_suffix_tokens = draft.num_suffix_tokens
+            verdict.waiting = self.guides.waiting(sampled) if self.guides is not None else {}
             self.exchange.send_verdict(plan, verdict)
         if draft.paths is not None:
             self.target.keep_path(plan, accepted_paths(draft, verdict))
@@ -293,6 +294,7 @@ class Worker:
             anticipating=seconds.get("anticipating", 0.0) if self.leads_draft else 0.0,
             transferring=seconds.get("transferring", 0.0) if self.leads_target else 0.0,
             verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
+            guiding=self.guides.take_seconds() if self.leads_target and self.guides is not None else 0.0,
             first_uses=self.first_uses.take(),
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
-from trtrun.core.guide import Guide
+from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.launched_round import LaunchedRound
@@ -40,7 +40,7 @@ class SoloRanks:
         self._tracer = PhaseTracer(worker)
         self._plans: deque[RoundPlan] = deque()
         self._launched: deque[LaunchedRound] = deque()
-        self._guides_due: list[Guide] = []
+        self._guides_due: list[GuideStart] = []
         self._published = NO_ROUND
         self._reading: AdapterReading | None = None
 
@@ -83,7 +83,7 @@ class SoloRanks:
                 guides.build(guide)
         self._guides_due = [*(guide for guide in self._guides_due if guide not in orders.over), *orders.begun]
 
-    def take_built_guides(self, seconds: float = 0.0) -> list[Guide]:
+    def take_built_guides(self, seconds: float = 0.0) -> list[GuideStart]:
         """See EngineRanks."""
         guides, due = self._worker.guides, self._guides_due
         if guides is not None and seconds and due:

@@ -14,6 +14,7 @@ It knows completions, rows, blocks and tokens. It does not know results, ranks, 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import islice
 
 from trtrun.scheduling.batch import NO_ROW, Completion, RunningBatch
@@ -125,10 +126,11 @@ _SHARE_OF_PROMPTS = 4
 class Decoding:
     """Plans the decoding rows of rounds."""
 
-    def __init__(self, limits: SchedulerLimits, batch: RunningBatch, waiting: WaitingQueue) -> None:
+    def __init__(self, limits: SchedulerLimits, batch: RunningBatch, put_back: Callable[[Completion], None]) -> None:
+        """Plan rows of `batch`; `put_back` is told of those that were preempted."""
         self._limits = limits
         self._batch = batch
-        self._waiting = waiting
+        self._put_back = put_back
 
     def rows(self) -> list[Completion]:
         """Rows whose prefill is planned to its end, in order of admission."""
@@ -183,7 +185,7 @@ class Decoding:
                 if running.num_pending_rounds and batch.room(running) < longest:
                     continue  # the outstanding result will say how much it needs at most, which may be there
                 for preempted in batch.make_room(running, longest):
-                    self._waiting.put_back(preempted)
+                    self._put_back(preempted)
                 if running.row == NO_ROW:
                     break
                 most = min(most, batch.room(running) - longest)

@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import FinishReason, LoadedAdapter, Request
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache
@@ -60,6 +61,7 @@ class Completion:
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
         logits: logits of its prompt; None where nobody asked.
+        guide_start: where its text is guided, what ranks build before it has a row; None elsewhere.
     """
 
     request: Request
@@ -89,6 +91,7 @@ class Completion:
     num_overtaken: int = 0
     scores: PromptScores | None = None
     logits: PromptLogits | None = None
+    guide_start: GuideStart | None = None
 
     @property
     def most_cached_tokens(self) -> int:

@@ -6,8 +6,8 @@ changed; within a group it is first come first served. So a group of many comple
 itself never passed by for good: once it has no row, only groups that were there before it go first. (Max-min fairness
 of rows.) Preempted completions have had their turn: they come before all others, the earliest admitted first.
 
-A completion may be held until its guide is built. It is passed by then, in its group and with it, and takes the place
-that it would have had once it is released.
+A completion may be held until its guide is built, a preempted one, too. It is passed by then, in its group and with it,
+and takes the place that it would have had once it is released.
 
 It knows the order only; when a completion may leave the queue is `admission.py`'s decision.
 """
@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 
-from trtrun.core.guide import Guide
+from trtrun.core.guide import GuideStart
 from trtrun.scheduling.batch import Completion
 
 
@@ -45,6 +45,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._preempted: deque[Completion] = deque()
+        self._held_preempted: set[Completion] = set()
         self._groups: dict[Hashable, _Group] = {}
         # Groups in which a completion waits, by their number of rows, those that have been there longest first.
         self._turns: dict[int, OrderedDict[_Group, None]] = {}
@@ -74,8 +75,9 @@ class WaitingQueue:
     def in_turn(self) -> Iterator[Completion]:
         """The completions that may leave the queue now, the next one first: a preempted one, or each group's first.
         The queue must not be changed meanwhile."""
-        if self._preempted:
-            yield self._preempted[0]
+        preempted = next((one for one in self._preempted if one not in self._held_preempted), None)
+        if preempted is not None:
+            yield preempted
             return
         for num_rows in sorted(self._turns):
             for group in self._turns[num_rows]:
@@ -97,18 +99,23 @@ class WaitingQueue:
         if len(group.waiting) == 1:
             self._enter(group)
 
-    def held_guides(self) -> Iterator[Guide]:
-        """Guides that completions are held for, in turns as rows are given; some more than once."""
+    def held_starts(self) -> Iterator[GuideStart]:
+        """What completions are held for, in turns as rows are given; some more than once."""
+        for completion in self._preempted:
+            if completion in self._held_preempted and completion.guide_start is not None:
+                yield completion.guide_start
         groups = sorted(self._holding, key=lambda group: (group.num_rows, group.turn))
         for of_groups in zip_longest(*(group.held for group in groups)):
             for completion in of_groups:
-                if completion is not None and completion.request.sampling.guided is not None:
-                    yield completion.request.sampling.guided
+                if completion is not None and completion.guide_start is not None:
+                    yield completion.guide_start
 
-    def release(self, guide: Guide) -> None:
-        """Let in those that are held for a guide."""
+    def release(self, start: GuideStart) -> None:
+        """Let in those that are held for a start."""
+        for completion in [held for held in self._held_preempted if held.guide_start == start]:
+            self._unhold_preempted(completion)
         for group in list(self._holding):
-            released = [held for held in group.held if held.request.sampling.guided == guide]
+            released = [held for held in group.held if held.guide_start == start]
             if not released:
                 continue
             if group.waiting:
@@ -120,9 +127,9 @@ class WaitingQueue:
 
     def take(self, completion: Completion) -> None:
         """One of those in turn gets a row."""
-        if self._preempted:
-            assert self._preempted[0] is completion
-            self._preempted.popleft()
+        if completion in self._preempted:
+            assert completion not in self._held_preempted
+            self._preempted.remove(completion)
             self._change_rows(completion, 1)
             return
         group = self._groups[completion.group]
@@ -134,10 +141,13 @@ class WaitingQueue:
         group.turn = next(self._next_turns)
         self._enter(group)
 
-    def put_back(self, completion: Completion) -> None:
-        """A completion was preempted, and is the earliest admitted of those that are."""
+    def put_back(self, completion: Completion, *, is_held: bool = False) -> None:
+        """A completion was preempted, and goes before those that were before it."""
         self._change_rows(completion, -1)
         self._preempted.appendleft(completion)
+        if is_held:
+            self._held_preempted.add(completion)
+            self._num_held += 1
 
     def end_row(self, completion: Completion) -> None:
         """A completion with a row has ended."""
@@ -147,6 +157,8 @@ class WaitingQueue:
         """Take a completion out wherever it stands."""
         if completion in self._preempted:
             self._preempted.remove(completion)
+            if completion in self._held_preempted:
+                self._unhold_preempted(completion)
             return
         group = self._groups[completion.group]
         self._num_waiting -= 1
@@ -158,6 +170,10 @@ class WaitingQueue:
         if not group.waiting:
             self._leave(group)
             self._forget_if_empty(completion.group)
+
+    def _unhold_preempted(self, completion: Completion) -> None:
+        self._held_preempted.remove(completion)
+        self._num_held -= 1
 
     def _unhold(self, group: _Group, completion: Completion) -> None:
         group.held.remove(completion)

@@ -20,8 +20,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from trtrun.core.guide import Guide
-from trtrun.core.nouns import FinishReason, Request, RoundPlan
+from trtrun.core.guide import GuideStart
+from trtrun.core.nouns import WAITS_ALONE, FinishReason, Request, RoundPlan
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.admission import Admission, Decoding
@@ -60,7 +60,7 @@ class Scheduler:
         """Begin with no row taken and nobody waiting."""
         self._batch = RunningBatch(self.limits)
         self._waiting = WaitingQueue()
-        self._decoding = Decoding(self.limits, self._batch, self._waiting)
+        self._decoding = Decoding(self.limits, self._batch, self._put_back)
         self._admission = Admission(self.limits, self._batch, self._waiting)
 
     @property
@@ -170,8 +170,10 @@ class Scheduler:
         if request.sampling.return_context_logits and not generated:
             completion.logits = PromptLogits(len(request.prompt_token_ids))
         self._requests[request.request_id] = completion
-        guide = request.sampling.guided
-        self._waiting.add(completion, is_held=guide is not None and not self._guides.add(guide))
+        if request.sampling.guided is not None:
+            completion.guide_start = GuideStart(request.sampling.guided, tuple(appended))
+        start = completion.guide_start
+        self._waiting.add(completion, is_held=start is not None and not self._guides.add(start))
         return completion
 
     @property
@@ -182,12 +184,12 @@ class Scheduler:
     def take_guide_orders(self) -> GuideOrders:
         """Guides that ranks are to begin or to forget before the next plan, once. No completion gets a row before its
         guide is built."""
-        return self._guides.take_orders(self._waiting.held_guides)
+        return self._guides.take_orders(self._waiting.held_starts)
 
-    def note_built(self, guide: Guide) -> None:
-        """A guide that was ordered is built on all ranks, or cannot be: those that wait for it may have rows."""
-        if self._guides.note_built(guide):
-            self._waiting.release(guide)
+    def note_built(self, start: GuideStart) -> None:
+        """What was ordered is built on all ranks, or cannot be: those that wait for it may have rows."""
+        if self._guides.note_built(start):
+            self._waiting.release(start)
 
     def check_room(self, count: int) -> None:
         """Refuse `count` more that cannot all wait.
@@ -317,8 +319,9 @@ class Scheduler:
         self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks(), plan.scored(), plan.reported()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         for admission in built.admissions:
-            if admission.sampling.guided is not None:
-                self._guides.note_row(admission.sampling.guided)
+            start = self._requests[admission.request_id].guide_start
+            if start is not None:
+                self._guides.note_row(start)
         self._next_round += 1
         return built
 
@@ -338,7 +341,8 @@ class Scheduler:
         Args:
             plan: the oldest plan without a result; a plan without sampled rows is committed too, with empty lists.
             num_tokens: per row of `plan.sampled_rows`, the tokens it gained: accepted + 1; 0 where the target's logits
-                were not finite, which ends the completion with reason "error".
+                were not finite, which ends the completion with reason "error"; less where its guide has to go on
+                beside the rounds (`core.nouns.WAITS`): the completion loses its row until that is done.
             tokens: per row, at least that many token ids; what follows is ignored.
             draft_lens: per row, how many draft tokens were verified; None stands for as many as were planned.
             foreseen: per row, whether its draft was made before the verdict that it follows; None where none are.
@@ -369,6 +373,9 @@ class Scheduler:
             # A result planned before the row was preempted, cancelled or ended belongs to nobody. A preempted row
             # gets the same tokens again: randomness is keyed by position.
             if planned.completion.epoch == planned.epoch:
+                if num_tokens[index] < 0:
+                    self._preempt(planned.completion, is_alone=num_tokens[index] == WAITS_ALONE)
+                    continue
                 verified = planned.draft_len if draft_lens is None else draft_lens[index]
                 running, found = planned.completion, min(num_suffix_tokens[index], verified) if num_suffix_tokens else 0
                 # A draft that was found in texts is neither foreseen nor waited for.
@@ -386,14 +393,32 @@ class Scheduler:
                 results.append(RowResult(completion, [], NO_PLACE))
         return results
 
+    def _preempt(self, running: Completion, *, is_alone: bool) -> None:
+        """Take the row of a completion whose guide has to go on beside the rounds."""
+        self._batch.release(running)
+        running.statistics.num_preemptions += 1
+        self._put_back(running, is_alone=is_alone)
+
+    def _put_back(self, preempted: Completion, *, is_alone: bool = False) -> None:
+        """A completion has lost its row. One that is guided waits until ranks have built what it goes on with."""
+        old = preempted.guide_start
+        if old is None:
+            self._waiting.put_back(preempted)
+            return
+        output = preempted.token_ids[len(preempted.request.prompt_token_ids) :]
+        preempted.guide_start = GuideStart(old.guide, tuple(output), is_alone)
+        is_built = self._guides.add(preempted.guide_start)
+        self._guides.remove(old)
+        self._waiting.put_back(preempted, is_held=not is_built)
+
     def _release(self, running: Completion) -> None:
         self._batch.release(running)
         self._waiting.end_row(running)
 
     def _forget(self, ended: Completion) -> None:
         del self._requests[ended.request.request_id]
-        if ended.request.sampling.guided is not None:
-            self._guides.remove(ended.request.sampling.guided)
+        if ended.guide_start is not None:
+            self._guides.remove(ended.guide_start)
 
     def _describe_work(self) -> str:
         return f"{self.num_running} running, {self.num_waiting} waiting, {self.num_outstanding} results due"

@@ -146,8 +146,11 @@ class WorkerFactory:
         threads = torch.get_num_threads() if self.device.type == "cpu" else count_cores() // slots
         in_place = self._drafting_role is Role.TARGET and group is not None and group.size > 1
         share = GroupOfTarget(group).share if in_place and group is not None else None
-        follows = share is None or self.rank == self.topology.target_leader
         seconds = self.config.launch.heartbeat_seconds
+        drafting = self.groups.draft
+        if share is None and drafting is not None and drafting.size > 1:  # a matcher's bounds are each rank's own
+            share = GroupOfTarget(drafting).share
+        follows = not in_place or self.rank == self.topology.target_leader
         guides = RowGuides(
             make_grammars,
             vocab,

@@ -25,6 +25,7 @@ _TIMES = (
     "orchestrating",
     "waiting",
     "anticipating",
+    "guiding",
 )
 
 
@@ -52,6 +53,8 @@ class RunStatistics:
         num_guesses: verdicts that draft ranks of their own drafted for ahead.
         anticipating: their time for that, beside verification.
         foresight: how often drafts were ready.
+        guiding: what the target leader's thread computed for rows that are guided, a part of the phases.
+        num_guide_waits: how often a row lost its place as its guide had to go on beside the rounds.
         num_captures, num_compilations: CUDA graphs and kernels that were made in rounds, while their rows waited.
 
     These times overlap; `round_parts` makes disjoint ones of them.
@@ -76,6 +79,8 @@ class RunStatistics:
     num_guesses: int = 0
     anticipating: float = 0.0
     foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
+    guiding: float = 0.0
+    num_guide_waits: int = 0
     num_captures: int = 0
     num_compilations: int = 0
 
@@ -128,6 +133,7 @@ class RunStatistics:
             "num_guesses": self.num_guesses,
             "foresight": msgspec.structs.asdict(self.foresight),
             "draft_losses": self.draft_losses,
+            "num_guide_waits": self.num_guide_waits,
             "num_captures": self.num_captures,
             "num_compilations": self.num_compilations,
         } | {f"{name}_s": round(getattr(self, name), 6) for name in _TIMES}

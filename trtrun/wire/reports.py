@@ -52,9 +52,10 @@ class _ReportHeader(NamedTuple):
     transferring: float
     verifying: float
     anticipating: float
+    guiding: float
 
 
-_REPORT_HEADER = struct.Struct("<16q4d")
+_REPORT_HEADER = struct.Struct("<16q5d")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class RoundTimes:
         transferring: the target's wait for it, and its way.
         verifying: the forward and the acceptance.
         anticipating: drafting for guesses while the target verifies.
+        guiding: what the target leader's thread computed for rows that are guided.
         first_uses: what the leader's process captured and compiled in rounds since it told that last.
     """
 
@@ -73,6 +75,7 @@ class RoundTimes:
     transferring: float = 0.0
     verifying: float = 0.0
     anticipating: float = 0.0
+    guiding: float = 0.0
     first_uses: FirstUses = field(default_factory=FirstUses)
 
 
@@ -84,7 +87,8 @@ class RoundReport:
         round_index: of the plan.
         times: the phases that this leader saw; 0 for the others.
         is_verdict: whether it carries tokens (the target leader's does, the draft leader's does not).
-        num_tokens: one a sampled row.
+        num_tokens: one a sampled row; less of one that waits for its guide
+            (`core.nouns.WAITS`).
         draft_lens: one a sampled row: draft tokens that were verified.
         tokens: [sampled_rows][num_tokens] the tokens gained.
         logprobs: for each sampled row that asked, in order, one entry a token gained.
@@ -181,6 +185,7 @@ class ReportArrays:
             transferring=self.times.transferring,
             verifying=self.times.verifying,
             anticipating=self.times.anticipating,
+            guiding=self.times.guiding,
         )
         counts = _no_rows(1) if self.num_tokens is None else self.num_tokens
         parts = [_REPORT_HEADER.pack(*header)]
@@ -204,7 +209,7 @@ class ReportArrays:
             is_verdict=self.num_tokens is not None,
             num_tokens=num_tokens,
             draft_lens=self.draft_lens.tolist(),
-            tokens=[row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)],
+            tokens=[row[: max(0, count)] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)],
             logprobs=_list_logprobs(self.logprob_ids, self.logprob_values) if len(self.logprob_ids) else [],
             foreseen=list(map(bool, self.foreseen.tolist())) or [False] * len(num_tokens),
             num_suffix_tokens=self.num_suffix_tokens.tolist() or [0] * len(num_tokens),
@@ -237,7 +242,7 @@ def decode_report(payload: bytes) -> RoundReport:
     logits: dict[int, np.ndarray] = {}
     prompt_logits = _no_rows(2)
     if header.vocab_size:
-        gained = [*(num_tokens[place] for place in places), header.prompt_logits]
+        gained = [*(max(0, num_tokens[place]) for place in places), header.prompt_logits]
         *of_rows, prompt_logits = _split_logits(payload, at + 4 * sum(counts), gained, header.vocab_size)
         logits = dict(zip(places, of_rows, strict=True))
     return RoundReport(
@@ -247,12 +252,13 @@ def decode_report(payload: bytes) -> RoundReport:
             header.transferring,
             header.verifying,
             header.anticipating,
+            header.guiding,
             FirstUses(header.captures, header.compilations),
         ),
         is_verdict=bool(header.is_verdict),
         num_tokens=num_tokens,
         draft_lens=draft_lens,
-        tokens=[list(integers[start : start + count]) for start, count in zip(starts, num_tokens, strict=True)],
+        tokens=[list(integers[start : start + max(0, count)]) for start, count in zip(starts, num_tokens, strict=True)],
         logprobs=_list_logprobs(ids.reshape(shape), values.reshape(shape)) if header.logprob_rows else [],
         foreseen=list(map(bool, foreseen)),
         num_suffix_tokens=found,

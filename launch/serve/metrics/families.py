@@ -19,7 +19,7 @@ from launch.serve.engine.messages import Ready, Standing, Status
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 
-PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting", "anticipating")
+PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting", "anticipating", "guiding")
 
 _NOBODY = Status(num_running=0, num_waiting=0, num_free_blocks=0, num_blocks=0, totals={})
 """What is told where there is no engine."""
@@ -222,6 +222,11 @@ ENGINE_COUNTERS = (
     ("trtrun:draft_losses", "How often the draft engine was lost.", "draft_losses"),
     ("trtrun:captures", "CUDA graphs captured in rounds, while requests waited.", "num_captures"),
     ("trtrun:compilations", "Kernels compiled in rounds, while requests waited.", "num_compilations"),
+    (
+        "trtrun:guide_waits",
+        "Rows whose guide had to go on beside the rounds.",
+        "num_guide_waits",
+    ),
     ("trtrun:drafts_due", "Drafts due where draft ranks draft ahead.", "drafts_due"),
     ("trtrun:drafts_foreseen", "Of these, those that were ready before their verdict.", "drafts_foreseen"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from threading import Event
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ from pipelines import make_llm
 
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.model_paths import ASSETS
-from trtrun.core.guide import Guide
+from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.outputs import CompletionDelta
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding.grammars import Grammars
+from trtrun.guiding import builds
+from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.roles.solo_ranks import SoloRanks
 from trtrun.scheduling import guide_books
@@ -137,7 +138,7 @@ def test_a_step_sleeps_where_all_that_is_left_waits(llm: LLM, held: Held, monkey
     waited: list[float] = []
     wait = RowGuides.wait_for_any
 
-    def watched(guides: RowGuides, due: Sequence[Guide], seconds: float) -> None:
+    def watched(guides: RowGuides, due: Sequence[GuideStart], seconds: float) -> None:
         waited.append(seconds)
         wait(guides, due, seconds)
         if len(waited) == 3:
@@ -198,21 +199,27 @@ def test_guides_of_rows_that_run_leave_room_for_others(llm: LLM, monkeypatch: py
 
 
 def test_rows_that_lose_their_place_find_their_guide_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few blocks, so that rows are preempted; nothing is kept by content, and each guide is built once all the same."""
+    """Few blocks, so that rows are preempted: where they go on is built beside the rounds, of a grammar that was
+    compiled once."""
     built: list[Guide] = []
-    build = Grammars.matcher
+    build, behind, main = Grammars._compile, builds.go_on, get_ident()
 
-    def matcher(grammars: Grammars, guide: Guide, *, anew: bool = False) -> Any:
+    def compile_grammar(grammars: Grammars, guide: Guide) -> Any:
         built.append(guide)
-        return build(grammars, guide, anew=anew)
+        return build(grammars, guide)
 
-    monkeypatch.setattr(Grammars, "has", lambda *_: False)
-    monkeypatch.setattr(Grammars, "matcher", matcher)
+    def go_on(matcher: Any, output: Sequence[int], *more: Any) -> bool:
+        assert get_ident() != main
+        return behind(matcher, output, *more)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_grammar)
+    monkeypatch.setattr(builds, "go_on", go_on)
     wanted = [SamplingParams(max_tokens=40, guided={"regex": f"([a-z]{{{n + 1}}} )*"}, seed=n) for n in range(4)]
     with make_llm(ASSETS / "target", scheduler={"max_batch_size": 4}) as roomy:
         expected = [output.completions[0].token_ids for output in roomy.generate([PROMPT] * 4, wanted)]
     few = {"max_tokens": 96, "block_size": 8}
     with make_llm(ASSETS / "target", scheduler={"max_batch_size": 4}, kv_cache=few) as tight:
+        grammars_of.cache_clear()
         built.clear()
         outputs = tight.generate([PROMPT] * 4, wanted)
         tight.check_idle()
@@ -238,7 +245,7 @@ def test_what_has_not_begun_at_the_end_is_not_built(monkeypatch: pytest.MonkeyPa
         assert llm.engine.step() == []
         ranks = llm.engine.orchestrator._ranks
         assert isinstance(ranks, SoloRanks) and ranks._worker.guides is not None
-        builders = ranks._worker.guides._compiler
+        builders = ranks._worker.guides._builds._pool
     may_end.set()
     assert builders is not None
     builders.shutdown()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,15 @@ from guided_rows import EOS, PLAN, VOCABULARY, allowed, guide_of, tokens_of
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from trtrun import SamplingParams
-from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide
-from trtrun.core.nouns import Draft, RowAdmission, Verdict
+from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide, GuideStart
+from trtrun.core.nouns import WAITS, WAITS_ALONE, Draft, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
 from trtrun.guiding import complaints, vocabulary
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.masks import MaskMaker, mask_jobs
-from trtrun.guiding.row_guide import RowGuide
+from trtrun.guiding.row_guide import FEW_TOKENS, Begun, RowGuide, Shares
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer
@@ -302,44 +304,83 @@ def test_masks_of_a_tree_are_those_of_its_nodes(grammars: Grammars, tokenizer: T
 
 
 def test_a_text_that_is_not_its_grammars_ends_there(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    guide = RowGuide(grammars.matcher(guide_of({"choice": ["no"]})))
+    guide = RowGuide(Begun(grammars.matcher(guide_of({"choice": ["no"]}))))
     (no,) = tokenizer.encode("no", add_special_tokens=False)
     guide.follow([no, EOS, EOS])
     assert guide.matcher is not None and allowed(guide.matcher) == [EOS]
     guide.follow([no])
-    assert guide.matcher is None
+    assert guide.matcher is None and not guide.waits, "no other matcher would follow it"
 
 
 def test_a_bound_that_others_have_used_up_is_ones_own_again(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Matchers of one grammar share their lexer's states: which of them finds none left depends on the others."""
+    """Matchers of one grammar share their lexer's states: which of them finds none left depends on the others. What a
+    row goes on with then is compiled beside the rounds, once for all rows that are in need of it."""
+    found_anew, main, build = list[bool](), get_ident(), Grammars.matcher
+
+    def matcher(grammars: Grammars, guide: Guide, *, anew: bool = False) -> LLMatcher:
+        assert get_ident() != main, "in the thread of rounds"
+        found_anew.append(anew)
+        return build(grammars, guide, anew=anew)
+
     few = LLParserLimits(max_lexer_states=200, verbose_errors=False)
     monkeypatch.setattr(grammars_module, "limits", lambda: few)
     guide = guide_of({"regex": "((a|b)*a(a|b){9}c?){2,9}((a|b)*b(a|b){8}d?)*"})
     grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    grammars.check(guide)
+    monkeypatch.setattr(Grammars, "matcher", matcher)
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
     guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
-    for seed in range(4):
-        choose = random.Random(seed)
-        text = [choose.choice(letters) for _ in range(30)]
-        admission = RowAdmission(0, seed, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
-        guides.begin_round(replace(PLAN, admissions=(admission,)))
-        for token in text:
-            masks = guides.masks([0], 0)
-            assert masks is not None and {*letters} <= {*tokens_of(masks.bits[0])}, seed
-            guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[token]])))
+    texts: list[list[int]] = [[], [], [], []]
+
+    def admit(row: int, waits: int = WAITS) -> None:
+        guides.build(GuideStart(guide, tuple(texts[row]), waits == WAITS_ALONE))
+        guides.begin_round(replace(PLAN, dropped_rows=(row,), admissions=(admission_of(row, guide, texts[row]),)))
+
+    for row in range(len(texts)):
+        admit(row)
+    choose, rows, num_waits = random.Random(0), [*range(len(texts))], 0
+    for _ in range(30):
+        masks = guides.masks(rows, 0)
+        while waiting := guides.waiting(rows):
+            num_waits += len(waiting)
+            assert masks is not None and not any(tokens_of(masks.bits[place]) for place in waiting)
+            for place, how in waiting.items():
+                admit(rows[place], how)
+            masks = guides.masks(rows, 0)
+        assert masks is not None
+        assert all({*letters} <= {*tokens_of(line)} for line in masks.bits)
+        gained = [choose.choice(letters) for _ in rows]
+        for text, token in zip(texts, gained, strict=True):
+            text.append(token)
+        guides.note_verdict(rows, Verdict(torch.ones(len(rows), dtype=torch.int64), torch.tensor(gained).unsqueeze(1)))
+    assert num_waits >= len(rows) > sum(found_anew) > 0, (num_waits, found_anew)
 
 
-def test_a_row_is_not_begun_anew_again_and_again(grammars: Grammars) -> None:
-    begun: list[LLMatcher] = []
+def admission_of(row: int, guide: Guide, output: Sequence[int] = ()) -> RowAdmission:
+    return RowAdmission(row, row, np.array([1, *output], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
 
-    def begin() -> LLMatcher:
-        begun.append(grammars.matcher(guide_of({"regex": "a*"})))
-        return begun[-1]
 
-    guide = RowGuide(None, (), begin)
-    assert guide.renew() is begun[0] and guide.renew() is None and len(begun) == 1
+def test_a_row_is_not_begun_anew_again_and_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    little = LLParserLimits(step_lexer_fuel=200, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "limits", lambda: little)
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    failed = grammars.matcher(guide_of({"regex": "[a-z]{400}"}))
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    assert not all(failed.consume_token(letter) for _ in range(400))
+    waits = {
+        Shares.ALL: (WAITS, WAITS),
+        Shares.FEW: (WAITS_ALONE, WAITS),
+        Shares.NOBODY: (0, WAITS_ALONE),
+    }
+    for shares, expected in waits.items():
+        for num_tokens, how in zip((FEW_TOKENS - 1, FEW_TOKENS), expected, strict=True):
+            guide = RowGuide(Begun(grammars.matcher(guide_of({"regex": "a*"})), None, shares), 7)
+            guide.follow([letter] * num_tokens)
+            assert guide.matcher is not None
+            guide.give_up(failed)
+            assert guide.matcher is None and guide.waits == how, (shares, num_tokens)
 
 
 def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,20 +390,23 @@ def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeyp
     grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
     guide = guide_of({"regex": "((a|b)*a(a|b){9}c?){2,9}((a|b)*b(a|b){8}d?)*"})
     guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
-    admission = RowAdmission(0, 0, np.array([1], dtype=np.int32), 1, 0, False, SamplingParams(guided=guide))
-    guides.begin_round(replace(PLAN, admissions=(admission,)))
+    guides.begin_round(replace(PLAN, admissions=(admission_of(0, guide),)))
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab"]
-    choose, num_made = random.Random(1), 0
+    choose, text = random.Random(1), list[int]()
     while True:
         masks = guides.masks([0], 0)
         assert masks is not None
         found = {*tokens_of(masks.bits[0])}
+        if guides.waiting([0]):
+            assert not found
+            guides.begin_round(replace(PLAN, admissions=(admission_of(0, guide, text),)))
+            continue
         if not found:
             break
-        assert {*letters} <= found, num_made
-        guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[choose.choice(letters)]])))
-        num_made += 1
-    assert num_made > 5
+        assert {*letters} <= found, len(text)
+        text.append(choose.choice(letters))
+        guides.note_verdict([0], Verdict(torch.tensor([1]), torch.tensor([[text[-1]]])))
+    assert len(text) > 5
 
 
 def test_a_tokenizer_that_cannot_be_read_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

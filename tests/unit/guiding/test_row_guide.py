@@ -12,9 +12,10 @@ from llguidance import LLParserLimits
 
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
-from trtrun.core.guide import Guide
+from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.nouns import RowAdmission
 from trtrun.guiding import grammars as grammars_module
+from trtrun.guiding.builds import GuideBuilds
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.row_guide import RowGuide, go_on
 from trtrun.guiding.row_guides import RowGuides
@@ -56,12 +57,13 @@ def test_a_row_goes_on_behind_a_long_text(grammars: Grammars, letter: int) -> No
 
 
 def test_a_matcher_that_is_made_anew_follows_a_long_text(grammars: Grammars, letter: int) -> None:
-    guide = Guide("regex", f"[a-z]{{{LENGTH}}}")
-    row = RowGuide(None, [letter] * (LENGTH - 1), lambda: grammars.matcher(guide, anew=True))
-    matcher = row.renew()
-    assert matcher is not None and not matcher.is_accepting()
+    start = GuideStart(Guide("regex", f"[a-z]{{{LENGTH}}}"), (letter,) * (LENGTH - 1))
+    builds = GuideBuilds(lambda: grammars, 1)
+    row = RowGuide(builds.submit(start), LENGTH - 1)
+    assert row.matcher is not None and not row.matcher.is_accepting()
     row.follow([letter])
     assert row.matcher is not None and row.matcher.is_accepting()
+    builds.close()
 
 
 def test_following_a_text_takes_no_more_than_masks_on_the_way_do(grammars: Grammars, letter: int) -> None:

@@ -6,13 +6,13 @@ from concurrent.futures import Future
 
 import pytest
 
-from trtrun.core.guide import Guide
+from trtrun.core.guide import Guide, GuideStart
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.roles.ordered_guides import GuideDesk, OrderedGuides
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.wire.guide_orders import GuideMessage, decode_orders, encode_orders
 
-A, B = Guide("regex", "a"), Guide("json", '{"enum":["ü\\n"]}')
+A, B = GuideStart(Guide("regex", "a")), GuideStart(Guide("json", '{"enum":["ü\\n"]}'), (3, 1))
 NOBODY: frozenset[int] = frozenset()
 
 
@@ -20,15 +20,15 @@ class Builder:
     """Of a rank's guides, those that are begun and those that are done."""
 
     def __init__(self) -> None:
-        self.begun: dict[Guide, Future[None]] = {}
+        self.begun: dict[GuideStart, Future[None]] = {}
 
-    def build(self, guide: Guide) -> None:
+    def build(self, guide: GuideStart) -> None:
         self.begun[guide] = Future()
 
-    def forget(self, guide: Guide) -> None:
+    def forget(self, guide: GuideStart) -> None:
         del self.begun[guide]
 
-    def is_built(self, guide: Guide) -> bool:
+    def is_built(self, guide: GuideStart) -> bool:
         return self.begun[guide].done()
 
 

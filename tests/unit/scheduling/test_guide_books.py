@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from trtrun.core.guide import Guide
+from trtrun.core.guide import Guide, GuideStart
 from trtrun.scheduling.guide_books import MOST_AHEAD, MOST_ORDERED, GuideBooks, GuideOrders
 
-ALL = [Guide("regex", str(number)) for number in range(MOST_AHEAD + MOST_ORDERED)]
+ALL = [GuideStart(Guide("regex", str(number))) for number in range(MOST_AHEAD + MOST_ORDERED)]
 A, B = ALL[:2]
 
 
-def books_of(*guides: Guide) -> GuideBooks:
+def books_of(*guides: GuideStart) -> GuideBooks:
     books = GuideBooks()
     for guide in guides:
         assert not books.add(guide)

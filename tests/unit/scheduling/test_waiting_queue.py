@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from scheduler_simulation import make_request
 
-from trtrun.core.guide import Guide
+from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.kvcache.blocks import BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
@@ -36,16 +36,17 @@ class Queue:
         for name in names:
             table = BlockTable(POOL, PrefixCache(POOL), 1)
             request = replace(make_request(len(self.named), [1]), sampling=SamplingParams(guided={"regex": name}))
-            self.named[name] = Completion(request, table, [1], group=name[0])
+            start = GuideStart(Guide("regex", name))
+            self.named[name] = Completion(request, table, [1], group=name[0], guide_start=start)
             self.queue.add(self.named[name], is_held=True)
 
     def release(self, *names: str) -> None:
         """Their guides are built."""
         for name in names:
-            self.queue.release(Guide("regex", name))
+            self.queue.release(GuideStart(Guide("regex", name)))
 
     def held(self) -> list[str]:
-        return [guide.text for guide in self.queue.held_guides()]
+        return [start.guide.text for start in self.queue.held_starts()]
 
     def take(self, *names: str) -> None:
         """These get a row, each when it is next."""
@@ -57,6 +58,11 @@ class Queue:
         """These lose their rows, the most recently admitted first."""
         for name in names:
             self.queue.put_back(self.named[name])
+
+    def hold_again(self, *names: str) -> None:
+        """These lose their rows, and what they go on with is not built."""
+        for name in names:
+            self.queue.put_back(self.named[name], is_held=True)
 
     def end(self, *names: str) -> None:
         """These have ended in their rows."""
@@ -169,3 +175,23 @@ def test_who_is_held_can_be_removed() -> None:
     assert queue.in_turn() == ["a3"] and queue.held() == ["a2"] and set(queue.queue._groups) == {"a"}
     queue.remove("a3", "a2")
     assert len(queue.queue) == queue.queue.num_ready == 0 and not queue.queue._groups and not queue.queue._holding
+
+
+def test_one_that_lost_its_row_is_passed_while_it_is_held() -> None:
+    """And goes before all others once it is released."""
+    queue = Queue("a1", "b1")
+    queue.hold("c1")
+    queue.release("c1")
+    queue.take("a1", "b1", "c1")
+    queue.hold_again("c1")
+    queue.preempt("b1")
+    queue.add("d1")
+    assert queue.held() == ["c1"] and queue.in_turn() == ["b1"]
+    queue.take("b1")
+    assert queue.in_turn() == ["d1"] and queue.queue.num_ready == 1
+    queue.release("c1")
+    assert queue.in_turn() == ["c1"] and queue.held() == [] and queue.queue.num_ready == 2
+    queue.take("c1")
+    queue.hold_again("c1")
+    queue.remove("c1")
+    assert queue.held() == [] and queue.in_turn() == ["d1"] and len(queue.queue) == 1
