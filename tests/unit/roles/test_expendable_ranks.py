@@ -16,6 +16,7 @@ from trtrun.roles.draft_loss import (
     expendable_ranks,
     find_obstacle,
     losable_ranks,
+    unawaited_ranks,
 )
 
 APART: dict[str, Any] = {
@@ -49,6 +50,14 @@ def test_a_job_goes_on_unless_something_is_in_the_way(values: dict[str, Any], re
     assert expendable_ranks(config, topology) == losable_ranks(config, topology) == (() if reason else (1, 2))
     expected = None if values is ALONE else ("end", reason) if reason else ("continue", "")
     assert describe_draft_loss(config, topology) == expected
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_a_target_waits_for_drafts_with_probabilities(use_logits: bool) -> None:
+    config = make_config({**APART, "speculation": {"use_logits": use_logits}})
+    topology = make_topology(config)
+    assert unawaited_ranks(config, topology) == (() if use_logits else (1, 2))
+    assert find_obstacle(config, topology) == ("the target waits for the draft in every round" if use_logits else None)
 
 
 @pytest.mark.usefixtures("_ahead")
