@@ -141,7 +141,7 @@ def test_a_report_comes_back_as_it_was() -> None:
     tokens = np.array([[5, 6, 7], [8, -1, -1]])
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
-    times = RoundTimes(0.25, 0.5, 0.75, 0.875, FirstUses(captures=3, compilations=70_000))
+    times = RoundTimes(0.25, 0.5, 0.75, 0.875, 0.125, FirstUses(captures=3, compilations=70_000))
     arrays = ReportArrays(41, times, np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
     report = come_back(dataclasses.replace(arrays, num_suffix_tokens=np.array([2, 0])))
     assert report.num_suffix_tokens == [2, 0]
