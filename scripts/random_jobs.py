@@ -80,7 +80,7 @@ def choose_method(chance: random.Random, heads: dict[str, str]) -> tuple[dict[st
         options["max_paths"] = chance.choice([1, 2, 4])
     elif method in ("eagle", "eagle3") and chance.random() < 0.6:
         options["eagle_topk"] = chance.randint(2, 4)
-        options["max_total_draft_tokens"] = chance.randint(length, 4 * length)
+        options["max_total_draft_tokens"] = max(options["eagle_topk"], chance.randint(length, 4 * length))
     elif method == "medusa":
         options["draft_len"] = min(length, SHIPPED_MEDUSA_HEADS)
         if chance.random() < 0.5:
