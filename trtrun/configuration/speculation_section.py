@@ -100,6 +100,17 @@ class SpeculationSection(Section):
         return DraftSize(1, draft_len)
 
     @property
+    def fewest_matched(self) -> int | None:
+        """Of a row's last tokens that must have stood in a text before, where drafts are made of texts alone; None
+        where they are made otherwise."""
+        return None
+
+    @property
+    def has_other_texts(self) -> bool:
+        """Whether drafts are made of other texts than the row's own, too."""
+        return False
+
+    @property
     def most_fed(self) -> int:
         """Nodes of a row's draft tree that heads with a store feed at once, at most; 0 where drafts are chains."""
         return 0

@@ -56,6 +56,11 @@ class PromptLookupSection(SpeculationSection):
         return 20 << 20
 
     @property
+    def fewest_matched(self) -> int | None:
+        """See SpeculationSection."""
+        return self.lookup_range[0]
+
+    @property
     def lookup_range(self) -> tuple[int, int]:
         """prompt_lookup_min and prompt_lookup_max with their defaults."""
         fewest, most = self.prompt_lookup_min, self.prompt_lookup_max
@@ -78,6 +83,16 @@ class SuffixSection(SuffixOptions, SpeculationSection):
     max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
     suffix_corpus: FilePath | None = None
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
+
+    @property
+    def fewest_matched(self) -> int | None:
+        """See SpeculationSection."""
+        return 1
+
+    @property
+    def has_other_texts(self) -> bool:
+        """See SpeculationSection."""
+        return self.suffix_corpus is not None or self.suffix_decoding_max_cached_requests > 0
 
     def size_of(self, draft_len: int) -> DraftSize:
         """See SpeculationSection."""

@@ -24,6 +24,7 @@ from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
+from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.pacing import Pacer
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.timing.spans import ORCHESTRATOR, RankSpans, SpanLog
@@ -242,7 +243,10 @@ class Orchestrator:
             if plan is None:
                 return
             if self._pacer is not None and num_decoding:
-                self._pacer.note_plan(num_decoding, num_plain, plan.draft_len, int((plan.draft_lens > 0).sum()))
+                num_drafting = int((plan.draft_lens > 0).sum())
+                if isinstance(self._pacer, MatchPacer):
+                    num_plain = num_decoding - num_drafting
+                self._pacer.note_plan(num_decoding, num_plain, plan.draft_len, num_drafting)
             self._ranks.publish(plan)
             published = self._clock()
             places, is_partial = self._places_with_logprobs(plan), most_drafting is not None and plan.draft_len > 0
@@ -252,8 +256,10 @@ class Orchestrator:
 
     def _schedule(self, num_decoding: int, num_plain: int) -> tuple[int | None, RoundPlan | None]:
         """Rows that may draft, None for all, and the plan."""
-        pacer, draft_len, most_drafting = self._pacer, None, None
-        if pacer is not None and num_decoding:
+        pacer, draft_len, most_drafting, kinds = self._pacer, None, None, None
+        if isinstance(pacer, MatchPacer):
+            draft_len, kinds = pacer.choose_matches(self.scheduler.match_kinds())
+        elif pacer is not None and num_decoding:
             draft_len = pacer.choose(num_decoding, num_plain)
             # A draft engine that drafts ahead is fed anyway.
             most_drafting = pacer.most_drafting(num_decoding, num_plain) if self._ahead is None else None
@@ -265,6 +271,7 @@ class Orchestrator:
             most_drafting=most_drafting,
             takes_given=not self.draft_is_lost,
             drafts_pay=pays,
+            drafted_kinds=kinds,
             # One that drafts ahead is fed anyway.
             is_unsure=pacer is not None and pacer.is_unsure and self._ahead is None,
         )
@@ -396,7 +403,15 @@ def commit_round(
             took = seconds if is_usual else None
             pacer.record(len(planned), plan.draft_len, took, acceptances, num_plain, is_partial)
         if watch is not None:
-            watch.record(acceptances)
+            # As statistics and metrics count: of drafts that were not found nothing was verified.
+            verified = zip(plan.decode_rows.tolist(), planned, report.draft_lens, report.num_tokens, strict=False)
+            watch.record(
+                [
+                    (found, max(0, count - 1))
+                    for row, length, found, count in verified
+                    if length > 0 and found > 0 and row not in plan.given_rows
+                ]
+            )
             if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:
                 logger.warning(said)
     foreseen = report.foreseen if plan.num_guesses else None

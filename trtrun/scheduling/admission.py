@@ -14,7 +14,7 @@ It knows completions, rows, blocks and tokens. It does not know results, ranks, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 
 from trtrun.scheduling.batch import NO_ROW, Completion, RunningBatch
@@ -25,7 +25,7 @@ from trtrun.scheduling.queue import WaitingQueue
 _TRIED = 16
 """Where drafts do not pay the draft store follows one in so many completions: drafts of other texts may."""
 
-_FED_AT_ONCE, _MOST_FED_LATE = 16, 64
+_FED_AT_ONCE, _MOST_FED_LATE = 8, 64
 """Rows with a draft whose prompts the draft store reads at once while nothing is known of drafts, and the longest
 prompt that it reads later: with the first draft, which takes it in small parts."""
 
@@ -95,7 +95,7 @@ class Admission:
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
             is_left = drafted and not self._drafts_pay and has_store and not running.given_draft
-            if is_left and (self._num_left + 1) % _TRIED:
+            if is_left and ((self._num_left + 1) % _TRIED or self._is_one_tried):
                 drafted = False
             followed = drafted and has_store
             if below is not None and self._batch.num_to_read(running, followed) >= below:
@@ -111,6 +111,11 @@ class Admission:
                 return None
             blocked = blocked or running
         return None
+
+    @property
+    def _is_one_tried(self) -> bool:
+        """Whether the draft store follows a row: one is enough to see whether drafts are better than they were."""
+        return any(running.followed for running in self._batch.requests)
 
     def _is_fed_late(self, running: Completion) -> bool:
         """Whether the draft store need not read a prompt before tokens are drafted for it."""
@@ -136,6 +141,10 @@ class Decoding:
         """Rows whose prefill is planned to its end, in order of admission."""
         return [running for running in self._batch.requests if running.is_decoding]
 
+    def match_kinds(self) -> list[int]:
+        """The kinds of the matches of `rows`."""
+        return [running.match_kind for running in self.rows()]
+
     def load(self) -> tuple[int, int]:
         """How many `rows` there are, and how many of them are as if nothing were drafted for them: one that wants fewer
         tokens drafted than the limits' counts as its share of a row."""
@@ -151,6 +160,7 @@ class Decoding:
         most_drafting: int | None,
         takes_given: bool,
         has_prompts: bool,
+        drafted_kinds: Collection[int] | None = None,
     ) -> None:
         """Plan the decoding rows, the oldest first, and preempt the newest where blocks are short.
 
@@ -161,6 +171,7 @@ class Decoding:
             most_drafting: rows that these are drafted for; None for all.
             takes_given: whether rows have the drafts that came with their requests verified, whatever `draft_len` says.
             has_prompts: whether prompts are to be read in the round.
+            drafted_kinds: of matches that tokens are drafted for; None for all rows.
         """
         batch, limits = self._batch, self._limits
         # Where prompts are to be read, drafts leave them a share of the round: else they might never be. And each row
@@ -171,7 +182,8 @@ class Decoding:
             if plan.budget <= 0 or running.row == NO_ROW:  # preempted meanwhile, and so were all behind it
                 break
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
-            wanted = limits.draft_len if follows_given else draft_len if num_left > 0 else 0
+            is_drafted = num_left > 0 and (drafted_kinds is None or running.match_kind in drafted_kinds)
+            wanted = limits.draft_len if follows_given else draft_len if is_drafted else 0
             if batch.num_reporting and running.request.sampling.return_generation_logits:
                 wanted = min(wanted, limits.longest_reported(batch.num_reporting))
             longest = running.longest

@@ -20,6 +20,7 @@ from trtrun.core.request_statistics import RequestStatistics
 from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.matches import OwnMatch
 from trtrun.scheduling.prompt_logits import PromptLogits
 from trtrun.scheduling.prompt_scores import PromptScores
 from trtrun.tokens.detokenizer import ROOT, AhoCorasick, CompletionText
@@ -62,6 +63,7 @@ class Completion:
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
         logits: logits of its prompt; None where nobody asked.
         guide_start: where its text is guided, what ranks build before it has a row; None elsewhere.
+        match: of its last tokens in its own text; None where drafts are not made of texts.
     """
 
     request: Request
@@ -92,6 +94,12 @@ class Completion:
     scores: PromptScores | None = None
     logits: PromptLogits | None = None
     guide_start: GuideStart | None = None
+    match: OwnMatch | None = None
+
+    @property
+    def match_kind(self) -> int:
+        """The kind of its match (matches.py): 0 where it has none, or wants no drafts."""
+        return self.match.kind(self.token_ids) if self.match is not None and self.drafted else 0
 
     @property
     def most_cached_tokens(self) -> int:

@@ -176,6 +176,8 @@ def commit_row(
         running.finish(FinishReason.ERROR, now)
         return RowResult(running, [], index)
     running.last_accepted = num_tokens - 1
+    if running.match is not None and most_drafted and limits.has_other_texts:
+        running.match.note_draft(verified, num_tokens - 1)
     statistics = running.statistics
     if planned.work is Work.DECODE:
         statistics.record_round(verified, num_tokens - 1)
@@ -185,6 +187,8 @@ def commit_row(
         running.finish(FinishReason.LENGTH, now)
         return RowResult(running, [], index)
     new_token_ids, reason = append_tokens(running, tokens[:num_tokens], limits)
+    if running.match is not None:
+        running.match.read(running.token_ids, len(running.request.prompt_token_ids))
     if running.given_draft:
         running.compare_given_draft(len(new_token_ids))
     # The target has written all but the last token. The draft may lack more, and writes them at its next catch-up.

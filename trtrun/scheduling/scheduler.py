@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from trtrun.scheduling.admission import Admission, Decoding
 from trtrun.scheduling.batch import NO_PLACE, NO_ROW, Completion, RowResult, RunningBatch
 from trtrun.scheduling.guide_books import GuideBooks, GuideOrders
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.matches import MatchRecord, OwnMatch
 from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.prompt_logits import PromptLogits
 from trtrun.scheduling.prompt_scores import PromptScores
@@ -45,10 +46,16 @@ from trtrun.tokens.detokenizer import AhoCorasick, CompletionText
 
 
 class Scheduler:
-    """Rows, blocks and the waiting queue of one job. Not thread-safe: one caller, the orchestrator's loop."""
+    """Rows, blocks and the waiting queue of one job. Not thread-safe: one caller, the orchestrator's loop.
+
+    Attributes:
+        limits: what it stays within.
+        matches: how often matches of rows went on, where drafts are made of texts.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
+        self.matches = MatchRecord()
         self._guides = GuideBooks()
         self._start_empty()
         self._requests: dict[int, Completion] = {}
@@ -157,6 +164,8 @@ class Scheduler:
                 : min(request.sampling.max_tokens, self.limits.max_length - len(request.prompt_token_ids))
             ],
         )
+        if self.limits.fewest_matched is not None:
+            completion.match = OwnMatch(self.limits.fewest_matched, self.matches)
         appended, reason = append_tokens(completion, generated, self.limits)
         completion.compare_given_draft(len(appended))
         if reason is not None:
@@ -215,6 +224,10 @@ class Scheduler:
         tokens drafted than the limits' counts as its share of a row."""
         return self._decoding.load()
 
+    def match_kinds(self) -> list[int]:
+        """The kinds of the matches of rows that decode; see matches.py."""
+        return self._decoding.match_kinds()
+
     def reset(self) -> None:
         """Forget everything: all requests, plans without results and cached blocks, whatever state they are in.
 
@@ -272,6 +285,7 @@ class Scheduler:
         takes_given: bool = True,
         drafts_pay: bool = True,
         is_unsure: bool = False,
+        drafted_kinds: Collection[int] | None = None,
     ) -> RoundPlan | None:
         """Plan the next round, or None when nothing can run before an outstanding result is committed or a guide is
         built, or at all.
@@ -289,6 +303,7 @@ class Scheduler:
                 rows that come, and none that it would have to feed.
             is_unsure: whether nothing is known of drafts yet: the draft engine then reads few prompts before tokens are
                 drafted for them.
+            drafted_kinds: of matches that tokens are drafted for; None for all rows.
 
         Raises:
             RuntimeError: called with more than `plans_ahead` results outstanding.
@@ -302,7 +317,7 @@ class Scheduler:
         decoding = self._decoding.rows()
         has_prompts = len(decoding) < self.num_running or (has_free_row and self._waiting.num_ready > 0)
         most_drafted = self.limits.draft_len if draft_len is None else draft_len
-        self._decoding.plan_rows(plan, decoding, most_drafted, most_drafting, takes_given, has_prompts)
+        self._decoding.plan_rows(plan, decoding, most_drafted, most_drafting, takes_given, has_prompts, drafted_kinds)
         if has_prompts:
             self._admission.plan_prompts(plan, self._speculating, drafts_pay=drafts_pay, is_unsure=is_unsure)
         if plan.is_empty:

@@ -62,6 +62,13 @@ class Load:
             if len(samples) >= _FEWEST_SAMPLES
         }
 
+    def distance(self) -> float:
+        """How many times longer or shorter than the costs said a round of the present draft_len is; 1 where none was
+        seen."""
+        samples = self.seconds.get(self.current)
+        ratio = _typical(samples) / self.costs[self.current] if samples else 1.0
+        return max(ratio, 1 / ratio)
+
     def expected_seconds(self) -> list[float]:
         """Seconds of a round by draft_len, from the costs: times what rounds have taken of them. A draft_len that was
         not seen is as its neighbour that was."""

@@ -35,10 +35,10 @@ _TRIAL_ROUNDS = 2
 _REVIEW_EVERY = 8
 """Rounds between two looks at what is known, outside trials."""
 
-_WORTH_A_CHANGE = 1.03
+WORTH_A_CHANGE = 1.03
 """How many times the present goodput another draft_len must promise."""
 
-_PLAIN_TOGETHER = 1.05
+PLAIN_TOGETHER = 1.05
 """What rounds without drafts gain where several rows run: those that began together end together, while rows that
 draft end one after the other, so that their last rounds are of few rows."""
 
@@ -46,7 +46,8 @@ _FEWEST_DRAFTS = 4
 """That are asked for before none are made: one first token of a good draft is rejected now and then."""
 
 _COSTS_MAY_BE_OFF = 1.5
-"""How many times as good as expected another draft_len may be, of which the start has measured what rounds take."""
+"""How many times as good as expected another draft_len may be, of which the start has measured what rounds take; more
+where that was wrong for the present one."""
 
 _STAKE, _REMEMBERED_STAKE, _MOST_STAKE = 0.75, 2.0, 4.0
 _STAKED_AT_ONCE = 0.5
@@ -56,7 +57,7 @@ drafts worth it, and at most; the share of it that a
 single round may cost; and what each round without drafts adds. So a draft that is never right costs a round of a text,
 whatever its length, and a hundredth of the time later; while a good one soon earns more than it will ever stake."""
 
-_ROWS_ON_TRIAL = 16
+_ROWS_ON_TRIAL = 8
 """Of more rows so many draft where it is only to be learned how often drafts are right: that does not follow from how
 many there are, while feeding all that a draft model lacks of each row takes long."""
 
@@ -64,7 +65,7 @@ _HOPELESS_ROUNDS = 128
 """Rounds that drafts did not seem to be worth in, after which they are not expected to pay soon."""
 
 _SURELY_HOPELESS_ROUNDS = 2
-_SURE_DRAFTS, _RARELY = 16, 0.05
+_SURE_DRAFTS, _RARELY = 8, 0.05
 """The same where of so many drafts first tokens were kept as seldom as that: little is left to be learned."""
 
 
@@ -266,17 +267,17 @@ class Pacer:
             seconds = [estimate_between(known, draft_len) for draft_len in range(self._most + 1)]
         goodput = self._goodput(load, seconds)
         best = goodput.index(max(goodput))
-        if goodput[best] > _WORTH_A_CHANGE * goodput[load.current]:
+        if goodput[best] > WORTH_A_CHANGE * goodput[load.current]:
             load.current, load.pause = best, _FIRST_TRIAL if not load.costs else _FIRST_TRIAL_OF_KNOWN
             load.next_trial = min(load.next_trial, load.rounds + load.pause)
 
     def _goodput(self, load: Load, seconds: Sequence[float]) -> list[float]:
         """What a row is expected to gain in a second, by draft_len, where rounds take `seconds`: tokens, and of plain
-        ones a little more (`_PLAIN_TOGETHER`). What they take beyond a plain one is noted."""
+        ones a little more (`PLAIN_TOGETHER`). What they take beyond a plain one is noted."""
         load.extra = [took / seconds[0] - 1 for took in seconds]
         gains = (load.share_drafted * (tokens - 1) for tokens in self._acceptance.expected_tokens())
         plain, *drafted = ((1 + gain) / took for gain, took in zip(gains, seconds, strict=True))
-        load.goodput = [plain if load.num_rows == 1 else _PLAIN_TOGETHER * plain, *drafted]
+        load.goodput = [plain if load.num_rows == 1 else PLAIN_TOGETHER * plain, *drafted]
         return load.goodput
 
     def _trial(self, load: Load) -> int:
@@ -290,6 +291,6 @@ class Pacer:
         if load.costs:
             if 0 not in load.seconds:
                 places = [0]
-            least = load.goodput[load.current] / _COSTS_MAY_BE_OFF
+            least = load.goodput[load.current] / (_COSTS_MAY_BE_OFF * load.distance())
             places = [value for value in places if not load.current or load.goodput[value] > least]
         return min(places, key=lambda draft_len: load.last_seen.get(draft_len, 0), default=load.current)

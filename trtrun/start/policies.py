@@ -17,6 +17,7 @@ from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
+from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.speculation.round_costs import RoundCosts, assume_costs
 from trtrun.start.kept_pacing import KeptPacing
@@ -48,12 +49,13 @@ def make_orchestrator(
     if _uses_gpus(config):
         practise_rounds(ranks, limits)
     kept = KeptPacing.of(config, [report.device_kind for report in reports]) if config.is_paced else None
-    pacer = _make_pacer(config, limits, ranks, kept) if kept is not None else None
+    scheduler = Scheduler(limits)
+    pacer = _make_pacer(config, scheduler, ranks, kept) if kept is not None else None
     has_drafts = config.is_speculative and config.speculation.forced_acceptance is None
     to_check = METHODS[config.speculation.method].to_check
     watch = AcceptanceWatch(config.draft_len, to_check) if has_drafts else None
     ahead = _ahead_policy(config)
-    return Orchestrator(Scheduler(limits), ranks, pacer, ahead=ahead, watch=watch, keep=kept.write if kept else None)
+    return Orchestrator(scheduler, ranks, pacer, ahead=ahead, watch=watch, keep=kept.write if kept else None)
 
 
 def count_first_rounds(config: RuntimeConfig, limits: SchedulerLimits) -> tuple[int, int]:
@@ -69,9 +71,10 @@ def sure_draft_lens(config: RuntimeConfig) -> set[int]:
     return {most, first_trial(most)} if config.is_paced else {most}
 
 
-def _make_pacer(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks, kept: KeptPacing) -> Pacer:
+def _make_pacer(config: RuntimeConfig, scheduler: Scheduler, ranks: EngineRanks, kept: KeptPacing) -> Pacer:
     """Begins with what earlier runs have left; what rounds cost is measured where that does not say it."""
     costs, seen = kept.read()
+    limits = scheduler.limits
     if not _has_costs(config):
         return Pacer(config.speculation.draft_len, None, seen)
     assumed = assumed_costs(config, limits)
@@ -79,6 +82,9 @@ def _make_pacer(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRan
         costs = measure_round_costs(ranks, limits, assumed)
         kept.write(costs, None)
     costs = assumed if costs is None else costs.continued(assumed)
+    if limits.fewest_matched is not None:
+        others = limits.has_other_texts
+        return MatchPacer(config.speculation.draft_len, scheduler.matches, costs, seen, has_other_texts=others)
     return Pacer(config.speculation.draft_len, costs, seen)
 
 

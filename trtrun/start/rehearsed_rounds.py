@@ -23,6 +23,7 @@ from trtrun.core.nouns import FIRST_REHEARSED_ROUND, PrefillChunk, RoundPlan, Ro
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.planning import most_missed_rounds
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.start.model_settings import MADE_UP_LENGTH, MADE_UP_ROUNDS
 
@@ -50,6 +51,9 @@ _MOST_PRACTISED = 16
 
 _PROMPT = 16
 """Tokens of a prompt there."""
+
+_LATE_ROWS = 4
+"""The most rows there whose drafts come after many rounds without any."""
 
 _LONGEST_PROMPT = 4096
 """Of one that fills a round: more would make the start of a large model seconds longer."""
@@ -125,6 +129,8 @@ def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
         for sampling in _PRACTISED:
             for draft_len in lens:
                 rehearsal.practise(draft_len, sampling)
+        for rows in _late_rows(limits):
+            rehearsal.practise_late_drafts(rows)
         rehearsal.drop_rows()
 
 
@@ -132,7 +138,8 @@ def count_practised_rounds(limits: SchedulerLimits) -> int:
     """Rounds that `practise_rounds` runs, but for the one that drops rows."""
     lens = _practised_lens(limits)
     beside = _has_prompt(limits, _row_length(limits, len(lens)))
-    return len(_PRACTISED) * len(lens) * (2 if beside else 1) + (1 if lens else 0)
+    of_kinds = len(_PRACTISED) * len(lens) * (2 if beside else 1)
+    return of_kinds + 1 + len(_late_rows(limits)) if lens else 0
 
 
 def count_measured_rounds(limits: SchedulerLimits) -> int:
@@ -146,6 +153,13 @@ def _practised_lens(limits: SchedulerLimits) -> list[int]:
     """None where contexts are too short."""
     most = min(limits.draft_len, _MOST_PRACTISED)
     return list(range(most + 1)) if _row_length(limits, 1 + most) >= 2 else []
+
+
+def _late_rows(limits: SchedulerLimits) -> list[int]:
+    """Numbers of rows whose drafts after many rounds without any are practised: those that are left out longest."""
+    if not (limits.draft_len and limits.has_draft_store and limits.may_sit_out):
+        return []
+    return sorted({1, min(_LATE_ROWS, limits.max_batch_size)})
 
 
 def _measured_lens(limits: SchedulerLimits) -> list[int]:
@@ -249,6 +263,13 @@ class _Rehearsal:
             chunk = PrefillChunk(1, 0, _PROMPT, is_last=True, followed=plan.admissions[0].followed)
             self._ranks.publish(replace(self._plan(1, draft_len, 1), admissions=(admission,), prefill=(chunk,)))
             self._await_verdict()
+
+    def practise_late_drafts(self, rows: int) -> None:
+        """A round of rows whose draft store lacks as much as it ever does, which it is fed in parts."""
+        plan = self._plan(rows, 1, 0)
+        lacking = np.full(rows, most_missed_rounds(rows, may_sit_out=True), dtype=np.int32)
+        self._ranks.publish(replace(plan, catch_up=lacking))
+        self._await_verdict()
 
     def drop_rows(self) -> None:
         """Leave the ranks as they were."""

@@ -106,7 +106,7 @@ def test_asking_without_a_plan_uses_up_no_draft() -> None:
     assert pacer.choose(1) == 0
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(4, None), (16, None), (64, 16), (128, 16)])
+@pytest.mark.parametrize(("num_rows", "most"), [(4, None), (8, None), (64, 8), (128, 8)])
 def test_how_often_drafts_are_right_is_learned_of_a_few_rows(num_rows: int, most: int | None) -> None:
     """At first, and where none should be drafted; where drafts pay all rows draft."""
     machine = Machine(1.0, position_ms=0.0)
