@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallel.watchdog.activity import Phase
+from parallel.watchdog.activity import Activity, Phase
 from trtrun.api.adapters import AdapterTable, check_adapter
 from trtrun.api.deltas import make_delta, make_lost_delta, new_text
 from trtrun.api.prompts import Prompt, PromptReader
@@ -149,6 +149,11 @@ class LLMEngine:
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
         )
         return cls(config, job, model, limits, tokenizer)
+
+    @property
+    def activity(self) -> Activity:
+        """Where the thread that takes the steps says what it is doing."""
+        return self.orchestrator.activity
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -348,7 +353,7 @@ class LLMEngine:
         Raises:
             InvalidRequestError: there is none of that name.
         """
-        with self.orchestrator.activity.between(Phase.ADAPTERS, f"in unloading adapter {show_value(name)}"):
+        with self.activity.between(Phase.ADAPTERS, f"in unloading adapter {show_value(name)}"):
             self.adapters.drop(name)
 
     def check_idle(self) -> None:
@@ -370,7 +375,7 @@ class LLMEngine:
             while self._loads:
                 closed = InvalidRequestError("the engine was closed while the adapter was loaded")
                 self._loads.popleft().on_end(self._failure or closed)
-            with self.orchestrator.activity.between(Phase.ENDING):
+            with self.activity.between(Phase.ENDING):
                 self.orchestrator.close()
 
     def prompt_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
