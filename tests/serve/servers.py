@@ -149,7 +149,7 @@ class Server:
     def post(self, path: str, body: Any, **others: Any) -> httpx.Response:
         """Post a body as JSON, or as it is where it is bytes."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, timeout=PATIENCE, verify=PLAIN, **others)
+        return httpx.post(self.url + path, content=content, **{"timeout": PATIENCE, "verify": PLAIN, **others})
 
     def get(self, path: str, **others: Any) -> httpx.Response:
         """What it says there."""

@@ -6,9 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from adapters import make_adapter
 from servers import ONE_PROCESS, Server, serving, wait_until, write_config
@@ -24,9 +26,9 @@ GREEDY = {"max_tokens": 16, "temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, pair: Path) -> Path:
-    """`a`, and below `more` an adapter `b` and what lies elsewhere, by a link."""
+    """`a`, and below `more` an adapter `b`, one that no engine gets on with, and what lies elsewhere, by a link."""
     folder = tmp_path_factory.mktemp("adapters")
-    for name in ("a", "more/b"):
+    for name in ("a", "more/b", "more/stalls"):
         make_adapter(folder / name, pair / "target", rank=4, seed=len(name), strength=0.1)
     (folder / "more" / "outside").symlink_to(folder / "a")
     (folder / "keys").write_text("secret\n", encoding="utf-8")
@@ -39,12 +41,13 @@ def config(folder: Path, pair: Path) -> Path:
     return write_config(
         folder / "serve.yaml", pair, ONE_PROCESS, server=server, adapters={"a": str(folder / "a")},
         adapter_slots={"max_loaded": 2, "max_rank": 4}, scheduler={"max_batch_size": 8}, kv_cache={"max_tokens": 8192},
+        launch={"adapter_seconds": 3},
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def server(config: Path) -> Iterator[Server]:
-    with serving(config) as server:
+    with serving(config, program=["tests/serve/programs/stalling_adapter.py"]) as server:
         yield server
 
 
@@ -112,6 +115,38 @@ def test_who_may_load_what(server: Server) -> None:
     assert change(server, "load", lora_name="b", lora_path="b", lora_pth="b")[0] == 400
     assert change(server, "unload", lora_name="b")[0] == 404
     assert change(server, "load", lora_name="b")[0] == 400
+    assert models(server) == [("pair", None), ("a", "pair")]
+
+
+def test_a_load_that_stands_still_is_named_and_ends_the_engine_and_no_request(
+    server: Server, expected: dict[str | None, str]
+) -> None:
+    """Rounds go on beside it; the next engine does not try it again."""
+    with ThreadPoolExecutor(2) as pool:
+        stalled = pool.submit(change, server, "load", lora_name="z", lora_path="stalls")
+
+        def complete_on() -> list[Any]:
+            answers = []
+            while not stalled.done():
+                answers.append(complete(server, lora_name="a"))
+            return answers
+
+        completed = pool.submit(complete_on)
+
+        def loading() -> dict[str, Any] | None:
+            told = server.get("/status", headers=KEY, timeout=60).json()["phases"]
+            return next((one for one in told if one["phase"] == "adapters"), None)
+
+        assert wait_until(loading, "the load")["doing"] == "in loading adapter 'z'"
+        assert "adapters" in [one["phase"] for one in server.get("/health").json()["phases"]]
+        with suppress(httpx.ReadTimeout):  # a client that gives up while it waits: nothing of it is left
+            server.post("/v1/load_lora_adapter", {"lora_name": "w", "lora_path": "b"}, headers=KEY, timeout=0.5)
+        status, line = stalled.result()
+    assert status == 500 and "the engine hangs: it stands still in loading adapter 'z' for longer than 3 s" in line
+    texts = [answer["choices"][0]["text"] for answer in completed.result() if "choices" in answer]
+    assert set(texts) == {expected["a"]}
+    wait_until(lambda: server.get("/health").is_success or None, "an engine")
+    assert server.wait_idle()["trtrun:engine_restarts_total"] == 1
     assert models(server) == [("pair", None), ("a", "pair")]
 
 

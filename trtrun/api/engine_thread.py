@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from parallel.watchdog.activity import Phase
+from parallel.watchdog.heartbeat_server import beat_seconds
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
 from trtrun.core.outputs import CompletionDelta, RequestId
@@ -31,9 +32,6 @@ the other come in less. A front hands over together what came together."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
-
-TICK_SECONDS = 1.0
-"""How often an engine that has nothing to do says that it is there: one that hangs says nothing."""
 
 logger = logging.getLogger(__name__)
 
@@ -228,9 +226,10 @@ class EngineThread:
         self._opened.set_result(engine)
         if engine is None:
             return
-        engine.orchestrator.activity.ticks = True
         try:
+            engine.activity.ticks = True
             while self._do_orders(engine):
+                engine.activity.advance()
                 self._step(engine)
             self._end(InvalidRequestError("this AsyncLLM is closed: make another one"))
         except RankFailedError as error:
@@ -246,11 +245,13 @@ class EngineThread:
             self._told_failure = error
 
     def _do_orders(self, engine: LLMEngine) -> bool:
-        """Do what is ordered, once there is something to do; whether the engine goes on."""
+        """Do what is ordered, once there is something to do; whether the engine goes on. Without anything to do it
+        still says now and then that it is there: one that hangs does not."""
+        tick = beat_seconds(engine.config.launch.heartbeat_seconds)
         with self._has_orders:
             while not (self._orders or self._is_closing or engine.has_work):
-                self._has_orders.wait(TICK_SECONDS)
-                engine.orchestrator.activity.advance()
+                self._has_orders.wait(tick)
+                engine.activity.advance()
         was_idle = not engine.has_work
         self._do_waiting(engine)
         if was_idle and engine.has_work and self._gathers:
@@ -272,7 +273,7 @@ class EngineThread:
             orders, self._orders = self._orders, deque()
         if not orders:
             return
-        with engine.orchestrator.activity.between(Phase.ORDERED):
+        with engine.activity.between(Phase.ORDERED):
             for order in orders:
                 order.do(engine)
 

@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallel.watchdog.activity import Phase
+from parallel.watchdog.activity import Activity, Phase
 from trtrun.api.adapters import AdapterTable, check_adapter
 from trtrun.api.deltas import make_delta, make_lost_delta, new_text
 from trtrun.api.prompts import Prompt, PromptReader
@@ -165,6 +165,11 @@ class LLMEngine:
             has_longer_context=context < model.max_position_embeddings,
         )
         return cls(config, job, model, limits, tokenizer, sampling)
+
+    @property
+    def activity(self) -> Activity:
+        """Where the thread that takes the steps says what it is doing."""
+        return self.orchestrator.activity
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -367,7 +372,7 @@ class LLMEngine:
         Raises:
             InvalidRequestError: there is none of that name.
         """
-        with self.orchestrator.activity.between(Phase.ADAPTERS, f"in unloading adapter {show_value(name)}"):
+        with self.activity.between(Phase.ADAPTERS, f"in unloading adapter {show_value(name)}"):
             self.adapters.drop(name)
 
     def check_idle(self) -> None:
@@ -389,7 +394,7 @@ class LLMEngine:
             while self._loads:
                 closed = InvalidRequestError("the engine was closed while the adapter was loaded")
                 self._loads.popleft().on_end(self._failure or closed)
-            with self.orchestrator.activity.between(Phase.ENDING):
+            with self.activity.between(Phase.ENDING):
                 self.orchestrator.close()
 
     def prompt_token_ids(self, request_id: RequestId) -> tuple[int, ...]:

@@ -3,8 +3,8 @@ when it ends too often.
 
 An engine tells about once a second where each of its threads stands, in rounds and outside of them. It hangs where
 it is silent, or where a thread stands still for longer than its phase may take, and where it is not up after
-launch.start_seconds. The ranks of a job watch each other (`parallel.watchdog`); of these the front asks only that rank 0
-goes on telling. It knows processes, times and how often engines may end. It does not know what an engine does
+launch.start_seconds. The ranks of a job watch each other (`parallel.watchdog`): of these the front asks only that rank
+0 goes on telling. It knows processes, times and how often engines may end. It does not know what an engine does
 (`process`) or what it is told (`client`).
 """
 

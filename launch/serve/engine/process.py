@@ -11,7 +11,7 @@ import asyncio
 import faulthandler
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -174,9 +174,9 @@ class _Served:
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._telling: set[asyncio.Task[None]] = set()
-        self._changes: asyncio.Queue[LoadAdapter | DropAdapter] = asyncio.Queue()
+        self._changes: asyncio.Queue[LoadAdapter | DropAdapter | Generate] = asyncio.Queue()
         self._changing: Counter[str] = Counter()
-        self._held: dict[str, Generate] = {}
+        self._held: set[str] = set()
 
     async def follow(self, messages: MessageStream) -> None:
         """See `serve_front`."""
@@ -201,7 +201,7 @@ class _Served:
                 case Begin():
                     self._begin(message.requests)
                 case Abort():
-                    self._held.pop(message.request_id, None)
+                    self._held.discard(message.request_id)
                     self._llm.abort(message.request_id)
                 case AskStatus():
                     # The engine answers between two rounds; what comes behind the question does not wait for that.
@@ -217,23 +217,21 @@ class _Served:
                     raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
 
     async def _change_adapters(self) -> None:
-        """Load and drop adapters, one after the other and beside the rounds, and tell what came of each."""
+        """Load and drop adapters, one after the other and beside the rounds, and tell what came of each; requests that
+        were sent behind a change of the adapter that they name begin behind it."""
         while True:
             change = await self._changes.get()
+            if isinstance(change, Generate):
+                if change.request_id in self._held:
+                    self._held.discard(change.request_id)
+                    self._deliver([change])
+                continue
             error = await (self._load(change) if isinstance(change, LoadAdapter) else self._drop(change))
             if isinstance(error, RankFailedError):
                 self._fail(error)
                 return
             self._outbox.send(AdapterChanged(error=None if error is None else str(error)))
-            name = change.lora_name
-            self._changing[name] -= 1
-            if not self._changing[name]:
-                del self._changing[name]
-                # Whoever names it was to wait for this change, as one of the next engine's first.
-                waited = [one for one in self._held.values() if one.sampling_params().lora_name == name]
-                for request in waited:
-                    del self._held[request.request_id]
-                self._begin(waited)
+            self._changing[change.lora_name] -= 1
 
     async def _load(self, change: LoadAdapter) -> TrtrunError | None:
         """Why an adapter cannot be loaded; None once requests may name it."""
@@ -280,15 +278,24 @@ class _Served:
         except InvalidRequestError:
             pass  # it is closed
 
-    def _begin(self, requests: Iterable[Generate]) -> None:
+    def _begin(self, requests: Sequence[Generate]) -> None:
+        """One that names an adapter which is being changed waits for that, and no other does."""
+        beginning = []
+        for request in requests:
+            name = request.sampling.get("lora_name")
+            if name is not None and self._changing[name]:
+                self._held.add(request.request_id)
+                self._changes.put_nowait(request)
+            else:
+                beginning.append(request)
+        self._deliver(beginning)
+
+    def _deliver(self, requests: Sequence[Generate]) -> None:
         """The front has checked them; their bad words become tokens, and their guides grammars, here, beside the
-        rounds. One that names an adapter which is being loaded waits for that."""
+        rounds."""
         arrivals = []
         for request in requests:
             sampling = request.sampling_params()
-            if sampling.lora_name is not None and self._changing[sampling.lora_name]:
-                self._held[request.request_id] = request
-                continue
             recipient = Sending(self._outbox, request.request_id, self._hear_failure)
             if sampling.bad_words or sampling.guided:
                 with suppress(InvalidRequestError):  # told when it is added
@@ -298,7 +305,8 @@ class _Served:
                     recipient, request.request_id, request.prompt_token_ids, sampling, request.generated, request.group
                 )
             )
-        self._llm.deliver(arrivals)
+        if arrivals:
+            self._llm.deliver(arrivals)
 
     def _hear_failure(self, error: RankFailedError) -> None:
         """In the engine's thread."""

@@ -41,24 +41,29 @@ def test_what_is_no_name_takes_no_slot(folder: tuple[Path, Path], name: Any) -> 
 def test_a_slot_that_cannot_be_filled_is_free(folder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no memory for it: the process goes on, and so do rows."""
     target, path = folder
-    prompt, put = prompt_of(20, seed=4), AdaptedLinear.put
+    prompt, prepare = prompt_of(20, seed=4), AdaptedLinear.prepare
     with make_llm(target, adapter_slots={"max_loaded": 1, "max_rank": 8}) as llm:
         expected = text_with(llm, prompt, None)
         llm.load_adapter("x", path)
         adapted = text_with(llm, prompt, "x")
         llm.drop_adapter("x")
-        filled: list[int] = []
+        made: list[Any] = []
 
-        def fail(layer: AdaptedLinear, slot: int, factors: Any) -> None:
-            if len(filled) > 3:
-                raise RuntimeError("can't allocate memory")
-            filled.append(slot)
-            put(layer, slot, factors)
+        def fail(*_: Any) -> None:
+            raise RuntimeError("can't allocate memory")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(AdaptedLinear, "put", fail)
-            with pytest.raises(CheckpointError, match="a cannot be used: RuntimeError: can't allocate memory"):
-                llm.load_adapter("y", path)
+        def prepare_four(layer: AdaptedLinear, factors: Any) -> Any:
+            if len(made) > 3:
+                fail()
+            made.append(prepare(layer, factors))
+            return made[-1]
+
+        ways = {"cannot be used: RuntimeError": prepare_four, "could not be put into its slot": lambda *_: fail}
+        for line, way in ways.items():
+            with monkeypatch.context() as patched:
+                patched.setattr(AdaptedLinear, "prepare", way)
+                with pytest.raises(CheckpointError, match=f"a {line}: can't allocate memory"):
+                    llm.load_adapter("y", path)
         assert text_with(llm, prompt, None) == expected
         llm.load_adapter("x", path)
         assert text_with(llm, prompt, "x") == adapted != expected

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from launch.serve.engine.messages import Begin, Close, Generate, Message
 from launch.serve.engine.process import _Served
+from parallel.watchdog.activity import Activity
 from trtrun.api import engine_thread
 from trtrun.api.engine_thread import Arrival, EngineThread, Outlet, Recipient
 from trtrun.core.outputs import CompletionDelta
@@ -48,6 +50,8 @@ class Core:
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.rounds: list[int] = []
+        self.activity = Activity()
+        self.config = SimpleNamespace(launch=SimpleNamespace(heartbeat_seconds=PATIENCE))
 
     @property
     def has_work(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 import parallel
 import parallel.watchdog.activity
-from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
+from parallel.watchdog.activity import NO_ROUND, Activity, Beside, Doing, Phase
 from parallel.watchdog.stacks import Stack, main_stack, named, show_stacks, waits_for_peers
 
 
@@ -89,7 +89,8 @@ def test_words_name_round_and_phase() -> None:
 
 
 def test_what_is_done_travels_as_json_and_nothing_else_does() -> None:
-    doing = Doing(Phase.TRANSFERRING, 3, 1.5, 0.5, 1, 2)
+    beside = (Beside("adapters", "loading adapter 'x'", 1.0, 2.0, 3.0),)
+    doing = Doing(Phase.TRANSFERRING, 3, 1.5, 0.5, 1, 2, ticks=True, beside=beside)
     assert Doing.from_dict(json.loads(json.dumps(doing.as_dict()))) == doing
     for wrong in ({"phase": "sleeping"}, {**doing.as_dict(), "more": 1}, {}):
         with pytest.raises((TypeError, ValueError)):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from parallel.watchdog.activity import NO_ROUND, Doing, Phase
+from parallel.watchdog.activity import NO_ROUND, Beside, Doing, Phase
 from parallel.watchdog.blame import (
     CLOSED_SECONDS,
     LOST_SECONDS,
@@ -55,6 +55,22 @@ def test_who_waits_for_a_plan_or_for_its_user_is_never_late() -> None:
     own = Doing(Phase.IDLE, 17, 9999, 9999)
     assert judge(own, idle(1, 9999), idle(2, 9999)) is None
     assert judge(own, RankState(1, Doing(Phase.IDLE, NO_ROUND, 9999, 9999))) is None
+
+
+def test_what_stands_still_outside_of_rounds_is_named_with_its_phase() -> None:
+    own, moving = Doing(Phase.AWAITING_REPORT, 90, 0.1, 0.1), in_round(1, seconds=0.1, index=90)
+    for still, found in ((299.0, None), (301.0, "stands still in loading adapter 'x' for longer than 300 s")):
+        work = Beside("adapters", "loading adapter 'x'", still, 400.0, 300.0)
+        beside = RankState(2, Doing(Phase.VERIFYING, 90, 0.1, 0.1, beside=(work,)))
+        assert judge(own, moving, beside) == (found and Accusation((2,), found))
+    installing = Doing(Phase.ADAPTERS, 90, 61, 61, step="in installing adapter 'x'")
+    line = "stands still in installing adapter 'x' for longer than 60 s"
+    assert judge(own, moving, RankState(2, installing)) == Accusation((2,), line)
+    assert judge(installing, idle(1), idle(2)) == Accusation((0,), line)
+    assert judge(Doing(Phase.ORDERED, 90, 59, 59), idle(1)) is None
+    for ticks, found in ((False, None), (True, "stands still idle after round 90 for longer than 60 s")):
+        rest = Doing(Phase.IDLE, 90, 61, 61, ticks=ticks)
+        assert judge(rest, idle(1, 999)) == (found and Accusation((0,), found))
 
 
 def test_a_rank_without_which_rounds_go_on_may_stand_still_beside_them() -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from launch.serve.application import status as board
 from launch.serve.application.status import StatusBoard
 from launch.serve.door.limits import Door
-from launch.serve.engine.messages import Ready, Status
+from launch.serve.engine.messages import Ready, Standing, Status
 from launch.serve.front.front import Front
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontMetrics
@@ -35,6 +35,12 @@ class Engine:
         self.ready: Ready | None = READY
         self.status: Status | None = STATUS
         self.num_asked = 0
+
+    def standings(self) -> list[Standing]:
+        return [
+            Standing(rank=0, phase="idle", doing="idle after round 7", seconds=2.0, still_seconds=0.5),
+            Standing(rank=1, phase="adapters", doing="in loading adapter 'x'", seconds=3.0, still_seconds=1.0),
+        ]
 
     async def ask_status(self) -> Status | None:
         self.num_asked += 1
@@ -71,6 +77,9 @@ def test_a_long_round_leaves_the_numbers_as_they_were_and_a_lost_engine_has_none
         engine = Engine()
         asked = make_board(engine)
         first = await ask(asked)
+        assert first["phases"][1] == {
+            "rank": 1, "phase": "adapters", "seconds": 3.0, "doing": "in loading adapter 'x'", "still_seconds": 1.0,
+        }  # fmt: skip
         assert first["queue"]["running"] == 3 and first["kv_cache"]["usage"] == 0.75
         assert {rank["state"] for rank in first["ranks"]} == {"up"}
         engine.status = None

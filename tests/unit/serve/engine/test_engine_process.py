@@ -48,9 +48,14 @@ BESIDE = Beside("adapters", "loading adapter 'x'", 301.0, 400.0, 300.0)
 def test_an_engine_tells_where_its_threads_stand(
     doing: Doing, told: list[Any], is_shown: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    devices = {"target": {"model": "asset:target", "devices": ["cpu:0"]}, "launch": {"heartbeat_seconds": 10.0}}
     llm: Any = SimpleNamespace(
-        config=make_config(devices),
+        config=make_config(
+            {
+                "target": {"model": "asset:target", "devices": ["cpu:0"]},
+                "speculation": {"method": "none"},
+                "launch": {"heartbeat_seconds": 10.0},
+            }
+        ),
         engine=SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: {0: doing})),
     )
 

@@ -98,7 +98,7 @@ def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch
     async def work() -> None:
         doing = Doing(Phase.VERIFYING, 8, still_seconds=60.0)
         llm: Any = LongRound()
-        llm.engine = SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: doing))
+        llm.engine = SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: {0: doing}))
         llm.close = lambda: None
         llm.config = config = make_config(
             {
