@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from servers import PATIENCE, Server, wait_until
@@ -276,3 +278,24 @@ def test_a_full_queue_is_429_and_nobody_else_is_hurt(client: openai.OpenAI, serv
     # 30 completions of 900 tokens, in 8 rows of at most 5 tokens a round, would take 675 rounds.
     assert server.wait_idle()["trtrun:rounds_total"] - before < 600
     assert client.completions.create(model="pair", prompt=PROMPT, n=5, **{**GREEDY, "max_tokens": 1}).choices
+
+
+def test_a_small_request_does_not_wait_behind_many_streams_of_another_client(server: Server) -> None:
+    """By address, where there are no keys. The streams are read by nobody, and have all rows; none has ended when the
+    small one has its answer."""
+    before = server.wait_idle()
+    name, limits = 'vllm:request_success_total{finished_reason="length"}', httpx.Limits(max_connections=30)
+    body = {"prompt": PROMPT, "stream": True, "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+    with (
+        httpx.Client(base_url=server.url, timeout=PATIENCE, limits=limits) as many,
+        httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=PATIENCE) as other,
+        ExitStack() as streams,
+    ):
+        for _ in range(24):
+            streams.enter_context(many.stream("POST", "/v1/completions", json=body))
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 8 or None, "all rows are taken")
+        for _ in range(2):
+            answer = other.post(server.url + "/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
+            assert answer.status_code == 200
+        assert server.metrics()[name] - before.get(name, 0) == 2
+    assert server.wait_idle()["vllm:num_preemptions_total"] > before["vllm:num_preemptions_total"]

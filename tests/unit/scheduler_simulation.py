@@ -128,10 +128,12 @@ class Job:
         limits: of the scheduler.
         seed: of drafts and of the order of events.
         acceptance: how likely a draft token is the target's.
+        num_owners: that requests have in turns.
     """
 
-    def __init__(self, limits: SchedulerLimits, seed: int = 0, acceptance: float = 0.7) -> None:
+    def __init__(self, limits: SchedulerLimits, seed: int = 0, acceptance: float = 0.7, num_owners: int = 1) -> None:
         self.limits = limits
+        self.num_owners = num_owners
         self.random = random.Random(seed)
         self.acceptance = acceptance
         self.has_draft_store = limits.draft_max_seq_len is not None
@@ -148,7 +150,8 @@ class Job:
         self.most_drafted: int | None = None
 
     def add(self, request: Request, group: str | None = None) -> Completion:
-        running = self.scheduler.add(request, group=group)
+        owner = request.request_id % self.num_owners
+        running = self.scheduler.add(request, group=group, owner=owner)
         self.requests[request.request_id] = running
         self.streamed[request.request_id] = []
         self.verified.update(chain(list(request.prompt_token_ids) + reference(request, self.limits)[0]))
@@ -169,7 +172,8 @@ class Job:
         assert spent <= self.limits.max_num_tokens
         assert all(chunk.length > 0 for chunk in plan.prefill)
         for admission in plan.admissions:
-            of_group = self.first_admissions.setdefault(self.requests[admission.request_id].group, [])
+            admitted = self.requests[admission.request_id]
+            of_group = self.first_admissions.setdefault((admitted.owner, admitted.group), [])
             if admission.request_id not in of_group:
                 of_group.append(admission.request_id)
             assert admission.num_cached_tokens < len(admission.tokens)

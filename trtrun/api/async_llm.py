@@ -94,6 +94,7 @@ class AsyncLLM:
         request_id: RequestId | None = None,
         generated: Mapping[int, Sequence[int]] | None = None,
         group: Hashable = None,
+        owner: Hashable = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Complete a prompt and yield what is new, until all its completions have ended.
 
@@ -103,7 +104,7 @@ class AsyncLLM:
             prompt: a text or token ids.
             sampling: None is the engine core's `default_sampling`.
             request_id: the caller's own, which `abort` takes; None makes one.
-            generated, group: see `LLMEngine.add_request`.
+            generated, group, owner: see `LLMEngine.add_request`.
 
         Yields:
             Deltas in the order of rounds, those of each completion apart. Where the reader was slower than the rounds,
@@ -118,7 +119,7 @@ class AsyncLLM:
             request_id = f"async {next(self._numbers)}"
         mailbox = Mailbox(asyncio.get_running_loop())
         parameters = sampling or self.engine.default_sampling
-        self._thread.add([Arrival(mailbox, request_id, prompt, parameters, generated, group)])
+        self._thread.add([Arrival(mailbox, request_id, prompt, parameters, generated, group, owner)])
         try:
             while deltas := await mailbox.take():
                 for delta in deltas:

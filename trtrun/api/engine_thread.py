@@ -99,6 +99,7 @@ class Arrival(NamedTuple):
     sampling: SamplingParams
     generated: Mapping[int, Sequence[int]] | None = None
     group: Hashable = None
+    owner: Hashable = None
 
 
 class _Order(NamedTuple):
@@ -143,9 +144,9 @@ class EngineThread:
         def work(engine: LLMEngine) -> None:
             add = engine.add_checked if are_checked else engine.add_request
             for arrival in arrivals:
-                recipient, request_id, prompt, sampling, generated, group = arrival
+                recipient, request_id, prompt, sampling, generated, group, owner = arrival
                 try:
-                    add(prompt, sampling, request_id, generated, group)
+                    add(prompt, sampling, request_id, generated, group, owner)
                 except Exception as error:
                     refuse(error, [arrival])
                     continue

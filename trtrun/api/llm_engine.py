@@ -201,6 +201,7 @@ class LLMEngine:
         request_id: RequestId | None = None,
         generated: Mapping[int, Sequence[int]] | None = None,
         group: Hashable = None,
+        owner: Hashable = None,
     ) -> RequestId:
         """Queue the `n` completions of a prompt, all or none.
 
@@ -217,6 +218,8 @@ class LLMEngine:
                 ended. Deltas tell only what is new: tokens, text and statistics begin behind these tokens.
             group: of requests that somebody asked for together: groups take turns at rows, and none keeps another one
                 waiting. None makes the request a group of its own.
+            owner: of the group, such as a client: owners take turns at rows before their groups do, and one that has
+                none is given a row of the one that has most. None is an owner, too.
 
         Returns:
             The request's id, which its deltas carry.
@@ -235,7 +238,7 @@ class LLMEngine:
         behind = None
         if generated is not None:
             behind = {index: self._prompts.encode(found) if found else () for index, found in generated.items()}
-        return self.add_checked(tokens, sampling, request_id, behind, group)
+        return self.add_checked(tokens, sampling, request_id, behind, group, owner)
 
     def add_checked(
         self,
@@ -244,6 +247,7 @@ class LLMEngine:
         request_id: RequestId | None,
         generated: Mapping[int, Sequence[int]] | None,
         group: Hashable,
+        owner: Hashable = None,
     ) -> RequestId:
         """The same for a request whose prompt is tokens that can run, with parameters that the model can follow: its
         caller has checked them by `PromptReader` and `SchedulerLimits`.
@@ -265,7 +269,7 @@ class LLMEngine:
         if not behind or not parts.keys() >= behind.keys():
             raise InvalidRequestError(f"generated must name completions between 0 and {len(parts) - 1}, one at least")
         parts = {index: parts[index] for index in behind}
-        self.scheduler.check_room(len(parts))
+        self.scheduler.check_room(len(parts), owner)
         while request_id is None or request_id in self._requests:
             request_id = next(self._request_ids)
         request = _Request(request_id, len(parts), {})
@@ -288,6 +292,7 @@ class LLMEngine:
                     behind[index],
                     ("request", request_id) if group is None else group,
                     stops,
+                    owner,
                 )
                 new_text(completion, behind[index])  # it has been told
                 request.going_on[part.request_id] = completion

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -57,6 +58,8 @@ class Completion:
         last_accepted: draft tokens that the last round accepted.
         most_drafted: most tokens to draft for it in a round.
         group: of completions that were asked for together, which share their turns (`queue.py`).
+        owner: of groups, such as a server's client, among whom rows are shared first.
+        has_yielded: whether it has given up its row to another owner: it does so once.
         arrival: its number among those that came.
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
@@ -89,6 +92,8 @@ class Completion:
     most_drafted: int = 0
     given_draft: tuple[int, ...] = ()
     group: Hashable = None
+    owner: Hashable = None
+    has_yielded: bool = False
     arrival: int = 0
     num_overtaken: int = 0
     scores: PromptScores | None = None
@@ -223,7 +228,7 @@ class RunningBatch:
     """Rows and blocks of the requests that run.
 
     Attributes:
-        requests: in order of admission; only the last one is ever preempted.
+        requests: in order of admission; where blocks are short only the last one is ever preempted.
         num_reporting: of them, those whose tokens' logits are reported.
         pool: the blocks.
         cache: which of them hold reusable tokens.
@@ -262,17 +267,10 @@ class RunningBatch:
 
     def try_admit(self, running: Completion, drafted: bool, followed: bool, is_fed_late: bool = False) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
-        # What the running rows may grow by until the next commit is left alone: without that, a row let in now would
-        # be preempted at once by the rows before it. With no row running all blocks are there for this one.
-        available = self.pool.num_available - len(self.requests) * self._growth
-        if available <= 0:
+        cached = self._fitting(running, followed)
+        if cached is None:
             return False
-        cached = self._cached(running, followed)
         length = len(running.token_ids)
-        needed = -(-length // self._limits.block_size) - len(cached)
-        # Reused blocks that nobody holds are counted as available but are about to be taken.
-        if needed + sum(map(self.pool.is_evictable, cached)) > available:
-            return False
         running.table.adopt(cached)
         running.table.reserve(length)
         running.row = heapq.heappop(self._free_rows)
@@ -288,6 +286,46 @@ class RunningBatch:
         self.requests.append(running)
         self.num_reporting += running.request.sampling.return_generation_logits
         return True
+
+    def _fitting(self, running: Completion, followed: bool) -> list[int] | None:
+        """Cached blocks that the request can start with, where there are blocks for the rest; None where there are
+        not."""
+        # What the running rows may grow by until the next commit is left alone: without that, a row let in now would
+        # be preempted at once by the rows before it. With no row running all blocks are there for this one.
+        available = self.pool.num_available - len(self.requests) * self._growth
+        if available <= 0:
+            return None
+        cached = self._cached(running, followed)
+        needed = -(-len(running.token_ids) // self._limits.block_size) - len(cached)
+        # Reused blocks that nobody holds are counted as available but are about to be taken.
+        return None if needed + sum(map(self.pool.is_evictable, cached)) > available else cached
+
+    def may_admit(self, running: Completion) -> bool:
+        """Whether there are a row and blocks for a request."""
+        return self.has_free_row() and self._fitting(running, followed=False) is not None
+
+    def give_way(self, num_owners: int) -> Completion | None:
+        """Preempt a row of the owner that has more than an equal part for each of `num_owners`: of the rows, or where
+        one is free of the blocks. It is the most recently admitted of those that never gave way before.
+
+        Returns:
+            The preempted request; None where nobody has more than one row and an equal part, or all gave way before.
+        """
+        has_free_row = self.has_free_row()
+        rows, held = Counter[Hashable](), Counter[Hashable]()
+        for running in self.requests:
+            rows[running.owner] += 1
+            held[running.owner] += running.table.capacity if has_free_row else 1
+        most = self._limits.num_stored_tokens if has_free_row else self._limits.max_batch_size
+        owner, part = max(held.items(), key=lambda item: item[1], default=(None, 0))
+        if part <= most // num_owners or rows[owner] <= 1:
+            return None
+        newest = next((one for one in reversed(self.requests) if one.owner == owner and not one.has_yielded), None)
+        if newest is not None:
+            self.release(newest)
+            newest.has_yielded = True
+            newest.statistics.num_preemptions += 1
+        return newest
 
     def room(self, running: Completion) -> int:
         """Positions that the row could hold if it took every block that is available."""

@@ -132,6 +132,7 @@ class Scheduler:
         generated: Sequence[int] = (),
         group: Hashable = None,
         stops: AhoCorasick | None = None,
+        owner: Hashable = None,
     ) -> Completion:
         """Put a completion into the waiting queue and return its state, which lives on after its end.
 
@@ -143,6 +144,7 @@ class Scheduler:
             group: of completions that were asked for together: rows are shared fairly between groups. None makes it a
                 group of its own.
             stops: finds the sequences of tokens that end it; completions may share it. None without any.
+            owner: of the group: rows are shared fairly between owners first, and then between an owner's groups.
 
         Raises:
             InvalidRequestError: it had ended with one of the tokens in `generated`.
@@ -160,6 +162,7 @@ class Scheduler:
             statistics=RequestStatistics(arrival=time.perf_counter()),
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
             group=("completion", request.request_id) if group is None else group,
+            owner=owner,
             given_draft=request.sampling.draft_token_ids[
                 : min(request.sampling.max_tokens, self.limits.max_length - len(request.prompt_token_ids))
             ],
@@ -200,8 +203,8 @@ class Scheduler:
         if self._guides.note_built(start):
             self._waiting.release(start)
 
-    def check_room(self, count: int) -> None:
-        """Refuse `count` more that cannot all wait.
+    def check_room(self, count: int, owner: Hashable = None) -> None:
+        """Refuse `count` more of an owner that cannot all wait.
 
         Raises:
             QueueFullError: not now.
@@ -213,7 +216,7 @@ class Scheduler:
                 f"{count} completions are asked for at once, but scheduler.max_waiting is {most}: ask for fewer, or "
                 "raise it"
             )
-        if most is not None and len(self._waiting) + count > most:
+        if most is not None and not self._waiting.has_share(owner, count, most):
             raise QueueFullError(
                 f"the queue is full: {len(self._waiting)} completions wait, {count} more are asked for and "
                 f"scheduler.max_waiting is {most}; send the request again later"
@@ -312,6 +315,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._outstanding)} results are due but plans_ahead is {self.limits.plans_ahead}")
         if not self._requests:
             return None
+        self._share_rows()
         plan = PlanBuilder.of(self.limits)
         has_free_row = self._batch.has_free_row()
         decoding = self._decoding.rows()
@@ -425,6 +429,16 @@ class Scheduler:
         is_built = self._guides.add(preempted.guide_start)
         self._guides.remove(old)
         self._waiting.put_back(preempted, is_held=not is_built)
+
+    def _share_rows(self) -> None:
+        """Where an owner waits that has no row, take one from the owner that has most, or most of the blocks: a row a
+        round, and none twice, so that what is computed again is bounded."""
+        first = self._waiting.first_without_rows()
+        if first is None or self._batch.may_admit(first):
+            return
+        preempted = self._batch.give_way(self._waiting.num_owners)
+        if preempted is not None:
+            self._put_back(preempted)
 
     def _release(self, running: Completion) -> None:
         self._batch.release(running)

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from launch.serve.door.owners import Owner, Owners
 from launch.serve.door.refusals import Kind, Refusal
 from trtrun.core import values
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
+from trtrun.scheduling.queue import has_share
 from trtrun.tokens.text import Tokenizer
 
 RETRY_SECONDS = 1
@@ -50,6 +52,7 @@ class Door:
     is_closing: bool = False
     num_completions: int = 0
     num_requests: int = 0
+    _owners: Owners = field(default_factory=Owners)
     _is_empty: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_empty(self, seconds: float) -> bool:
@@ -60,10 +63,9 @@ class Door:
                 await asyncio.wait_for(self._is_empty.wait(), seconds)
         return not self.num_requests
 
-    def leave(self, num_completions: int) -> None:
-        """A request with so many completions is over."""
+    def leave(self) -> None:
+        """A request is over."""
         self.num_requests -= 1
-        self.num_completions -= num_completions
         if not self.num_requests:
             self._is_empty.set()
 
@@ -79,8 +81,8 @@ class Door:
                 retry_after=RESTART_RETRY_SECONDS,
             )  # fmt: skip
 
-    def enter(self, num_completions: int) -> Ticket:
-        """Let a request in.
+    def enter(self, num_completions: int, owner: str = "") -> Ticket:
+        """Let a request in. Places are shared by owners (`trtrun.scheduling.queue.has_share`).
 
         Raises:
             Refusal: there is no room, or nobody is let in.
@@ -93,38 +95,59 @@ class Door:
                 f"the request asks for {num_completions} completions, more than the {most} that may be in work at once "
                 "(scheduler.max_batch_size and server.max_queue)",
             )
-        if self.num_completions + num_completions > most:
+        of_owner = self._owners.ask(owner)
+        others = self._owners.num - 1
+        if not has_share(num_completions, of_owner.num_completions, self.num_completions, most, others):
+            own = f", {of_owner.num_completions} of them yours" if others else ""
             raise Refusal(
                 Kind.BUSY,
-                f"{self.num_completions} completions are in work, {num_completions} more are asked for, and {most} may "
-                "be (scheduler.max_batch_size and server.max_queue): send the request again later",
+                f"{self.num_completions} completions are in work{own}, {num_completions} more are asked for, and "
+                f"{most} may be (scheduler.max_batch_size and server.max_queue): send the request again later",
                 code="queue_full",
                 retry_after=RETRY_SECONDS,
             )
-        if self.num_requests >= self.max_streams:
+        if not has_share(1, of_owner.num_requests, self.num_requests, self.max_streams, others):
+            own = f", {of_owner.num_requests} of them yours" if others else ""
             raise Refusal(
                 Kind.BUSY,
-                f"{self.num_requests} requests are in work (server.max_streams): send the request again later",
+                f"{self.num_requests} requests are in work{own} (server.max_streams is {self.max_streams}): send the "
+                "request again later",
                 code="too_many_streams",
                 retry_after=RETRY_SECONDS,
             )
-        return Ticket(self, num_completions)
+        return Ticket(self, num_completions, of_owner)
 
 
 class Ticket:
-    """A request's place behind the door, from `enter` until `leave`."""
+    """A request's place behind the door, from `enter` until `leave`, and those of its completions, each until it has
+    ended: an answer that is not read yet takes no place of those that are worked for."""
 
-    def __init__(self, door: Door, num_completions: int) -> None:
+    def __init__(self, door: Door, num_completions: int, owner: Owner) -> None:
         self._door = door
-        self._num_completions = num_completions
+        self._owner = owner
+        self._num_completions = 0
+        self._has_left = False
         door.num_requests += 1
-        door.num_completions += num_completions
+        owner.num_requests += 1
+        self._change(num_completions)
+
+    def _change(self, num_completions: int) -> None:
+        for counted in (self._door, self._owner):
+            counted.num_completions += num_completions
+        self._num_completions += num_completions
+
+    def end_completion(self) -> None:
+        """A completion has ended; more than there are are passed over."""
+        if self._num_completions:
+            self._change(-1)
 
     def leave(self) -> None:
-        """Give the place back; calling it again does nothing."""
-        count, self._num_completions = self._num_completions, 0
-        if count:
-            self._door.leave(count)
+        """Give the places back; calling it again does nothing."""
+        self._change(-self._num_completions)
+        if not self._has_left:
+            self._has_left = True
+            self._owner.num_requests -= 1
+            self._door.leave()
 
 
 def engine_starting() -> Refusal:

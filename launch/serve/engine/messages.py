@@ -35,8 +35,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups (see
-    `LLMEngine.add_request`). The front has checked it.
+    """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups and
+    owners (see `LLMEngine.add_request`). The front has checked it.
 
     Attributes:
         prompt: its tokens, 32 bits each: there may be a hundred thousand.
@@ -47,6 +47,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sampling: dict[str, Any]
     generated: dict[int, tuple[int, ...]] | None = None
     group: str | None = None
+    owner: str | None = None
 
     @classmethod
     def of(
@@ -56,6 +57,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         sampling: SamplingParams,
         generated: dict[int, tuple[int, ...]] | None,
         group: str | None = None,
+        owner: str | None = None,
     ) -> Generate:
         """The message for one request."""
         return cls(
@@ -64,6 +66,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             sampling=sampling.as_mapping(),
             generated=generated,
             group=group,
+            owner=owner,
         )
 
     @property

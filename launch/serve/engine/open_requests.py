@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -36,17 +36,21 @@ class EngineRequest:
     Attributes:
         prompt_token_ids: checked against the model and the engine's limits.
         sampling: with a seed, so that another engine goes on with the same tokens.
+        owner: who asks, by which rows are shared first.
     """
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
+    owner: str | None = None
 
 
 class Inbox:
     """What one reader has not taken yet of its requests, which it numbers. Never full: a reader that is slow gets fewer
     and larger deltas, with no more tokens than it asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_completion: Callable[[], None] = lambda: None) -> None:
+        """Begin with nothing; `end_completion` is called for each completion whose end has come, read or not."""
+        self._end_completion = end_completion
         self._deltas: dict[tuple[int, int], list[CompletionDelta]] = {}
         self._error: Refusal | None = None
         self._has_news = asyncio.Event()
@@ -55,6 +59,8 @@ class Inbox:
         """Keep what came of request `number`."""
         self._deltas.setdefault((number, delta.index), []).append(delta)
         self._has_news.set()
+        if delta.finish_reason is not None:
+            self._end_completion()
 
     def end(self, error: Refusal) -> None:
         """Nothing will come any more, of any request."""
@@ -114,7 +120,9 @@ class OpenRequest:
         has_begun = len(self.generated) < self.request.sampling.n or any(self.generated.values())
         generated = {index: tuple(tokens) for index, tokens in self.generated.items()} if has_begun else None
         request = self.request
-        return Generate.of(self.request_id, request.prompt_token_ids, request.sampling, generated, self.group)
+        return Generate.of(
+            self.request_id, request.prompt_token_ids, request.sampling, generated, self.group, request.owner
+        )
 
     def take(self, delta: CompletionDelta) -> None:
         """Keep an engine's delta, and tell the reader."""

@@ -300,11 +300,9 @@ class _Served:
             if sampling.bad_words or sampling.guided:
                 with suppress(InvalidRequestError):  # told when it is added
                     self._llm.engine.prepare(sampling)
-            arrivals.append(
-                Arrival(
-                    recipient, request.request_id, request.prompt_token_ids, sampling, request.generated, request.group
-                )
-            )
+            tokens, request_id = request.prompt_token_ids, request.request_id
+            turns = request.group, request.owner
+            arrivals.append(Arrival(recipient, request_id, tokens, sampling, request.generated, *turns))
         if arrivals:
             self._llm.deliver(arrivals)
 

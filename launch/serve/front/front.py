@@ -26,6 +26,7 @@ from launch.serve.door.limits import (
     out_of_time,
 )
 from launch.serve.door.logits import LogitsLimit, LogitsPlace
+from launch.serve.door.owners import OWNER
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
@@ -105,7 +106,7 @@ class Generation:
         self._client = client
         self._ticket = ticket
         self.logits = logits
-        self._inbox = Inbox()
+        self._inbox = Inbox(ticket.end_completion)
         self._is_closed = False
         sampling = requests[0].sampling
         self._observed = metrics.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
@@ -271,7 +272,7 @@ class Front:
         of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         if not are_read:
             check_counts(prompts, of_each)
-        ticket = self.door.enter(sum(parameters.n for parameters in of_each))
+        ticket = self.door.enter(sum(parameters.n for parameters in of_each), OWNER.get())
         try:
             tokens: Sequence[Sequence[int]]
             if are_read:
@@ -306,7 +307,8 @@ class Front:
 
     def _join(self, tokens: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
         seeded = {id(parameters): parameters.with_seed() for parameters in distinct(sampling)}
-        return [EngineRequest(ids, seeded[id(given)]) for ids, given in zip(tokens, sampling, strict=True)]
+        owner = OWNER.get()
+        return [EngineRequest(ids, seeded[id(given)], owner) for ids, given in zip(tokens, sampling, strict=True)]
 
     def _check(self, requests: Sequence[EngineRequest]) -> LogitsPlace:
         """Raise a Refusal unless the engine will take the requests, and there is room for their logits."""

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from launch.serve.door.owners import OWNER, owner_of_address
 from launch.serve.door.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, reading
 
@@ -146,8 +147,9 @@ class Keys:
 
     def check(self, request: Request) -> None:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
-        clients send it, `x-api-key: KEY`."""
+        clients send it, `x-api-key: KEY`; and note whose it is (`door.owners`)."""
         if not self._digests:
+            OWNER.set(owner_of_address(request.client.host if request.client is not None else ""))
             return
         try:
             self.check_header(request.headers.get("authorization", ""))
@@ -158,19 +160,20 @@ class Keys:
             self.check_header(f"Bearer {key}")
 
     def check_header(self, authorization: str) -> None:
-        """The same for the value of that header; empty where it is missing."""
+        """The same for the value of that header; empty where it is missing. Without keys it notes nothing."""
         if not self._digests:
             return
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip())
         # No early end: how long it takes does not tell which key it was.
-        is_known = sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
+        found = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not key.strip():
             line = "this server wants an API key, as the header Authorization: Bearer KEY"
             raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
-        if not is_known:
+        if not any(found):
             line = "this server wants an API key of its own: the one that was sent is unknown here"
             raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
+        OWNER.set(f"key {found.index(True)}")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

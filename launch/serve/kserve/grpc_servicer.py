@@ -18,6 +18,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from launch.serve.door.limits import READ_HERE
+from launch.serve.door.owners import OWNER, owner_of_address
 from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal
 from launch.serve.http.bodies import BODY_SECONDS, Bodies
 from launch.serve.http.connections import SPARE_SECONDS, STALLED_SECONDS
@@ -73,6 +74,7 @@ class ObservedCall:
         sent = _texts_of(self._context)
         self._request_id = choose_id(sent.get(REQUEST_ID, ""))
         await self._context.send_initial_metadata(((REQUEST_ID, self._request_id),))
+        OWNER.set(owner_of_address(self._context.peer()))
         if self._keys is not None:
             try:
                 self._keys.check_header(sent.get("authorization", ""))

@@ -13,13 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import msgspec
 
 from launch.serve.door.limits import RESTART_RETRY_SECONDS, server_ending
+from launch.serve.door.owners import OWNER
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.reading.messages import (
     BLOCK_HEAD_BYTES,
@@ -179,7 +180,8 @@ class Lane:
         self._most = most
         self._all: set[Child] = set()
         self._idle: deque[Child] = deque()
-        self._waiting: deque[asyncio.Future[Child]] = deque()
+        # In turns between owners: the next one first, those of each in their order.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[Child]]] = OrderedDict()
         self._recovering: set[asyncio.Task[None]] = set()
         self._trying: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -249,7 +251,7 @@ class Lane:
         if self._idle:
             return self._idle.popleft()
         waiting: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
+        self._waiting.setdefault(OWNER.get(), deque()).append(waiting)
         try:
             return await waiting
         except asyncio.CancelledError:
@@ -273,18 +275,25 @@ class Lane:
             asyncio.get_running_loop().run_in_executor(None, child.reap)
 
     def _hand_on(self, child: Child) -> None:
-        while self._waiting:
-            waiting = self._waiting.popleft()
+        for waiting in self._in_turn():
             if not waiting.done():
                 waiting.set_result(child)
                 return
         self._idle.append(child)
 
     def _refuse_waiting(self, refusal: Callable[[], Refusal]) -> None:
-        while self._waiting:
-            waiting = self._waiting.popleft()
+        for waiting in self._in_turn():
             if not waiting.done():
                 waiting.set_exception(refusal())
+
+    def _in_turn(self) -> Iterator[asyncio.Future[Child]]:
+        """Those who wait, the next one first, who waits no more then: one of each owner, and again."""
+        while self._waiting:
+            owner, waiting = self._waiting.popitem(last=False)
+            found = waiting.popleft()
+            if waiting:
+                self._waiting[owner] = waiting
+            yield found
 
     def _try_again(self) -> None:
         self._trying = None

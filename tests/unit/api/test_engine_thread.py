@@ -57,7 +57,7 @@ class Core:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def add_request(self, prompt: Any, sampling: Any, request_id: Any, generated: Any, group: Any) -> None:
+    def add_request(self, prompt: Any, sampling: Any, request_id: Any, generated: Any, *turns: Any) -> None:
         self.requests.append(request_id)
 
     add_checked = add_request
@@ -126,10 +126,10 @@ def test_one_that_is_refused_keeps_out_none_that_came_with_it(
     thread, core = running
     add = core.add_request
 
-    def refuse_first(prompt: Any, sampling: Any, request_id: Any, generated: Any, group: Any) -> None:
+    def refuse_first(prompt: Any, sampling: Any, request_id: Any, *others: Any) -> None:
         if request_id == 0:
             raise InvalidRequestError("no")
-        add(prompt, sampling, request_id, generated, group)
+        add(prompt, sampling, request_id, *others)
 
     monkeypatch.setattr(core, "add_checked", refuse_first)
     readers = [Reader() for _ in range(3)]

@@ -4,13 +4,16 @@ waits for ever."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from scheduler_simulation import make_request
 
 from trtrun.core.nouns import RoundPlan
+from trtrun.errors import QueueFullError
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.queue import has_share
 from trtrun.scheduling.scheduler import Scheduler
 
 
@@ -28,12 +31,19 @@ class Rounds:
         self.plans: list[RoundPlan] = []
         self._number = 0
 
-    def add(self, length: int = 3, max_tokens: int = 4, group: str | None = None, first: int | None = None) -> int:
+    def add(
+        self,
+        length: int = 3,
+        max_tokens: int = 4,
+        group: str | None = None,
+        first: int | None = None,
+        owner: str | None = None,
+    ) -> int:
         """Ask for a completion of a prompt of its own, or of one that begins with `first`."""
         number = self._number
         self._number += 1
         prompt = [number % 199 if first is None else first, *[number % 7 if first is None else 1] * (length - 1)]
-        self.scheduler.add(make_request(number, prompt, max_tokens), group=group)
+        self.scheduler.add(make_request(number, prompt, max_tokens), group=group, owner=owner)
         return number
 
     def step(self) -> RoundPlan | None:
@@ -82,6 +92,83 @@ def test_two_large_requests_have_half_of_the_rows_each() -> None:
 
 def number_of_rows(rounds: Rounds, of: set[int]) -> int:
     return sum(running.request.request_id in of for running in rounds.scheduler._batch.requests)
+
+
+def test_rows_are_shared_by_owner_first_and_then_by_request() -> None:
+    """One with many requests has no more rows than one with two of many completions."""
+    rounds = Rounds(rows=4)
+    hog = {rounds.add(owner="hog", max_tokens=3 + number % 5) for number in range(60)}
+    rounds.step()
+    few = {rounds.add(owner="few", group="ab"[number % 2], max_tokens=3 + number % 5) for number in range(30)}
+    held, admitted = [], []
+    while set(rounds.admitted[-1:]) <= hog or len(rounds.admitted) < 40:
+        rounds.step()
+        held.append(number_of_rows(rounds, hog))
+        admitted = rounds.admitted
+    assert max(held[12:]) < 4 and sum(held[12:]) <= 2 * len(held[12:]), "half of the rows, and less as they end"
+    of_few = [number for number in admitted if number in few][:8]
+    assert [number % 2 for number in of_few] == [0, 1] * 4, "in turns between the owner's requests"
+    rounds.run()
+    assert not rounds.scheduler._waiting._owners and rounds.scheduler.idle_is_whole()
+
+
+def test_an_owner_without_rows_is_given_one_and_no_row_is_given_up_twice() -> None:
+    """A small request does not wait until one of many long ones ends; what is computed again is bounded."""
+    rounds = Rounds(rows=4)
+    hog = [rounds.add(owner="hog", max_tokens=200) for _ in range(6)]
+    rounds.run(until=lambda: len(rounds.plans) == 5)
+    statistics = {number: rounds.scheduler._requests[number].statistics for number in hog}
+    for number in range(5):
+        small = rounds.add(owner="small", max_tokens=2)
+        began = len(rounds.plans)
+        rounds.run(until=lambda: small not in rounds.scheduler._requests)  # noqa: B023 - at once
+        assert number >= 4 or len(rounds.plans) - began <= 3, "in the next round"
+        rounds.step()  # in which the row is the other one's again
+    preemptions = [statistics[number].num_preemptions for number in hog]
+    assert max(preemptions) == 1 and sum(preemptions) == 4
+    assert len(rounds.plans) < 400
+    rounds.run()
+    assert rounds.scheduler.idle_is_whole()
+
+
+def test_an_owner_without_rows_is_given_blocks() -> None:
+    rounds = Rounds(rows=8, num_blocks=61, budget=256)
+    hog = [rounds.add(70, owner="hog", max_tokens=80) for _ in range(3)]  # 60 blocks of 4 hold three of them
+    rounds.run(until=lambda: len(rounds.plans) == 4)
+    assert number_of_rows(rounds, {*hog}) == 3
+    small = rounds.add(40, owner="small", max_tokens=2)
+    rounds.run(until=lambda: small in rounds.admitted, most=6)
+    assert small in rounds.admitted and number_of_rows(rounds, {*hog}) == 2
+    rounds.run()
+    assert rounds.scheduler.idle_is_whole()
+
+
+@pytest.mark.parametrize(
+    ("count", "own", "total", "others", "has"),
+    [
+        (16, 0, 0, 0, True),  # alone all
+        (1, 16, 16, 0, False),
+        (1, 11, 11, 1, True),  # a quarter is kept
+        (1, 12, 12, 1, False),
+        (1, 3, 15, 1, True),  # for those with less than an equal part
+        (2, 3, 15, 1, False),
+        (10, 0, 6, 3, True),  # or a first one of any size
+        (1, 4, 15, 3, False),
+    ],
+)
+def test_places_are_shared_by_owner(count: int, own: int, total: int, others: int, has: bool) -> None:
+    assert has_share(count, own, total, 16, others) is has
+
+
+def test_one_owner_does_not_fill_the_queue_for_others() -> None:
+    rounds = Rounds(rows=1)
+    scheduler = rounds.scheduler = Scheduler(replace(rounds.scheduler.limits, max_waiting=8))
+    for _ in range(5):
+        rounds.add(owner="hog")
+    rounds.add(owner="small")
+    with pytest.raises(QueueFullError, match="the queue is full: 6 completions wait, 1 more"):
+        scheduler.check_room(1, "hog")
+    scheduler.check_room(2, "small")
 
 
 def test_a_stream_of_newcomers_keeps_nobody_waiting() -> None:

@@ -49,7 +49,7 @@ def jobs(draw: st.DrawFn) -> tuple[SchedulerLimits, list, int, float]:
 @given(jobs())
 def test_output_equals_sequential_decoding_whatever_the_batch(job: tuple) -> None:
     chosen, requests, seed, acceptance = job
-    ended = Job(chosen, seed, acceptance).run(requests)
+    ended = Job(chosen, seed, acceptance, num_owners=1 + seed % 3).run(requests)
     assert sorted(ended) == [request.request_id for request in requests]
 
 
@@ -57,7 +57,7 @@ def test_output_equals_sequential_decoding_whatever_the_batch(job: tuple) -> Non
 @given(jobs())
 def test_cancelling_midway_leaves_the_others_and_the_pool_whole(job: tuple) -> None:
     chosen, requests, seed, acceptance = job
-    ended = Job(chosen, seed, acceptance).run(requests, cancel=0.1)
+    ended = Job(chosen, seed, acceptance, num_owners=1 + seed % 3).run(requests, cancel=0.1)
     assert sorted(ended) == [request.request_id for request in requests]
 
 

@@ -172,7 +172,7 @@ def test_who_is_held_can_be_removed() -> None:
     queue.hold("a1", "a2", "b1")
     queue.add("a3")
     queue.remove("a1", "b1")
-    assert queue.in_turn() == ["a3"] and queue.held() == ["a2"] and set(queue.queue._groups) == {"a"}
+    assert queue.in_turn() == ["a3"] and queue.held() == ["a2"] and set(queue.queue._groups) == {(None, "a")}
     queue.remove("a3", "a2")
     assert len(queue.queue) == queue.queue.num_ready == 0 and not queue.queue._groups and not queue.queue._holding
 

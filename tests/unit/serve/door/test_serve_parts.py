@@ -8,16 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_messages import run
+from starlette.requests import Request
 
 from launch.commands import serve as serve_command
 from launch.commands.serve import server_overrides
 from launch.serve.application.http_server import Listener, is_loopback, listen
+from launch.serve.door import owners
 from launch.serve.door.limits import Door
 from launch.serve.door.logits import LogitsLimit, LogitsPlace
+from launch.serve.door.owners import OWNER, WANTING_SECONDS, Owners, owner_of_address
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Keys
@@ -56,6 +60,65 @@ def test_the_door_counts_completions_and_requests() -> None:
         assert await waiting and door.num_completions == 0
 
     run(check())
+
+
+def test_the_door_keeps_places_for_those_who_have_few() -> None:
+    door = Door(max_running=4, max_queue=12, max_streams=8, is_open=True)
+    hog = [door.enter(2, "hog") for _ in range(6)]
+    assert door.enter(4, "hog").leave() is None, "alone it may have all"
+    small = door.enter(1, "small")
+    refused = refusal_of(lambda: door.enter(1, "hog"))
+    assert refused.code == "queue_full" and "13 completions are in work, 12 of them yours, 1 more" in str(refused)
+    small.leave()
+    assert refusal_of(lambda: door.enter(1, "hog")).code == "queue_full", "who was there a moment ago comes again"
+    for ticket in hog:
+        ticket.end_completion()
+        ticket.end_completion()
+        ticket.end_completion()
+    assert (door.num_completions, door.num_requests) == (0, 6), "answers that nobody reads"
+    assert refusal_of(lambda: door.enter(1, "hog")).code == "too_many_streams"
+    assert door.enter(16, "small").leave() is None
+    for ticket in hog:
+        ticket.leave()
+    assert (door.num_completions, door.num_requests) == (0, 0)
+
+
+def test_owners_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(owners, "time", SimpleNamespace(monotonic=lambda: now))
+    known = Owners()
+    known.ask("a").num_requests = 1
+    known.ask("b")
+    now = 2 * WANTING_SECONDS
+    known.ask("c")
+    assert known.num == 2, "a has something in work"
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("127.0.0.1", "address 127.0.0.1"),
+        ("ipv4:10.0.0.7:4711", "address 10.0.0.7"),
+        ("::ffff:10.0.0.7", "address 10.0.0.7"),
+        ("2001:db8:1:2:3::4", "network 2001:db8:1:2::"),
+        ("ipv6:%5B2001:db8:1:2::9%5D:80", "network 2001:db8:1:2::"),
+        ("unix:/tmp/x", "address unix:/tmp/x"),
+    ],
+)
+def test_an_address_is_an_owner(address: str, name: str) -> None:
+    assert owner_of_address(address) == name
+
+
+def test_a_key_is_an_owner_whatever_its_header() -> None:
+    keys = Keys(["one", "two"])
+    found = []
+    for headers in ({"x-api-key": "two"}, {"authorization": "Bearer two"}, {"authorization": "Bearer one"}):
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        keys.check(Request({"type": "http", "headers": raw, "client": ("10.0.0.7", 1)}))
+        found.append(OWNER.get())
+    assert found == ["key 1", "key 1", "key 0"]
+    Keys(()).check(Request({"type": "http", "headers": [], "client": ("10.0.0.7", 1)}))
+    assert OWNER.get() == "address 10.0.0.7"
 
 
 def test_logits_of_a_request_are_bounded_as_they_are_filled_up() -> None:

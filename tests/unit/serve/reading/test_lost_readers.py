@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from test_readers import CHAT, FACTS, PATIENCE, SLOW
 
+from launch.serve.door.owners import OWNER
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.reading import lane, readers
 from launch.serve.reading.lane import Child, Lane
@@ -133,3 +134,19 @@ def test_where_none_can_be_started_results_stay_waiters_are_told_and_it_is_tried
 
     monkeypatch.setattr(lane, "RETRY_SECONDS", 0.3)
     with_lane(check, SLOW)
+
+
+def test_those_who_wait_for_a_process_are_served_in_turns_between_owners() -> None:
+    async def check(found: Lane) -> None:
+        order: list[str] = []
+
+        async def ask(owner: str) -> None:
+            OWNER.set(owner)
+            assert await read(found)
+            order.append(owner)
+
+        asking = [asyncio.create_task(ask(owner)) for owner in ("hog", "hog", "hog", "hog", "small", "other", "small")]
+        await asyncio.gather(*asking)
+        assert order == ["hog", "hog", "small", "other", "hog", "small", "hog"]
+
+    with_lane(check)
