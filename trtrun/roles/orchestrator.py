@@ -62,6 +62,7 @@ class Orchestrator:
     Attributes:
         scheduler: rows, blocks and the waiting queue.
         totals: what rounds did since the last reset.
+        commit_seconds: what this thread computed to take in the verdict of the last step.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Orchestrator:
         `ahead` nothing is drafted before the verdict that it follows, without `watch` nothing is said of drafts."""
         self.scheduler = scheduler
         self.totals = RunStatistics()
+        self.commit_seconds = 0.0
         self._ranks = ranks
         self._pacer = pacer
         self._ahead = ahead
@@ -102,6 +104,7 @@ class Orchestrator:
         Raises:
             RankFailedError: a rank failed; the message names it.
         """
+        self.commit_seconds = 0.0
         with self._ranks.stepping():
             started = self._clock()
             self._publish_plans(started)
@@ -115,7 +118,9 @@ class Orchestrator:
             received = self._clock()
             self.totals.waiting += received - planned
             self._trace("waiting", self._published[0].plan.round_index, planned, received)
+            began = time.thread_time()
             gains = self._commit(self._published.popleft(), report, received)
+            self.commit_seconds = time.thread_time() - began
             self.add_committing(self._clock() - received)
             if self._plans_ahead:  # the ranks go on while the text of this round is made
                 started = self._clock()
@@ -295,7 +300,7 @@ class Orchestrator:
         self._last_verdict = received
         self._committed = published.plan.round_index
         self.totals.num_rounds += 1
-        self.totals.guiding += report.times.guiding
+        self.totals.add_request_work("guides", report.times.guiding)
         self.totals.num_guide_waits += sum([count < 0 for count in report.num_tokens])
         logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
         num_rows = len(published.plan.decode_rows)
