@@ -1,16 +1,27 @@
-"""CPU threads: how many cores this process may use, and how many threads each slot of a host gets.
+"""CPU threads: how many cores this process may use, how many threads each slot of a host gets, and threads for native
+code that recurses.
 
-It reads the machine and the environment; it sets nothing.
+It reads the machine and the environment. It does not know what threads compute.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from parallel.topology import Topology
+
+T = TypeVar("T")
+
+DEEP_STACK = 128 << 20
+"""Bytes of stack for native code that recurses: of address space, of which memory is taken as far as it goes."""
+
+_stack_lock = threading.Lock()
 
 CORES_OF_CUDA_SLOT = 2
 """Its process's main thread and a thread of the driver or of NCCL; torch's other threads have nothing to do there."""
@@ -25,6 +36,27 @@ def count_cores() -> int:
     except (OSError, ValueError):  # no cgroup version 2, or "max": no quota
         pass
     return cores
+
+
+def call_deep(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, in a thread with DEEP_STACK bytes of stack, whatever the caller's has: `ulimit -s`
+    decides that, and where it says unlimited, threads have 2 MiB."""
+    done = Future[T]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="deep", daemon=True)
+    with _stack_lock:
+        before = threading.stack_size(DEEP_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
 
 
 def threads_per_slot(threads: int | None, num_slots: int, environment: Mapping[str, str] | None = None) -> int:

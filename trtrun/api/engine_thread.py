@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from parallel.watchdog.activity import Phase
@@ -32,6 +33,9 @@ the other come in less. A front hands over together what came together."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
+
+MOST_SECONDS = 0.005
+"""Of the thread's time for requests that come, before rows have their next round: the rest is added behind it."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +107,10 @@ class Arrival(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Something to do between two rounds, and what to do with the reason where there will be none."""
+    """Something to do between two rounds, which may leave a part for behind the next one, and what to do with the
+    reason where there will be none."""
 
-    do: Callable[[LLMEngine], None]
+    do: Callable[[LLMEngine], _Order | None]
     refuse: Callable[[Exception], None]
 
 
@@ -141,9 +146,13 @@ class EngineThread:
             are_checked: by a front, as `LLMEngine.add_request` would; and no others are waited for.
         """
 
-        def work(engine: LLMEngine) -> None:
+        def work(engine: LLMEngine, left: Sequence[Arrival] = arrivals) -> _Order | None:
             add = engine.add_checked if are_checked else engine.add_request
-            for arrival in arrivals:
+            began = time.thread_time()
+            for place, arrival in enumerate(left):
+                if place and engine.has_work and time.thread_time() - began > MOST_SECONDS:
+                    rest = left[place:]
+                    return _Order(partial(work, left=rest), partial(refuse, refused=rest))
                 recipient, request_id, prompt, sampling, generated, group, owner = arrival
                 try:
                     add(prompt, sampling, request_id, generated, group, owner)
@@ -153,6 +162,7 @@ class EngineThread:
                 recipient.begin(sampling.n if generated is None else len(generated))
                 self._recipients[request_id] = recipient
                 self._gathers = not are_checked
+            return None
 
         def refuse(error: Exception, refused: Sequence[Arrival] = arrivals) -> None:
             for arrival in refused:
@@ -274,9 +284,15 @@ class EngineThread:
             orders, self._orders = self._orders, deque()
         if not orders:
             return
+        began = time.thread_time()
         with engine.activity.between(Phase.ORDERED):
-            for order in orders:
-                order.do(engine)
+            while orders:
+                rest = orders.popleft().do(engine)
+                if rest is not None:  # what was ordered behind it may be about it
+                    with self._has_orders:
+                        self._orders.extendleft([*reversed(orders), rest])
+                    break
+        engine.add_request_work("arrivals", time.thread_time() - began)
 
     def _step(self, engine: LLMEngine) -> None:
         if not engine.has_work:

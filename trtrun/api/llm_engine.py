@@ -344,6 +344,10 @@ class LLMEngine:
         if not self._requests:
             self._guard(self.orchestrator.drain)
 
+    def add_request_work(self, work: str, seconds: float) -> None:
+        """Count what requests decide the time of, and rounds waited for: one of `timing.telemetry.REQUEST_WORK`."""
+        self.orchestrator.totals.add_request_work(work, seconds)
+
     def statistics(self) -> dict[str, Any]:
         """Totals since the start or the last reset, ready for JSON; times are seconds."""
         forced = self.config.speculation.forced_acceptance
@@ -425,9 +429,10 @@ class LLMEngine:
         if self._loads:
             self._load_on(0.0 if has_rounds else _ADAPTER_SECONDS)
         gains = self.orchestrator.step() if has_rounds else []
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.thread_time()
         deltas = [self._tell(gain) for gain in gains]
         self.orchestrator.add_committing(time.perf_counter() - started)
+        self.add_request_work("texts", self.orchestrator.commit_seconds + time.thread_time() - began)
         return deltas
 
     def _load_on(self, seconds: float) -> None:

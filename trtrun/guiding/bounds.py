@@ -1,6 +1,6 @@
-"""What a guide may take: the grammar engine's own bounds, and of things for which it has none: it follows rules and
-references within one another on the stack, whose end would end the process, and has a state for each remainder of a
-multiple.
+"""What a guide may take: the grammar engine's own bounds, and of things for which it has none: it follows rules,
+references and nested parts within one another on the stack, whose end would end the process, and has a state for each
+remainder of a multiple.
 
 It knows guides' forms, and no tokens.
 """
@@ -18,8 +18,12 @@ from llguidance import LLParserLimits
 
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
+from trtrun.guiding.depth import depth_of_rules, depth_of_schema
 
 _MOST_RULES = 600
+_MOST_DEPTH = 500
+"""Of parts, rules and brackets within one another, along references. The engine takes up to 8 KiB of stack for each,
+and has `trtrun.threads.DEEP_STACK`."""
 _MOST_REMAINDERS = 10_000
 _RULE = re.compile(r":+=?")
 _SCHEMA = re.compile(r"%json\s*")
@@ -45,25 +49,35 @@ def check_bounds(guide: Guide) -> None:
     """Refuse what would take the whole process along, or all of its memory.
 
     Raises:
-        InvalidRequestError: a schema refers to too many others, a grammar has too many rules, or multiples are of
-            numbers that are too large together.
+        InvalidRequestError: a schema refers to too many others, a grammar has too many rules, parts are nested too
+            deep, or multiples are of numbers that are too large together.
     """
     if guide.kind == "json":
         schema = json.loads(guide.text)
         _check_references(schema)
+        _check_depth("JSON schema", depth_of_schema(schema))
         pairs = _pairs(schema)
         _check_multiples(str(value) for name, value in pairs if name == "multipleOf")
     elif guide.kind == "grammar":
         rules, schemas = _parted(guide.text)
         for schema in schemas:
             _check_references(schema)
+            _check_depth("JSON schema in the grammar", depth_of_schema(schema))
         count = len(_RULE.findall(rules))
         if count > _MOST_RULES:
             raise InvalidRequestError(
                 f"guided: the grammar has {count} rules, as its colons count; {_MOST_RULES} are the most"
             )
+        _check_depth("grammar", depth_of_rules(rules))
         text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), guide.text)
         _check_multiples(_MULTIPLE.findall(text))
+
+
+def _check_depth(name: str, depth: int) -> None:
+    if depth > _MOST_DEPTH:
+        raise InvalidRequestError(
+            f"guided: the {name} is nested {depth} deep along its references, and {_MOST_DEPTH} is the most"
+        )
 
 
 def _check_references(schema: Any) -> None:

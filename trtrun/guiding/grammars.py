@@ -23,6 +23,7 @@ from trtrun.guiding.bounds import check_bounds, limits
 from trtrun.guiding.complaints import WORDS, complaint, in_words
 from trtrun.guiding.json_schemas import closed
 from trtrun.guiding.literals import literals
+from trtrun.threads import call_deep
 
 _MOST_KEPT = 64
 _MOST_SECONDS_KEPT = 4.0
@@ -39,10 +40,17 @@ def grammars_of(tokens: LLTokenizer) -> Grammars:
 
 
 class _Kept(NamedTuple):
-    """A compiled grammar: a matcher at the start of a text, and the mask there, [words] int32."""
+    """A compiled grammar.
+
+    Attributes:
+        matcher: at the start of a text.
+        first: [words] int32, the mask there.
+        seconds: of processor time that it took.
+    """
 
     matcher: LLMatcher
     first: torch.Tensor
+    seconds: float
 
 
 class Grammars:
@@ -56,7 +64,6 @@ class Grammars:
         self._special_names = [name for name in names if any(map(tokens.is_special_token, tokens.tokenize_str(name)))]
         self._lock = Lock()
         self._kept: OrderedDict[Guide, _Kept] = OrderedDict()
-        self._seconds: dict[Guide, float] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -80,9 +87,9 @@ class Grammars:
         Raises:
             InvalidRequestError: it is wrong, or needs more than a grammar may take; the message says where.
         """
-        started = time.thread_time()
-        self._compiled(guide)
-        if time.thread_time() - started > _MOST_SECONDS:
+        if self.has(guide):
+            return
+        if self._compiled(guide).seconds > _MOST_SECONDS:
             with self._lock:
                 self._kept.pop(guide, None)
             raise InvalidRequestError(
@@ -119,23 +126,28 @@ class Grammars:
         if not anew:
             check_bounds(guide)
             self._check_literals(guide)
-        started = time.thread_time()
         kept = self._compile(guide)
         with self._lock:
             self._kept.pop(guide, None)
-            self._kept[guide], self._seconds[guide] = kept, time.thread_time() - started
+            self._kept[guide] = kept
             while len(self._kept) > _MOST_KEPT or (len(self._kept) > 1 and self._seconds_kept() > _MOST_SECONDS_KEPT):
                 self._kept.popitem(last=False)
         return kept
 
     def _compile(self, guide: Guide) -> _Kept:
-        matcher = _build(self._tokens, guide)
-        return _Kept(matcher, self._first_mask(guide, matcher.deep_copy()))
+        """The grammar engine recurses along references and nesting, as deep as `check_bounds` lets a guide be."""
+
+        def build() -> _Kept:
+            started = time.thread_time()
+            matcher = _build(self._tokens, guide)
+            first = self._first_mask(guide, matcher.deep_copy())
+            return _Kept(matcher, first, time.thread_time() - started)
+
+        return call_deep(build)
 
     def _seconds_kept(self) -> float:
         """What took to build those that are kept."""
-        self._seconds = {guide: self._seconds.get(guide, 0.0) for guide in self._kept}
-        return sum(self._seconds.values())
+        return sum(kept.seconds for kept in self._kept.values())
 
     def _check_literals(self, guide: Guide) -> None:
         """Refuse a guide with the name of a special token in a text: what must follow is spelled as the tokenizer

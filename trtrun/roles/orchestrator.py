@@ -68,6 +68,7 @@ class Orchestrator:
     Attributes:
         scheduler: rows, blocks and the waiting queue.
         totals: what rounds did since the last reset.
+        commit_seconds: what this thread computed to take in the verdict of the last step.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Orchestrator:
         `keep` is given what the pacer has seen, now and then and at the end, for other runs."""
         self.scheduler = scheduler
         self.totals = RunStatistics()
+        self.commit_seconds = 0.0
         self._ranks = ranks
         self._pacer = pacer
         self._ahead = ahead
@@ -112,6 +114,7 @@ class Orchestrator:
         Raises:
             RankFailedError: a rank failed; the message names it.
         """
+        self.commit_seconds = 0.0
         with self._ranks.stepping():
             started = self._clock()
             self._publish_plans(started)
@@ -125,7 +128,9 @@ class Orchestrator:
             received = self._clock()
             self.totals.waiting += received - planned
             self._trace("waiting", self._published[0].plan.round_index, planned, received)
+            began = time.thread_time()
             gains = self._commit(self._published.popleft(), report, received)
+            self.commit_seconds = time.thread_time() - began
             self.add_committing(self._clock() - received)
             if self._plans_ahead:  # the ranks go on while the text of this round is made
                 started = self._clock()
@@ -332,7 +337,7 @@ class Orchestrator:
         self._last_verdict = received
         self._committed = published.plan.round_index
         self.totals.num_rounds += 1
-        self.totals.guiding += report.times.guiding
+        self.totals.add_request_work("guides", report.times.guiding)
         self.totals.num_guide_waits += sum([count < 0 for count in report.num_tokens])
         self._num_unkept += 1
         if self._num_unkept >= _ROUNDS_BETWEEN_KEEPING:

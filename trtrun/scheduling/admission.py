@@ -29,6 +29,10 @@ _FED_AT_ONCE, _MOST_FED_LATE = 8, 64
 """Rows with a draft whose prompts the draft store reads at once while nothing is known of drafts, and the longest
 prompt that it reads later: with the first draft, which takes it in small parts."""
 
+MOST_ANNOUNCED = 1 << 17
+"""Tokens of completions that get a row in one round, beyond those of the first: ranks are told all of them, also where
+their keys and values are there and nothing is to be read, and each takes some time in which all rows wait."""
+
 _MOST_LOOKED_AT = 8
 """Waiting completions that are looked at in a round for one that may go ahead of those before it."""
 
@@ -92,6 +96,8 @@ class Admission:
         draft_context, has_store = self._limits.draft_max_seq_len, self._limits.has_draft_store
         blocked: Completion | None = None
         for running in islice(filter(plan.may_read, self._waiting.in_turn()), _MOST_LOOKED_AT):
+            if plan.num_announced and plan.num_announced + len(running.token_ids) > MOST_ANNOUNCED:
+                return None
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
             is_left = drafted and not self._drafts_pay and has_store and not running.given_draft

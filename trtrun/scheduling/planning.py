@@ -62,6 +62,7 @@ class PlanBuilder:
         self._chunks: list[PlannedRow] = []
         self._scored: list[ScoredRow] = []
         self._reported: list[ScoredRow] = []
+        self.num_announced = 0
         self._prefill: list[PrefillChunk] = []
         self._admissions: list[RowAdmission] = []
         self._updates: list[tuple[int, int, int]] = []
@@ -82,6 +83,7 @@ class PlanBuilder:
     def admit(self, running: Completion) -> None:
         """Announce a row that just got its place, with its whole block table."""
         request = running.request
+        self.num_announced += len(running.token_ids)
         self._admissions.append(
             RowAdmission(
                 row=running.row,

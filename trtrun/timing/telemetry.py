@@ -5,6 +5,7 @@ It adds up numbers that others measured. It knows no rank and opens no port.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,8 +26,14 @@ _TIMES = (
     "orchestrating",
     "waiting",
     "anticipating",
-    "guiding",
 )
+
+REQUEST_WORK = ("arrivals", "guides", "texts")
+"""What requests decide the time of, in the threads of rounds: taking them in; matchers and masks of guided rows, on the
+target leader; tokens becoming texts, with stop strings, and the deltas of them."""
+
+REQUEST_BOUND = 0.005
+"""Seconds of a round that this may take."""
 
 
 @dataclass
@@ -53,7 +60,8 @@ class RunStatistics:
         num_guesses: verdicts that draft ranks of their own drafted for ahead.
         anticipating: their time for that, beside verification.
         foresight: how often drafts were ready.
-        guiding: what the target leader's thread computed for rows that are guided, a part of the phases.
+        request_work, num_over_bound: by REQUEST_WORK, seconds in which rounds waited for it, and how often it took
+            longer than REQUEST_BOUND in one round. Parts of the other times, but for arrivals.
         num_guide_waits: how often a row lost its place as its guide had to go on beside the rounds.
         num_captures, num_compilations: CUDA graphs and kernels that were made in rounds, while their rows waited.
 
@@ -79,7 +87,8 @@ class RunStatistics:
     num_guesses: int = 0
     anticipating: float = 0.0
     foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
-    guiding: float = 0.0
+    request_work: Counter[str] = field(default_factory=Counter)
+    num_over_bound: Counter[str] = field(default_factory=Counter)
     num_guide_waits: int = 0
     num_captures: int = 0
     num_compilations: int = 0
@@ -95,6 +104,11 @@ class RunStatistics:
         """Add what a leader made in rounds."""
         self.num_captures += uses.captures
         self.num_compilations += uses.compilations
+
+    def add_request_work(self, work: str, seconds: float) -> None:
+        """Add what one of REQUEST_WORK took of a round."""
+        self.request_work[work] += seconds  # type: ignore[assignment]  # as typeshed has counters
+        self.num_over_bound[work] += seconds > REQUEST_BOUND
 
     def add_guesses(self, num_guesses: int, seconds: float) -> None:
         """Add what a draft leader did ahead in a round."""
@@ -136,7 +150,10 @@ class RunStatistics:
             "num_guide_waits": self.num_guide_waits,
             "num_captures": self.num_captures,
             "num_compilations": self.num_compilations,
-        } | {f"{name}_s": round(getattr(self, name), 6) for name in _TIMES}
+            **{f"{name}_s": round(getattr(self, name), 6) for name in _TIMES},
+            **{f"{work}_work_s": round(self.request_work[work], 6) for work in REQUEST_WORK},
+            **{f"num_{work}_over_bound": self.num_over_bound[work] for work in REQUEST_WORK},
+        }
 
 
 def round_parts(totals: Mapping[str, float], elapsed: float) -> dict[str, float]:

@@ -18,8 +18,9 @@ from prometheus_client.registry import Collector
 from launch.serve.engine.messages import Ready, Standing, Status
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
+from trtrun.timing.telemetry import REQUEST_WORK
 
-PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting", "anticipating", "guiding")
+PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting", "anticipating")
 
 _NOBODY = Status(num_running=0, num_waiting=0, num_free_blocks=0, num_blocks=0, totals={})
 """What is told where there is no engine."""
@@ -176,6 +177,16 @@ class Numbers:
         return {phase: self.total(f"{phase}_s") for phase in PHASES}
 
     @property
+    def request_work(self) -> dict[str, float]:
+        """Seconds, by the work."""
+        return {work: self.total(f"{work}_work_s") for work in REQUEST_WORK}
+
+    @property
+    def work_over_bound(self) -> dict[str, float]:
+        """How often it took too long in a round, by the work."""
+        return {work: self.total(f"num_{work}_over_bound") for work in REQUEST_WORK}
+
+    @property
     def longest_stretch(self) -> float:
         """Seconds that the event loop has worked at a stretch, at most."""
         return self.ask_longest_stretch()
@@ -234,6 +245,8 @@ ENGINE_COUNTERS = (
 
 COUNTERS = (
     ("trtrun:round_seconds", "Time of rounds by phase.", "round_seconds"),
+    ("trtrun:request_work_seconds", "What requests decide the time of, and rounds waited for.", "request_work"),
+    ("trtrun:request_work_over_bound", "Rounds in which that took longer than 5 ms.", "work_over_bound"),
     ("vllm:prompt_tokens", "Prompt tokens of requests that were let in.", "totals.num_prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated.", "totals.num_tokens"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the KV cache.", "totals.num_looked_up_tokens"),
@@ -271,6 +284,8 @@ COUNTERS = (
 
 LABELS = {
     "round_seconds": "phase",
+    "request_work": "work",
+    "work_over_bound": "work",
     "accepted_by_position": "position",
     "totals.num_ended": "finished_reason",
     "totals.num_refused": "status",
