@@ -58,6 +58,37 @@ def test_files_that_have_changed_are_not_loaded_again(path: str) -> None:
     assert list(book.changes([])) == [] and book.names == []
 
 
+def test_what_engines_are_lost_of_is_not_loaded_again_for_ever(path: str) -> None:
+    book = AdapterBook.of([])
+    for name in ("c", "d"):
+        book.enter(load(name, path))
+    assert not book.give_up("c", at_once=False)  # by chance
+    book.note_loaded("c")
+    assert not book.give_up("c", at_once=False) and book.names == ["c", "d"]
+    assert book.give_up("c", at_once=False) and book.names == ["d"]
+    assert book.give_up("d", at_once=True) and book.names == []
+
+
+def test_a_change_that_holds_the_engine_up_is_told_why(path: str) -> None:
+    async def check() -> None:
+        client = EngineClient()
+        client._writer = Ended()  # type: ignore[assignment]
+        await told(client, load("c", path), [None])
+        client._change_adapters(load("c", path), None)  # as for an engine that was started again
+        client.drop("it stands still in loading adapter 'c' for longer than 300 s")
+        assert client.adapters.names == []
+        client._writer = Ended()  # type: ignore[assignment]
+        asking = [asyncio.create_task(client.change_adapters(load(name, path))) for name in "de"]
+        await asyncio.sleep(0)
+        client.drop("it stands still in loading adapter 'd' for longer than 300 s")
+        with pytest.raises(Refusal, match="the engine hangs: it stands still in loading adapter 'd'"):
+            await asking[0]
+        with pytest.raises(Refusal, match="the engine was lost meanwhile"):
+            await asking[1]
+
+    run(check())
+
+
 class Ended:
     """An engine's connection, of which is read what the client has written."""
 
