@@ -86,8 +86,9 @@ def read_tools(value: object, found: Sequence[tuple[str, Any]] = ()) -> Offered:
                 offered.items[name] = item
         if is_given and not _is_left_out(tool):
             offered.tools.append(tool)
-    if value and not offered.functions:
-        raise _wrong(f"{_no_function('tools[0]', value[0])}: no others are run here")
+    left_out = [(where, tool) for where, tool in given if _is_left_out(tool)]
+    if left_out and not offered.functions:
+        raise _wrong(f"{_no_function(*left_out[0])}: no others are run here")
     _add_plain_names(offered.items, names)
     return offered
 
