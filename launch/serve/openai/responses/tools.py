@@ -7,6 +7,7 @@ themselves and OpenAI's servers would run is left out. It knows JSON values, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ INPUT = "input"
 LOCAL_SHELL = "local_shell"
 TOOL_SEARCH = "tool_search"
 
-_LEFT_OUT = ("web_search", "web_search_preview", "web_search_2025_08_26", "image_generation")
-"""Kinds that agents offer whatever the server is; no model here can call them. A date may follow some of them."""
+_LEFT_OUT = re.compile(r"(web_search(_preview)?|image_generation)(_\d{4}_\d{2}_\d{2})?")
+"""Types that agents offer whatever the server is, perhaps with a date; no model here can call them."""
 
 _FUNCTION = ("type", "name", "description", "parameters", "strict", "output_schema", "defer_loading")
 _CUSTOM = ("type", "name", "description", "format", "defer_loading")
@@ -85,8 +86,9 @@ def read_tools(value: object, found: Sequence[tuple[str, Any]] = ()) -> Offered:
                 offered.items[name] = item
         if is_given and not _is_left_out(tool):
             offered.tools.append(tool)
-    if value and not offered.functions:
-        raise _wrong(f"{_no_function('tools[0]', value[0])}: no others are run here")
+    left_out = [(where, tool) for where, tool in given if _is_left_out(tool)]
+    if left_out and not offered.functions:
+        raise _wrong(f"{_no_function(*left_out[0])}: no others are run here")
     _add_plain_names(offered.items, names)
     return offered
 
@@ -111,7 +113,7 @@ def _is_left_out(value: Any) -> bool:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == TOOL_SEARCH:
         return bool(value.get("execution") != "client")
-    return kind in _LEFT_OUT
+    return isinstance(kind, str) and _LEFT_OUT.fullmatch(kind) is not None
 
 
 def _read_tool(where: str, value: Any, namespace: str | None = None) -> Iterator[_Function]:

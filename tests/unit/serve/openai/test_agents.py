@@ -160,6 +160,7 @@ def test_tools_are_shown_as_functions_and_named_at_their_places() -> None:
     assert shown["letter"]["parameters"]["properties"]["input"]["pattern"] == '^(?:[ab"]{3}\n)$'
     # By its own name, too, as descriptions have it.
     assert call.answering.call_items["look_up"] == ("function", "look_up", "mcp__words")
+    assert read_response({**TURN, "tools": [{"type": "namespace", "name": "n", "tools": []}]}, "chat").tools is None
     bad = {"type": "function", "name": "f", "parameters": {"type": "array"}}
     spaces = {"type": "namespace", "name": "n", "description": "", "tools": [TOOLS[0], bad]}
     for tools, line in (
