@@ -11,7 +11,7 @@
 
 The round's plan says who runs. Every rank knows from the verdicts where each row stands, so plans carry no lengths and
 may be sent one round ahead. How a draft and a verdict travel is the exchange's business: on the device where ranks
-share devices (device_exchange.py), as messages where the draft has devices of its own, so that the target never waits
+share devices (exchange.py), as messages where the draft has devices of its own, so that the target never waits
 for a draft that is late or lost (message_exchange.py).
 
 It does not know where plans come from (served_rank.py), how a drafter drafts (speculation/drafters), nor how engines
