@@ -90,7 +90,7 @@ def prose_of(path: Path) -> str:
 @cache
 def known_words() -> frozenset[str]:
     """Identifiers, names of modules, and words of texts that are no docstrings; of tests and others than Python all."""
-    found: set[str] = set()
+    found: set[str] = {Path(__file__).stem}
     for path in SOURCES:
         found |= {path.stem, path.parent.name, *WORD.findall(read_module(path)[1])}
     for folder in (*HOUSES, "scripts", "tests"):
