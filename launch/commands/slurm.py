@@ -85,8 +85,8 @@ def submit(
     script = render_script(job)
     if resources.lacks_cores:
         print(
-            "trtrun: the one process of the job computes on one core, most clusters' default: --cpus-per-task N, or the "
-            "key threads, asks for more",
+            "trtrun: the one process of the job computes on one core, most clusters' default: --cpus-per-task N, or "
+            "the key threads, asks for more",
             file=sys.stderr,
             flush=True,
         )

@@ -1,7 +1,7 @@
 """The MPI libraries that trtrun starts ranks with, each one's mpirun as one row of a table.
 
 Everything that differs between them is data: `FLAVOURS` below. `mpirun.py` builds command lines from a row and never
-asks which one it is; `mpi_library.py` finds out which row a job needs. It does not know jobs or hosts.
+asks which one it is; `library.py` finds out which row a job needs. It does not know jobs or hosts.
 """
 
 from __future__ import annotations

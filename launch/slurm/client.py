@@ -1,6 +1,6 @@
 """Slurm's programs, called with lists of words and read through their machine formats: submit, look up, signal, end.
 
-It knows what Slurm says of a job. It does not know scripts (slurm.py), logs (slurm_follow.py) or configurations.
+It knows what Slurm says of a job. It does not know scripts (script.py), logs (follow.py) or configurations.
 """
 
 from __future__ import annotations
