@@ -6,7 +6,7 @@ It knows names, types and ranges. What they lead to is `launch.serve`'s business
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -70,6 +70,7 @@ class ServerSection(Section):
             shows.
         reasoning_parser: how it writes what it thinks: qwen3, deepseek_r1, mistral, gpt-oss, or none. Left out: as its
             chat template shows.
+        tools_unseen: what becomes of tools in chats that the chat template does not show to the model: refuse, or ignore.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
         restart_window_s: seconds over which restarts are counted.
     """
@@ -96,6 +97,7 @@ class ServerSection(Section):
     allowed_origins: tuple[Origin, ...] = ()
     tool_parser: Line | None = None
     reasoning_parser: Line | None = None
+    tools_unseen: Literal["refuse", "ignore"] = "refuse"
     max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
     restart_window_s: Seconds = 600.0
 

@@ -102,6 +102,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
             excludes_prompt=section.exclude_input_in_output,
             max_batch_size=config.scheduler.max_batch_size,
             lora_tasks=tuple(config.adapters),
+            refuses_unseen_tools=section.tools_unseen == "refuse",
         ),
         section.max_body_bytes,
     )
@@ -160,7 +161,13 @@ def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str
             found.append(find(asked, source))
         except ValueError as error:
             raise ConfigError(f"server.{key}: {error}") from None
-    if section.tool_parser is None and not found[0] and template is not None and template.shows_tools:
+    if template is not None and not template.looks_at_tools:
+        told = "are refused (server.tools_unseen: ignore lets them in)"
+        told = "have no effect, unless one is wanted" if section.tools_unseen == "ignore" else told
+        logger.warning(
+            "the chat template shows no tools, so the model would not see them: chats that offer some %s", told
+        )
+    if section.tool_parser is None and not found[0] and template is not None and template.looks_at_tools:
         logger.warning(
             "the chat template shows tools, but how the model writes calls is not known by it: those that it makes by "
             "itself stay text; name their form in server.tool_parser, or none to be spared this line"

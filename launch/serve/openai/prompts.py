@@ -13,6 +13,7 @@ from launch.serve.door.limits import check_text
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.openai.calls import ChatCall, CompletionCall, Encoding, Rendering
 from launch.serve.openai.chat_template import ChatTemplate
+from launch.serve.openai.tools import Choice, ToolUse
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import MOST_TOKENS
 from trtrun.core.values import check_characters, show_value
@@ -25,7 +26,23 @@ Tokens = tuple[int, ...]
 class PromptMaker:
     """Makes the prompts of requests."""
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        *,
+        refuses_unseen_tools: bool = True,
+    ) -> None:
+        """Make them.
+
+        Args:
+            model_name: what clients call the model.
+            tokenizer, template: of it; None where it has none.
+            refuses_unseen_tools: tools that the template does not show are refused, unless one has to be called, which
+                the answer is guided to, or none may be.
+        """
+        self._refuses_unseen_tools = refuses_unseen_tools
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._template = template
@@ -72,6 +89,7 @@ class PromptMaker:
                 "chat_template.jinja to its tokenizer's directory",
                 code="no_chat_template",
             )
+        self._check_tools(call.tools, self._template)
         values, asked = _template_values(call.rendering, self._template), call.rendering
         with refusing():
             text = self._template.render(
@@ -90,6 +108,18 @@ class PromptMaker:
         draft = joined[len(prompt) :] if joined[: len(prompt)] == prompt else ()
         # No longer than a text can become, or than parameters may be.
         return _cut(prompt, call.encoding, most_tokens), draft[: min(most_tokens, MOST_TOKENS)]
+
+    def _check_tools(self, tools: ToolUse | None, template: ChatTemplate) -> None:
+        """Refuse tools that nobody would see."""
+        if tools is None or tools.choice is not Choice.AUTO or not self._refuses_unseen_tools or template.shows_tools:
+            return
+        raise Refusal(
+            Kind.INVALID,
+            "tools: the model's chat template shows no tools, so the model would not see them: leave them out, want one "
+            "with tool_choice, or have the server pass them over (server.tools_unseen: ignore)",
+            "tools",
+            "unseen_tools",
+        )
 
     def _encode(self, text: str, encoding: Encoding) -> Tokens:
         """All tokens of a text."""

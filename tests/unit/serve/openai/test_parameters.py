@@ -138,7 +138,11 @@ def call(**values: str) -> str:
         ({"type": "string", "pattern": "^[a-z]+/$"}, ["ab/"], ["a/b", "xAb/"]),
         ({"type": "string", "pattern": "b|c"}, ["abd", "c"], ["ad"]),
         ({"type": "string", "pattern": r"^a|b\Z"}, ["ax", "xb"], ["xa", "bx"]),
-        ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}]}, ["1."], ["-."]),
+        (
+            {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}]},
+            ["1."],
+            ["-."],
+        ),
         ({"enum": ["a", "5", None]}, ["a", "5", "null"], ["b", ""]),
         ({"$ref": "#/$defs/kind"}, ["a", "5"], ["b"]),
         ({"anyOf": [{"$ref": "#/$defs/kind"}, {"type": "null"}]}, ["a", "null"], ["b"]),
