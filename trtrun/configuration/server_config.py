@@ -70,7 +70,7 @@ class ServerSection(Section):
             shows.
         reasoning_parser: how it writes what it thinks: qwen3, deepseek_r1, mistral, gpt-oss, or none. Left out: as its
             chat template shows.
-        tools_unseen: what becomes of tools in chats that the chat template does not show to the model: refuse, or ignore.
+        tools_unseen: what becomes of a chat's tools that its template does not show to the model: refuse, or ignore.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
         restart_window_s: seconds over which restarts are counted.
     """

@@ -115,8 +115,8 @@ class PromptMaker:
             return
         raise Refusal(
             Kind.INVALID,
-            "tools: the model's chat template shows no tools, so the model would not see them: leave them out, want one "
-            "with tool_choice, or have the server pass them over (server.tools_unseen: ignore)",
+            "tools: the model's chat template shows no tools, so the model would not see them: leave them out, have "
+            "one called by tool_choice, or start the server with server.tools_unseen: ignore",
             "tools",
             "unseen_tools",
         )
