@@ -84,7 +84,7 @@ class HarmonyParser(CallMachine):
         return self._go(self._read_body)
 
     def _read_body(self) -> bool:
-        marks = (START, *ENDS)
+        marks: tuple[str, ...] = (START, *ENDS)
         if self._kind == "analysis" and self._finds_calls:
             marks = (CHANNEL, *marks)
         place, mark = find_mark(self._text, marks)
