@@ -16,7 +16,7 @@ from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
 from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-FINAL = f"{CHANNEL}final"
+ANALYSIS, FINAL = f"{CHANNEL}analysis", f"{CHANNEL}final"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
