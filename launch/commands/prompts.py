@@ -148,6 +148,24 @@ _OPTIONS = (
         metavar="W N G",
         help="Of a prompt: window, n-gram and verification set, at most speculation.lookahead_config.",
     ),
+    click.option(
+        "--thinking-token-budget",
+        type=int,
+        metavar="N",
+        help="Most tokens of thoughts: behind them the mark that ends thoughts must follow.",
+    ),
+    click.option(
+        "--thinking-mark",
+        "thinking_marks",
+        multiple=True,
+        metavar="TEXT",
+        help="In front of thoughts, behind them.  [default: <think>, </think>]",
+    ),
+    click.option(
+        "--stop-in-thoughts/--no-stop-in-thoughts",
+        default=None,
+        help="Whether --stop counts in thoughts, too.  [default: it does]",
+    ),
     click.option("--lora-name", metavar="NAME", help="An adapter of the configuration.  [default: the base model]"),
 )
 

@@ -45,15 +45,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use(llm: LLM) -> dict[str, Any]:
-    """Guided rows and others, greedy and sampled."""
+    """Guided rows and others, greedy and sampled, and such whose thoughts have a budget."""
     sampling = [
         SamplingParams(max_tokens=COUNT, guided=guide, temperature=temperature, seed=7)
         for guide in GUIDES
         for temperature in (0.0, 1.0)
     ]
+    bounds: dict[str, Any] = {"thinking_token_budget": 5, "thinking_marks": ("", "</think>"), "ignore_eos": True}
+    sampling += [SamplingParams(max_tokens=COUNT, temperature=one, seed=7, **bounds) for one in (0.0, 1.0)]
     asked = [(prompts()[place % 6], one) for place, one in enumerate(sampling)]
     outputs = llm.generate([prompt for prompt, _ in asked], [one for _, one in asked])
     origins = [output.completions[0].token_origins for output in outputs]
+    assert all("</think>" in output.completions[0].text for output in outputs[-2:])
     return {"texts": tokens_of(outputs), "choices": origins[4:6]}
 
 

@@ -183,6 +183,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.core": (
         frozenset({"outputs"}),
         frozenset({"nouns", "request_statistics"}),
+        frozenset({"token_lists"}),
         frozenset({"sampling_params"}),
         frozenset({"guide"}),
         frozenset({"values"}),

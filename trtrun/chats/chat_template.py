@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import Template, pass_context
@@ -33,6 +34,16 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 MOST_LETTERS = 1 << 24
 """That a template may write: as many as the largest body has bytes, unless that is set otherwise."""
+
+
+_USER = {"role": "user", "content": "hi"}
+_PROBES: Sequence[Sequence[Mapping[str, Any]]] = ([_USER], [{"role": "system", "content": "hi"}, _USER])
+"""Conversations that templates may show tools in: some do so beside a system message alone."""
+
+_PROBE = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class ChatTemplate:
@@ -62,9 +73,26 @@ class ChatTemplate:
         self._tool_template = None if tool_source is None else environment.from_string(tool_source)
 
     @property
-    def shows_tools(self) -> bool:
-        """Whether it looks at the tools of chats."""
+    def looks_at_tools(self) -> bool:
+        """Whether it looks at the tools of chats, as far as its source says; it may not show them."""
         return "tools" in self.names or self.tool_source is not None
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether a model sees the tools of chats: prompts with and without one differ. Where no prompt can be made to
+        find out, what its source says counts."""
+        if not self.looks_at_tools:
+            return False
+        num_tried = 0
+        for messages in _PROBES:
+            try:
+                shown, without = (self.render(messages, tools=tools) for tools in ([_PROBE], None))
+            except InvalidRequestError:
+                continue
+            num_tried += 1
+            if shown != without:
+                return True
+        return num_tried == 0
 
     def render(
         self,

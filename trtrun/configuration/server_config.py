@@ -73,6 +73,7 @@ class ServerSection(Section):
         generation_config: auto or none: whether sampling that a request does not say is that of the model's
             generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens), as in vLLM;
             also of `trtrun run`, `trtrun chat` and the Python API.
+        tools_unseen: what becomes of a chat's tools that its template does not show to the model: refuse, or ignore.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
         restart_window_s: seconds over which restarts are counted.
     """
@@ -100,6 +101,7 @@ class ServerSection(Section):
     tool_parser: Line | None = None
     reasoning_parser: Line | None = None
     generation_config: Literal["auto", "none"] = "auto"
+    tools_unseen: Literal["refuse", "ignore"] = "refuse"
     max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
     restart_window_s: Seconds = 600.0
 

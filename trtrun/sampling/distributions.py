@@ -205,4 +205,5 @@ def _changed(
         if of_row.own_tables:
             drafts = None if draft_tokens is None else draft_tokens[index]
             sampling.ban_(logits[index], rows[index], lengths[index], token_ids, drafts)
+    sampling.end_thoughts_(logits, rows, lengths, token_ids, draft_tokens)
     return logits

@@ -25,6 +25,7 @@ from trtrun.sampling.likeliest import argmax, likeliest, likeliest_in_order
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel, gumbel_argmax, gumbel_of
 from trtrun.sampling.row_steps import RowSteps, SharedTables
+from trtrun.sampling.thoughts import force_marks_, groups_of
 from trtrun.tensors import device_integers, kept_integers
 
 
@@ -218,6 +219,7 @@ class RowSampling:
             for index in tables:
                 drafts = None if draft_tokens is None else draft_tokens[index]
                 self.ban_(out[index], rows[index], lengths[index], token_ids, drafts)
+            self.end_thoughts_(out, rows, lengths, token_ids, draft_tokens)
         if sampled:
             sampled_rows = [rows[index] for index in sampled]
             out = self._on(sampled, out, lambda part: self._filter(part, sampled_rows), owned=out is not logits)
@@ -258,16 +260,31 @@ class RowSampling:
         return logits
 
     def ban_(self, logits: Tensor, row: int, length: Tensor, token_ids: Tensor, drafts: Tensor | None) -> None:
-        """Mask, in place, what bad words, min_tokens and a budget for thoughts forbid a row: logits [P, V], length [],
-        drafts [P - 1]."""
+        """Mask, in place, what bad words and min_tokens forbid a row: logits [P, V], length [], drafts [P - 1]."""
         steps = self._steps[row]
         tables = steps.tables
         if tables.bad_words is not None:
             tables.bad_words.ban_(logits, token_ids[row], length, drafts)
         if steps.holds_stops and tables.stop_ids is not None:
             penalties.ban_stop_tokens_(logits, tables.stop_ids, length, self.integers[row, columns.FIRST_STOP])
-        if tables.thinking is not None:
-            tables.thinking.force_(logits, token_ids[row], steps.num_prompt, length, drafts)
+
+    def end_thoughts_(
+        self, logits: Tensor, rows: Sequence[int], lengths: Tensor, token_ids: Tensor, draft_tokens: Tensor | None
+    ) -> None:
+        """Force, in place, the mark that ends thoughts in rows whose budget says so, behind all bans; arguments as of
+        `process`."""
+        budgets = [self._steps[row].tables.thinking for row in rows]
+        for group in groups_of(budgets):
+            members, places = self._index(group), self._index([rows[index] for index in group])
+            force_marks_(
+                [budget for index in group if (budget := budgets[index]) is not None],
+                logits,
+                members,
+                token_ids[places],
+                self.integers[places, columns.NUM_PROMPT],
+                lengths[members],
+                None if draft_tokens is None else draft_tokens[members],
+            )
 
     def _filter(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Temperature and filters on logits [n, P, V] of `rows`, all sampled; a new tensor."""

@@ -38,7 +38,7 @@ class RowTables:
         self.bias = (bias_ids, bias_values) if bias_ids.numel() else None
         self.stop_ids = stop_ids if stop_ids.numel() else None
         self.bad_words = bad_words or None
-        self.thinking = None if lists.thoughts is None else ThinkingBudget(lists.thoughts, vocab_size, device)
+        self.thinking = None if lists.thoughts is None else ThinkingBudget(lists.thoughts)
 
 
 class SharedTables:
@@ -78,7 +78,6 @@ class RowSteps:
         top_p, min_p, repetition, output_penalties: whether the row has it.
         tables: its lists of tokens.
         holds_stops: whether min_tokens mask the stop ids of `tables`.
-        num_prompt: tokens of the row's prompt.
     """
 
     greedy: bool
@@ -91,7 +90,6 @@ class RowSteps:
     output_penalties: bool
     tables: RowTables
     holds_stops: bool
-    num_prompt: int
 
     @classmethod
     def of(cls, admission: RowAdmission, vocab_size: int, shared: SharedTables) -> RowSteps:
@@ -108,7 +106,6 @@ class RowSteps:
             output_penalties=sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0,
             tables=tables,
             holds_stops=tables.stop_ids is not None and sampling.min_tokens > 0,
-            num_prompt=admission.num_prompt_tokens,
         )
 
     @property

@@ -1,10 +1,13 @@
 """A budget for thoughts: where a row has thought for so many tokens, the mark that ends them is forced.
 
 Each position is decided by the tokens before it alone, be they the row's or a draft's: nothing is kept that a rejected
-draft could spoil, and nothing is read back from the device. It knows one row's tokens and logits, and no text.
+draft could spoil, and nothing is read back from the device. All rows of the same marks take the same few operations. It
+knows rows' tokens and logits, and no text.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,88 +23,116 @@ _MOST_BLANKS = 4
 
 
 class ThinkingBudget:
-    """The budget of a request's rows, on one device.
+    """The budget of a request's rows.
 
-    Args:
-        bounds: whose ends have one sequence at least.
-        vocabulary: V; a mark with a token outside of it is never seen, and never forced.
-        device: where logits live.
+    Attributes:
+        budget: tokens.
+        begins, ends: marks, as tokens; the first end is what is forced. Without begins the output begins within them.
+        marks: the same for budgets of the same marks.
+        width: tokens of output that are looked at: behind them nothing is forced any more.
     """
 
-    def __init__(self, bounds: ThoughtBounds, vocabulary: int, device: torch.device) -> None:
-        self._budget = bounds.budget
-        self._begins, self._ends = _listed(bounds.begins), _listed(bounds.ends)
-        self._within = not self._begins
-        forced = self._ends[0]
-        self._can_force = max(forced) < vocabulary
-        self._forced = torch.tensor(forced, dtype=torch.int64).to(device, non_blocking=True)
-        # Behind so many tokens of output nothing is forced any more, and nothing before is looked at.
-        lead = 0 if self._within else _MOST_BLANKS + max(map(len, self._begins))
-        self._width = lead + self._budget + len(forced)
+    def __init__(self, bounds: ThoughtBounds) -> None:
+        """Read what bounds thoughts: one end at least."""
+        _, *arrays = bounds.arrays()
+        self.budget, self.marks = bounds.budget, tuple(array.tobytes() for array in arrays)
+        self.begins, self.ends = _listed(bounds.begins), _listed(bounds.ends)
+        self.width = self.lead + self.budget + len(self.ends[0])
 
-    def force_(
-        self, logits: Tensor, token_ids: Tensor, num_prompt: int, length: Tensor, draft_tokens: Tensor | None
-    ) -> Tensor:
-        """Mask, in place, all tokens but the next one of the mark where it is due, unless that one is forbidden.
+    @property
+    def lead(self) -> int:
+        """Tokens among which the mark in front of thoughts has to stand."""
+        return _MOST_BLANKS + max(map(len, self.begins)) if self.begins else 0
 
-        Args:
-            logits: [P, V] float32 of one row, with -inf for tokens that are forbidden.
-            token_ids: [W] integer tokens of the row, valid below `length`.
-            num_prompt: of them; the output begins there.
-            length: [] int64, the position that logits[0] chooses.
-            draft_tokens: [P - 1] int64, or None when P is 1; position i stands behind i of them.
-        """
-        if not self._can_force or len(token_ids) <= num_prompt:
-            return logits
-        output = self._output(token_ids, num_prompt, length, draft_tokens)
-        start = self._start(output)
-        places = torch.arange(len(output), device=output.device)
-        first_end = torch.where(self._matches(output, self._ends) & (places >= start), places, len(output)).min()
-        due = start + self._budget
-        positions = length - num_prompt + torch.arange(logits.shape[0], device=output.device)
-        step = positions - due  # which token of the mark
-        count = len(self._forced)
-        # What stands from `due` on has to be the mark's beginning.
-        written = output.gather(0, (due + torch.arange(count, device=output.device)).clamp(max=len(output) - 1))
-        follows = torch.cat([torch.ones_like(step[:1], dtype=torch.bool), (written == self._forced)[:-1]]).cumprod(0)
-        within = step.clamp(0, count - 1)
-        is_due = (step >= 0) & (step < count) & (first_end >= due) & follows.bool()[within]
-        tokens = self._forced[within]
-        is_due &= logits.gather(1, tokens[:, None])[:, 0] > -torch.inf
-        others = torch.arange(logits.shape[1], device=logits.device) != tokens[:, None]
-        return logits.masked_fill_(is_due[:, None] & others, -torch.inf)
 
-    def _output(self, token_ids: Tensor, num_prompt: int, length: Tensor, draft_tokens: Tensor | None) -> Tensor:
-        """The row's output and the draft behind it, as far as it matters: [N] int64, _NO_TOKEN where there is none."""
-        places = num_prompt + torch.arange(min(self._width, len(token_ids) - num_prompt), device=token_ids.device)
-        output = torch.where(places < length, token_ids[places].to(torch.int64), _NO_TOKEN)
-        if draft_tokens is None or not len(draft_tokens):
-            return output
-        behind = places - length
-        drafted = draft_tokens[behind.clamp(0, len(draft_tokens) - 1)]
-        return torch.where((behind >= 0) & (behind < len(draft_tokens)), drafted, output)
+def groups_of(budgets: Sequence[ThinkingBudget | None]) -> list[list[int]]:
+    """Which of some rows have a budget, those of the same marks together."""
+    groups: dict[tuple[bytes, ...], list[int]] = {}
+    for index, budget in enumerate(budgets):
+        if budget is not None:
+            groups.setdefault(budget.marks, []).append(index)
+    return [*groups.values()]
 
-    def _start(self, output: Tensor) -> Tensor:
-        """[] int64: where the first token of thoughts stands; behind all tokens where there are none."""
-        if self._within:
-            return torch.zeros((), dtype=torch.int64, device=output.device)
-        far = 2 * self._width
-        places = torch.arange(len(output), device=output.device)
-        lead = self._width - self._budget - len(self._forced)
-        begun = self._matches(output, self._begins) & (places < lead)
-        return torch.where(begun, places + 1, far).min()
 
-    @staticmethod
-    def _matches(output: Tensor, sequences: list[list[int]]) -> Tensor:
-        """[N] bool: behind which tokens one of the sequences is whole."""
-        found = torch.zeros(len(output), dtype=torch.bool, device=output.device)
-        for sequence in sequences:
-            if len(sequence) <= len(output):
-                whole = torch.ones(len(output) - len(sequence) + 1, dtype=torch.bool, device=output.device)
-                for place, token in enumerate(sequence):
-                    whole &= output[place : place + len(whole)] == token
-                found[len(sequence) - 1 :] |= whole
-        return found
+def force_marks_(
+    budgets: Sequence[ThinkingBudget],
+    logits: Tensor,
+    members: Tensor,
+    token_ids: Tensor,
+    num_prompt: Tensor,
+    lengths: Tensor,
+    draft_tokens: Tensor | None,
+) -> Tensor:
+    """Forbid, in place, all tokens but the next one of the mark where it is due, unless that one is forbidden.
+
+    Args:
+        budgets: of n rows, all of the same marks.
+        logits: [R, P, V] float32, with -inf for tokens that are forbidden.
+        members: [n] int64: which of the R lines are these rows'.
+        token_ids: [n, W] integer tokens of the rows, valid below their lengths.
+        num_prompt: [n] int64: of these; the output begins there.
+        lengths: [n] int64: the positions that logits[members, 0] choose.
+        draft_tokens: [n, P - 1] int64, or None when P is 1; position i stands behind i of them.
+    """
+    first, device = budgets[0], logits.device
+    if max(first.ends[0]) >= logits.shape[-1]:  # which this engine does not know
+        return logits
+    output = _output(token_ids, max(budget.width for budget in budgets), num_prompt, lengths, draft_tokens)
+    places = torch.arange(output.shape[1], device=device)
+    start = _start(output, first)
+    far = output.shape[1]
+    ended = torch.where(_matches(output, first.ends) & (places >= start[:, None]), places, far).amin(1)
+    of_rows = torch.tensor([budget.budget for budget in budgets], dtype=torch.int64)
+    due = start + of_rows.to(device, non_blocking=True)
+    mark = torch.tensor(first.ends[0], dtype=torch.int64).to(device, non_blocking=True)
+    count = len(first.ends[0])
+    step = lengths[:, None] - num_prompt[:, None] + torch.arange(logits.shape[1], device=device) - due[:, None]
+    # What stands from `due` on has to be the mark's beginning.
+    behind = (due[:, None] + torch.arange(count, device=device)).clamp(max=far - 1)
+    matches = torch.ones((len(budgets), count), dtype=torch.bool, device=device)
+    matches[:, 1:] = output.gather(1, behind)[:, :-1] == mark[:-1]
+    within = step.clamp(0, count - 1)  # which token of the mark
+    follows = matches.cumprod(1).bool().gather(1, within)
+    tokens, lines = mark[within], torch.arange(logits.shape[1], device=device)
+    kept = logits[members[:, None], lines, tokens]
+    is_due = (step >= 0) & (step < count) & (ended >= due)[:, None] & follows & (kept > -torch.inf)
+    amounts = torch.zeros_like(kept).masked_fill_(is_due, -torch.inf)
+    logits.index_add_(0, members, amounts[:, :, None].expand(-1, -1, logits.shape[-1]))
+    return logits.index_put_((members[:, None], lines, tokens), kept)
+
+
+def _output(token_ids: Tensor, width: int, num_prompt: Tensor, lengths: Tensor, draft_tokens: Tensor | None) -> Tensor:
+    """The rows' output and the draft behind it, as far as it matters: [n, N] int64, _NO_TOKEN where there is none."""
+    places = num_prompt[:, None] + torch.arange(min(width, token_ids.shape[1]), device=token_ids.device)
+    written = token_ids.gather(1, places.clamp(max=token_ids.shape[1] - 1)).to(torch.int64)
+    output = torch.where(places < lengths[:, None], written, _NO_TOKEN)
+    if draft_tokens is None or not draft_tokens.shape[1]:
+        return output
+    behind = places - lengths[:, None]
+    drafted = draft_tokens.gather(1, behind.clamp(0, draft_tokens.shape[1] - 1))
+    return torch.where((behind >= 0) & (behind < draft_tokens.shape[1]), drafted, output)
+
+
+def _start(output: Tensor, budget: ThinkingBudget) -> Tensor:
+    """[n] int64: where the first token of thoughts stands; behind all tokens where there are none."""
+    if not budget.begins:
+        return torch.zeros(len(output), dtype=torch.int64, device=output.device)
+    places = torch.arange(output.shape[1], device=output.device)
+    begun = _matches(output, budget.begins) & (places < budget.lead)
+    return torch.where(begun, places + 1, 2 * output.shape[1]).amin(1)
+
+
+def _matches(output: Tensor, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """[n, N] bool: behind which tokens one of the sequences is whole."""
+    found = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
+    for sequence in sequences:
+        num_places = output.shape[1] - len(sequence) + 1
+        if num_places > 0:
+            whole = output[:, :num_places] == sequence[0]
+            for place, token in enumerate(sequence[1:], start=1):
+                whole &= output[:, place : place + num_places] == token
+            found[:, len(sequence) - 1 :] |= whole
+    return found
 
 
 def _listed(sequences: TokenSequences) -> list[list[int]]:

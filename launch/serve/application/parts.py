@@ -92,6 +92,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     template = read_chat_template(directory) if tokenizer is not None else None
     defaults = sampling_defaults(config)
     tool_format, reasoning_format = _formats(section, template)
+    _say_unseen_tools(section, template)
     readers = Readers(
         Facts(
             tokenizer=None if tokenizer is None else str(directory),
@@ -109,6 +110,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
             max_batch_size=config.scheduler.max_batch_size,
             lora_tasks=tuple(config.adapters),
             sampling_defaults=defaults,
+            refuses_unseen_tools=section.tools_unseen == "refuse",
         ),
         section.max_body_bytes,
     )
@@ -167,9 +169,18 @@ def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str
             found.append(find(asked, source))
         except ValueError as error:
             raise ConfigError(f"server.{key}: {error}") from None
-    if section.tool_parser is None and not found[0] and template is not None and template.shows_tools:
+    if section.tool_parser is None and not found[0] and template is not None and template.looks_at_tools:
         logger.warning(
             "the chat template shows tools, but how the model writes calls is not known by it: those that it makes by "
             "itself stay text; name their form in server.tool_parser, or none to be spared this line"
         )
     return found[0], found[1]
+
+
+def _say_unseen_tools(section: ServerSection, template: ChatTemplate | None) -> None:
+    """Say what becomes of tools that the model would not see."""
+    if template is not None and not template.looks_at_tools:
+        told = {"refuse": "refused (server.tools_unseen: ignore passes them over)", "ignore": "passed over"}
+        logger.warning(
+            "the chat template shows no tools to the model: those that chats offer are %s", told[section.tools_unseen]
+        )

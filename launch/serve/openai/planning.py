@@ -12,8 +12,9 @@ from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.openai.calls import Answering, ChatCall
+from launch.serve.openai.output.call_rules import Wanted
 from launch.serve.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.openai.output.grammars import Wanted, as_lark, is_free, write_grammar
+from launch.serve.openai.output.grammars import as_lark, is_free, write_grammar
 from launch.serve.openai.output.mistral import ARGS
 from launch.serve.openai.output.parsing import Parsing
 from launch.serve.openai.output.schemas import arguments_schema

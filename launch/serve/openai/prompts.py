@@ -14,6 +14,7 @@ from launch.serve.openai.calls import ChatCall, CompletionCall, Encoding
 from trtrun.api.prompts import Prompt
 from trtrun.chats.chat import encode_text
 from trtrun.chats.chat_template import ChatTemplate
+from trtrun.chats.tools import Choice, ToolUse
 from trtrun.core.sampling_params import MOST_TOKENS
 from trtrun.errors import InvalidRequestError
 from trtrun.tokens.text import Tokenizer
@@ -24,7 +25,23 @@ Tokens = tuple[int, ...]
 class PromptMaker:
     """Makes the prompts of requests."""
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        *,
+        refuses_unseen_tools: bool = True,
+    ) -> None:
+        """Make them.
+
+        Args:
+            model_name: what clients call the model.
+            tokenizer, template: of it; None where it has none.
+            refuses_unseen_tools: tools that the template does not show are refused, unless one has to be called, which
+                the answer is guided to, or none may be.
+        """
+        self._refuses_unseen_tools = refuses_unseen_tools
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._template = template
@@ -71,6 +88,7 @@ class PromptMaker:
                 "chat_template.jinja to its tokenizer's directory",
                 code="no_chat_template",
             )
+        self._check_tools(call.tools, self._template)
         asked = call.rendering
         with refusing():
             text = self._template.render(
@@ -89,6 +107,18 @@ class PromptMaker:
         draft = joined[len(prompt) :] if joined[: len(prompt)] == prompt else ()
         # No longer than a text can become, or than parameters may be.
         return _cut(prompt, call.encoding, most_tokens), draft[: min(most_tokens, MOST_TOKENS)]
+
+    def _check_tools(self, tools: ToolUse | None, template: ChatTemplate) -> None:
+        """Refuse tools that nobody would see."""
+        if tools is None or tools.choice is not Choice.AUTO or not self._refuses_unseen_tools or template.shows_tools:
+            return
+        raise Refusal(
+            Kind.INVALID,
+            "tools: the model's chat template shows no tools, so the model would not see them: leave them out, have "
+            "one called by tool_choice, or start the server with server.tools_unseen: ignore",
+            "tools",
+            "unseen_tools",
+        )
 
     def _encode(self, text: str, encoding: Encoding) -> Tokens:
         """All tokens of a text."""

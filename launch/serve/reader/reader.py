@@ -90,7 +90,9 @@ class Reader:
             tokenizer,
             self._prompts,
         )
-        self._makes_prompts = PromptMaker(facts.model_name, tokenizer, template)
+        self._makes_prompts = PromptMaker(
+            facts.model_name, tokenizer, template, refuses_unseen_tools=facts.refuses_unseen_tools
+        )
         self._model_facts = ModelFacts(
             tokenizer,
             facts.vocab_size,

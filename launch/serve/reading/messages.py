@@ -36,6 +36,7 @@ class Facts(_Message, frozen=True, tag="facts"):
         model_name: what OpenAI's clients call the model.
         vocab_size, eos_token_ids: of the model.
         draft_len, excludes_prompt, lora_tasks: see kserve's ModelFacts.
+        refuses_unseen_tools: chats whose tools the template does not show.
         max_batch_size: rows that a request of KServe may have.
         sampling_defaults: of OpenAI's and Anthropic's requests that do not say them, by the names of SamplingParams.
         most_bytes: of memory beyond what the process has once it is ready.
@@ -59,6 +60,7 @@ class Facts(_Message, frozen=True, tag="facts"):
     most_bytes: int = 0
     niceness: int = 0
     lora_tasks: tuple[str, ...] = ()
+    refuses_unseen_tools: bool = True
 
 
 class Task(_Message, frozen=True, tag="task"):

@@ -125,6 +125,11 @@ def test_thoughts_end_at_their_budget_and_stop_strings_count_behind_them(llm: LL
     spelled = map(llm.tokenizer.decode, [[token] for token in tokens(free)[:12]])
     ended = replace(sampling, thinking_marks=("", next(filter(str.isalnum, spelled))), thinking_token_budget=12)
     assert tokens(run_plain(llm, "once", ended)[0]) == tokens(free)
+    # Thoughts that the prompt begins are those of an output that begins within them.
+    marked = replace(sampling, thinking_marks=("<think>", "</think>"))
+    begun = run(llm, "once <think>\n", replace(sampling, thinking_marks=THOUGHTS))
+    assert "</think>" in text(begun[0]) and tokens(run(llm, "once <think>\n", marked)[0]) == tokens(begun[0])
+    assert tokens(run(llm, "once", marked)[0]) == tokens(free)
     # A letter of the thoughts ends nothing in them, and the text behind them where it comes again.
     written, end = text(bounded), text(bounded).index("</think>") + len("</think>")
     letters = {letter for letter in written[: end - len("</think>")] if letter.isalnum()}

@@ -23,7 +23,8 @@ OPTIONS = (
     "--presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 5=-100 --logit-bias 7=2.5 --bad-word no --logprobs 4 "
     "--prompt-logprobs 2 "
     "--draft-len 3 --draft-token-id 8 --draft-token-id 9 --lookahead-config 5 4 3 "
-    '--guided {"choice":["yes","no"]} --lora-name sql'
+    '--guided {"choice":["yes","no"]} --lora-name sql '
+    "--thinking-token-budget 9 --thinking-mark [T] --thinking-mark [/T] --no-stop-in-thoughts"
 )
 VALUES = {
     "max_tokens": 90, "min_tokens": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3, "n": 2,
@@ -33,6 +34,7 @@ VALUES = {
     "logit_bias": {"5": -100.0, "7": 2.5}, "bad_words": ["no"], "logprobs": 4, "prompt_logprobs": 2, "draft_len": 3,
     "draft_token_ids": [8, 9], "lookahead_config": [5, 4, 3],
     "guided": {"choice": ["yes", "no"]}, "lora_name": "sql",
+    "thinking_token_budget": 9, "thinking_marks": ["[T]", "[/T]"], "stop_in_thoughts": False,
 }  # fmt: skip
 
 

@@ -101,6 +101,7 @@ def test_a_thousand_stop_strings_cost_what_one_costs(tokenizer: Tokenizer, words
         (("<t>", "</t>"), "<t", "<t"),
         (("", "</t>"), "ab</</t>zab", "ab</</t>z"),
         (("", "b"), "ab", "ab"),
+        (("<c>an", "<c>fi"), "<c>an<m>ab<c>fi<m>xab", "<c>an<m>ab<c>fi<m>x"),
         (None, "<t>ab</t>", "<t>"),
     ],
 )

@@ -91,9 +91,8 @@ class ReasoningFormat:
 
     @property
     def marks_of_all(self) -> tuple[str, str]:
-        """What all thoughts of an answer, of which there may be several, begin and end with; an empty first one where
-        any answer begins with them."""
-        return ("", harmony.FINAL) if self.is_harmony else (self.open_mark, self.close_mark)
+        """What all thoughts of an answer, of which there may be several, begin and end with."""
+        return (harmony.ANALYSIS, harmony.FINAL) if self.is_harmony else (self.open_mark, self.close_mark)
 
 
 _HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)

@@ -16,7 +16,7 @@ from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
 from launch.serve.openai.output.machine import CallMachine, find_mark, may_become
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-FINAL = f"{CHANNEL}final"
+ANALYSIS, FINAL = f"{CHANNEL}analysis", f"{CHANNEL}final"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -84,7 +84,7 @@ class HarmonyParser(CallMachine):
         return self._go(self._read_body)
 
     def _read_body(self) -> bool:
-        marks = (START, *ENDS)
+        marks: tuple[str, ...] = (START, *ENDS)
         if self._kind == "analysis" and self._finds_calls:
             marks = (CHANNEL, *marks)
         place, mark = find_mark(self._text, marks)

@@ -100,12 +100,14 @@ def _machines(parsing: Parsing) -> tuple[Machine | None, Machine | None]:
         return None, HarmonyParser(tools is not None, reasoning is not None)
     schemas = {name: json.loads(schema) for name, schema in parsing.schemas.items()}
     if tools is None:
-        thoughts = None if reasoning is None else ThoughtParser(*reasoning.marks, parsing.is_thinking)
-        return thoughts, None
+        if reasoning is None:
+            return None, None
+        return ThoughtParser(reasoning.open_mark, reasoning.close_mark, parsing.is_thinking), None
     make_calls = partial(tools.make_parser, parsing.names, schemas)
     if reasoning is None:
         return None, make_calls()
-    return ThoughtParser(*reasoning.marks, parsing.is_thinking, tools.call_marks, make_calls), make_calls()
+    marks = (reasoning.open_mark, reasoning.close_mark)
+    return ThoughtParser(*marks, parsing.is_thinking, tools.call_marks, make_calls), make_calls()
 
 
 @dataclass

@@ -149,8 +149,8 @@ class Qwen3CoderParser(CallMachine):
             found = _NEXT_NAME.match(self._text)
             if found is not None:
                 return found[1] in self._names and found[1] not in self._given
-            may_be = not self._is_over and _MAY_BE_NEXT.fullmatch(self._text)
-            return None if may_be else False
+            may_come = not self._is_over and _MAY_BE_NEXT.fullmatch(self._text) is not None
+            return None if may_come else False
         found = _CALL_END.match(self._text)
         if found is None:
             may_be = may_become(self._text.lstrip("\n").removeprefix(END).lstrip(), CLOSE)

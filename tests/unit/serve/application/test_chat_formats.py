@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import pytest
 
-from launch.serve.application.parts import _formats
+from launch.serve.application.parts import _formats, _say_unseen_tools
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError
@@ -32,6 +33,17 @@ def test_a_form_that_is_not_known_is_told_at_the_start(
     with caplog.at_level(logging.WARNING):
         assert _formats(ServerSection(tool_parser=asked), template) == (found, "")
     assert ["server.tool_parser" in line for line in caplog.messages] == [True] * is_told
+
+
+@pytest.mark.parametrize("unseen", ["refuse", "ignore"])
+def test_a_template_that_shows_no_tools_is_told_at_the_start(
+    caplog: pytest.LogCaptureFixture, unseen: Literal["refuse", "ignore"]
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for template in (ChatTemplate(UNKNOWN, {}), None, ChatTemplate("{{ messages }}", {})):
+            _say_unseen_tools(ServerSection(tools_unseen=unseen), template)
+    (line,) = caplog.messages
+    assert "shows no tools to the model" in line and ("refused" in line) == (unseen == "refuse")
 
 
 def test_a_form_that_there_is_not_is_refused() -> None:

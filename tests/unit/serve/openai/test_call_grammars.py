@@ -13,9 +13,10 @@ from chat_server import MARKS
 from checkpoints import make_tokenizer
 
 from launch.serve.openai.output import deepseek
+from launch.serve.openai.output.call_rules import Wanted
 from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
 from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.openai.output.grammars import Wanted, as_lark, write_grammar
+from launch.serve.openai.output.grammars import as_lark, write_grammar
 from launch.serve.openai.output.parsing import ChoiceParser, Parsing
 from launch.serve.openai.output.schemas import without_notes
 from trtrun.api.prompts import PromptReader

@@ -67,6 +67,77 @@ def test_no_value_takes_the_place_of_a_function(tokenizer: Tokenizer) -> None:
     assert prompt_of(tokenizer, source, chat_template_kwargs={"system": True}) == "[0, 1]"
 
 
+SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}"
+BESIDE_SYSTEM = "{% if tools and messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}x"
+OFFERED = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("source", "is_shown"),
+    [
+        ("{{ messages[-1].content }}", False),
+        ("{% if tools and verbose %}{{ tools }}{% endif %}x", False),
+        ("{% set tools = none %}x", False),
+        (SHOWN, True),
+        (BESIDE_SYSTEM, True),
+        ("{% if tools %}{{ raise_exception('no') }}{% endif %}x", True),  # which says so itself
+    ],
+)
+def test_tools_that_the_model_would_not_see_are_refused_or_passed_over(
+    tokenizer: Tokenizer, source: str, is_shown: bool
+) -> None:
+    assert ChatTemplate(source, {}).shows_tools == is_shown
+    if is_shown:
+        return
+    with pytest.raises(Refusal, match="tools: the model's chat template shows no tools") as caught:
+        prompt_of(tokenizer, source, **OFFERED)
+    assert caught.value.field == "tools" and caught.value.code == "unseen_tools"
+    # A call that is wanted is made all the same: the answer is guided to it.
+    for fields in ({**OFFERED, "tool_choice": "required"}, {**OFFERED, "tool_choice": "none"}, {"tools": []}):
+        assert prompt_of(tokenizer, source, **fields) == prompt_of(tokenizer, source)
+    maker = PromptMaker("m", tokenizer, ChatTemplate(source, {}), refuses_unseen_tools=False)
+    call = read_chat({"messages": [{"role": "user", "content": "x"}], **OFFERED}, "m")
+    assert maker.of_chat(call, 100)[0]
+
+
+def test_a_template_for_tools_shows_them(tokenizer: Tokenizer) -> None:
+    assert ChatTemplate("x", {}, SHOWN).shows_tools
+
+
+DETAILS = [{"type": "reasoning.text", "text": "so "}, {"type": "reasoning.summary", "summary": "it is"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "thoughts"),
+    [
+        ({"reasoning_details": [*DETAILS, {"type": "reasoning.encrypted", "data": "x"}]}, "so it is"),
+        ({"reasoning_details": DETAILS, "reasoning": "why"}, "why"),
+        ({"reasoning_details": DETAILS, "reasoning_content": "why", "reasoning": None}, "why"),
+        ({"reasoning_details": []}, ""),
+        ({"reasoning_details": None}, ""),
+    ],
+)
+def test_thoughts_of_earlier_answers_are_taken_in_any_words(
+    tokenizer: Tokenizer, fields: dict[str, Any], thoughts: str
+) -> None:
+    source = "{{ messages[0].reasoning_content or '' }}|"
+    messages = [{"role": "assistant", "content": "x", **fields}, {"role": "user", "content": "y"}]
+    assert prompt_of(tokenizer, source, messages=messages) == f"{thoughts}|"
+
+
+@pytest.mark.parametrize(
+    ("details", "line"),
+    [
+        ("so", "must be a list of objects"),
+        ([5], "list of objects"),
+        ([{"text": 5}], r"reasoning_details\[0\]\.text must"),
+    ],
+)
+def test_details_that_are_none_are_refused(tokenizer: Tokenizer, details: Any, line: str) -> None:
+    with pytest.raises(Refusal, match=line):
+        prompt_of(tokenizer, "x", messages=[{"role": "assistant", "content": "x", "reasoning_details": details}])
+
+
 def test_a_text_that_is_none_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(Refusal, match="half of a surrogate pair"):
         prompt_of(tokenizer, SAYS, chat_template_kwargs={"reasoning_effort": "\ud800"})

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from checkpoints import make_tokenizer
 
+from launch.serve.openai.output.call_rules import Wanted
 from launch.serve.openai.output.events import Arguments
-from launch.serve.openai.output.grammars import Wanted, write_grammar
+from launch.serve.openai.output.grammars import write_grammar
 from launch.serve.openai.output.lark import Lark
 from launch.serve.openai.output.parameter_rules import parameter_rules
 from launch.serve.openai.output.parameters import ALL_TYPES, as_json, types_of
