@@ -71,7 +71,8 @@ class GuideBuilds:
         if self.grammars is not None and not start.output and self.grammars.has(start.guide):
             kept = self.grammars.kept(start.guide)
             if kept is not None:
-                done.set_result(Begun(*kept))
+                matcher, first = kept
+                done.set_result(Begun(matcher, torch.from_numpy(first)))
                 return done
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="guides")

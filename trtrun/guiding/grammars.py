@@ -13,7 +13,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -49,7 +49,7 @@ class _Kept(NamedTuple):
     """
 
     matcher: LLMatcher
-    first: torch.Tensor
+    first: np.ndarray
     seconds: float
 
 
@@ -74,7 +74,7 @@ class Grammars:
         """Whether a guide is compiled."""
         return guide in self._kept
 
-    def kept(self, guide: Guide) -> tuple[LLMatcher, torch.Tensor] | None:
+    def kept(self, guide: Guide) -> tuple[LLMatcher, np.ndarray] | None:
         """A matcher at the start of a text, and the mask there, [words] int32; None where the guide is not compiled.
         Cheap."""
         with self._lock:
@@ -160,11 +160,11 @@ class Grammars:
                 "tokenizer, and cannot be written as text: leave it out"
             )
 
-    def _first_mask(self, guide: Guide, matcher: LLMatcher) -> torch.Tensor:
+    def _first_mask(self, guide: Guide, matcher: LLMatcher) -> np.ndarray:
         """What may come first, [words] int32, made beside the rounds. Refuse a guide that no text follows, or of whose
         texts too much is the same: all of it is looked at for each token."""
-        bits = torch.zeros(-(-self._tokens.vocab_size // 32), dtype=torch.int32)
-        matcher.unsafe_compute_mask_ptr(bits.data_ptr(), 4 * len(bits))
+        bits = np.zeros(-(-self._tokens.vocab_size // 32), dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error() or not bool(bits.any()):
             raise InvalidRequestError(
                 f"guided: the {WORDS[guide.kind]} cannot be followed: no text is as it says, or it takes too much"

@@ -24,8 +24,8 @@ from trtrun.api.async_llm import AsyncLLM
 from trtrun.core.guide import Guide
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError
+from trtrun.guiding.builds import GuideBuilds
 from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.row_guides import RowGuides
 from trtrun.roles.round import Worker
 
 LIMITS = {"heartbeat_seconds": 1.0, "adapter_seconds": 0.5}
@@ -147,7 +147,7 @@ def test_progress_of_an_adapter_counts(
     [
         ((Engine, "empty_slot"), "adapters", "in installing adapter 'x'"),
         ((Activity, "advance"), "idle", "idle"),
-        ((RowGuides, "_begin"), "guides", "in compiling a guide"),
+        ((GuideBuilds, "_build"), "guides", "in compiling a guide"),
         (None, "orders", "doing what was asked between rounds"),
     ],
 )
@@ -165,7 +165,7 @@ def test_each_phase_is_named(
         begun.append(load(engine, "x", path))
     elif phase == "guides":
         monkeypatch.setattr(Grammars, "has", lambda *_: False)  # those that a check of the same process has compiled
-        monkeypatch.setattr(RowGuides, "_begin", before(stall, RowGuides._begin))
+        monkeypatch.setattr(GuideBuilds, "_build", before(stall, GuideBuilds._build))
         thread = threading.Thread(target=generate, args=(engine,), kwargs={"guided": Guide("regex", "[ab]{4}")})
         thread.start()
         begun.append(thread.join)

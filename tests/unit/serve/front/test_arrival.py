@@ -74,7 +74,7 @@ async def call(front: Front, endpoint: str) -> None:
     [
         ("completions", openai_api, "read_completion"),
         ("chat_completions", reader, "read_chat"),
-        ("chat_completions", openai_prompts, "_tokens"),
+        ("chat_completions", openai_prompts, "encode_text"),
         ("generate", forms, "read_generate"),
         ("generate", service, "read_row_requests"),
         ("infer", forms, "read_infer"),
