@@ -6,6 +6,7 @@ Each test runs a whole job as test_jobs.py does.
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pipelines import noisy_copy, tokens_of
 from trtrun import LLM, SamplingParams
 from trtrun.core.guide import Guide
 from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.round_budget import RoundBudget
 
 pytestmark = pytest.mark.mpi
 
@@ -110,3 +112,22 @@ def test_rows_go_on_while_ranks_build_a_guide(folder: Path, name: str, monkeypat
     found = run_job(job_configuration(folder, HERE[name], speculation={"draft_len": 3, **METHODS[name]}), use)
     if found is not None:
         assert found == alone(job_configuration(folder, ONE_SLOT), use)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name in HERE])
+def test_rows_that_wait_for_their_guide_say_what_they_would(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's clock says something else: now and then nothing is left of a round for guides."""
+    choose = random.Random(MPI.COMM_WORLD.rank)
+    monkeypatch.setattr(RoundBudget, "is_spent", property(lambda budget: choose.random() < 0.05))
+
+    def waiting(llm: LLM) -> dict[str, Any]:
+        return use(llm) | {"waits": llm.engine.statistics()["num_guide_waits"]}
+
+    sections: dict[str, Any] = {"speculation": {"draft_len": 3, **METHODS[name]}}
+    found = run_job(job_configuration(folder, HERE[name], **sections), waiting)
+    if found is None:
+        return
+    assert found["waits"] > 3
+    assert found["texts"] == alone(job_configuration(folder, ONE_SLOT), use)["texts"]

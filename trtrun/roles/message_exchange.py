@@ -159,8 +159,9 @@ class MessageExchange:
             return self._open
         report = decided.finish()
         assert report is not None and report.num_tokens is not None
-        counts = report.num_tokens.tolist()
-        self._tell(plan, report.num_tokens, report.tokens)
+        gained = report.num_tokens.clip(min=0)  # nothing, where a row waits for its guide
+        counts = gained.tolist()
+        self._tell(plan, gained, report.tokens)
         self._post_hidden(plan, counts)
         return DoneRound(self._account(report, self._origins))
 

@@ -67,6 +67,9 @@ class Core:
         self.rounds.append(len(requests))
         return [CompletionDelta(request, 0, (1,), "", RequestStatistics(), None, "length") for request in requests]
 
+    def add_request_work(self, work: str, seconds: float) -> None:
+        assert work == "arrivals" and seconds >= 0
+
     def close(self) -> None:
         pass
 
@@ -90,6 +93,21 @@ def test_requests_that_are_handed_over_together_begin_together(running: tuple[En
     thread.add([arrival_of(reader, number) for number, reader in enumerate(readers)], are_checked=True)
     assert all(reader.has_ended.wait(PATIENCE) for reader in readers)
     assert core.rounds == [3]
+
+
+def test_requests_that_take_long_to_add_have_rounds_between_them(
+    running: tuple[EngineThread, Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was ordered behind them is done behind them."""
+    thread, core = running
+    monkeypatch.setattr(engine_thread, "MOST_SECONDS", -1.0)
+    readers, may_begin = [Reader() for _ in range(3)], threading.Event()
+    thread.call(lambda engine: may_begin.wait(PATIENCE))
+    thread.add([arrival_of(reader, number) for number, reader in enumerate(readers)], are_checked=True)
+    behind = thread.call(lambda engine: [*core.rounds])
+    may_begin.set()
+    assert behind.result(PATIENCE) == [1, 1]
+    assert all(reader.has_ended.wait(PATIENCE) for reader in readers) and core.rounds == [1, 1, 1]
 
 
 def test_requests_that_come_apart_are_waited_for(

@@ -9,6 +9,7 @@ from scheduler_simulation import Job, make_request, output_of
 from trtrun.core.nouns import FinishReason, Request
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError
+from trtrun.scheduling import admission
 from trtrun.scheduling.results import append_tokens
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.tokens.detokenizer import AhoCorasick
@@ -369,3 +370,16 @@ def test_idle_means_whole() -> None:
 def test_limits_are_checked(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(changes))} must be .*, not {next(iter(changes.values()))}"):
         with_limits(**changes)
+
+
+def test_long_prompts_get_rows_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are in the cache, and nothing of them is to be read: ranks are told all tokens."""
+    monkeypatch.setattr(admission, "MOST_ANNOUNCED", 40)
+    scheduler = Scheduler(with_limits(max_num_tokens=256))
+    for number, length in enumerate((50, 20, 20, 10)):
+        scheduler.add(make_request(number, [1] * length, 2))
+    assert [len(admitted.tokens) for admitted in schedule(scheduler).admissions] == [50]
+    scheduler = Scheduler(with_limits(max_num_tokens=256))
+    for number in range(4):
+        scheduler.add(make_request(number, [1] * 20, 2))
+    assert [len(admitted.tokens) for admitted in schedule(scheduler).admissions] == [20, 20]

@@ -4,6 +4,7 @@ greedy ones are transformers' with a logits processor of the same grammar engine
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,10 @@ from trtrun import LLM, SamplingParams
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.outputs import GUIDE_ENDED, RequestOutput
 from trtrun.guiding import grammars as grammars_module
+from trtrun.guiding import row_guide
 from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.round_budget import RoundBudget
+from trtrun.guiding.row_guide import take
 from trtrun.guiding.vocabulary import Spelling
 
 TARGET, DRAFT = ASSETS / "target", ASSETS / "draft"
@@ -258,3 +262,19 @@ def test_bad_guides_are_refused_beside_others() -> None:
         refused, fine = llm.generate(PROMPTS, [wrong, SamplingParams(max_tokens=2)])
         assert refused.error == "guided: the JSON schema cannot be followed at its root: Invalid type: strin"
         assert fine.error is None
+
+
+def test_rows_that_wait_for_their_guide_say_what_they_would(
+    plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round has nothing left for guides now and then, and what a matcher shares with others is used up: the rows lose
+    their places, and go on behind what is built beside the rounds."""
+    choose = random.Random(4)
+    monkeypatch.setattr(RoundBudget, "is_spent", property(lambda budget: choose.random() < 0.04))
+    monkeypatch.setattr(row_guide, "depends_on_others", lambda failed: True)
+    monkeypatch.setattr(row_guide, "take", lambda matcher, tokens: choose.random() > 0.02 and take(matcher, tokens))
+    with make_llm(TARGET, DRAFT, speculation={"draft_len": 3}, scheduler=FEW) as llm:
+        assert run(llm) == plain
+        statistics = llm.engine.statistics()
+        llm.check_idle()
+    assert statistics["num_guide_waits"] > 20 and statistics["guides_work_s"] > 0
