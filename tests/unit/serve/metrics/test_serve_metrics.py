@@ -29,6 +29,7 @@ LEFT_OUT = {"nv_gpu_", "vllm:iteration_tokens_total"}
 
 ROOT = Path(__file__).resolve().parents[4]
 READY = messages.Ready(version="1", config_hash="h", limits=asdict(LIMITS), memory={"cpu": 5, "gpu": 7})
+LOADING = messages.Standing(rank=1, phase="adapters", doing="in loading adapter 'x'", seconds=3, still_seconds=1)
 STATUS = messages.Status(
     num_running=3,
     num_waiting=2,
@@ -290,6 +291,12 @@ def test_the_engine_under_the_names_of_tritons_backend() -> None:
     assert samples['vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="31"}'] == 1
 
 
+def test_each_phase_of_each_rank_is_told_by_the_longest_thread() -> None:
+    longer = replace(LOADING, seconds=5.0)
+    samples = samples_of(busy_metrics().render(READY, STATUS, [LOADING, longer, LOADING]))
+    assert samples['trtrun:engine_phase_seconds{phase="adapters",rank="1"}'] == 5.0
+
+
 def test_an_engine_in_a_long_round_is_up_and_as_full_as_it_last_said() -> None:
     metrics = busy_metrics()
     told, later = samples_of(metrics.render(READY, STATUS)), samples_of(metrics.render(READY, None))
@@ -319,7 +326,7 @@ def test_what_was_found_in_texts_is_counted_once() -> None:
 
 
 def test_the_dashboard_asks_for_what_is_exposed_and_the_page_of_docs_has_every_name() -> None:
-    exposition = busy_metrics().render(READY, STATUS)
+    exposition = busy_metrics().render(READY, STATUS, [LOADING])
     exposed = set(re.findall(r"^([\w:]+)", exposition.decode(), re.MULTILINE))
     labels: dict[str, set[str]] = {}
     for name, inside in re.findall(r"^([\w:]+){(.*)}", exposition.decode(), re.MULTILINE):
