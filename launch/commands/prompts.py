@@ -149,6 +149,7 @@ _OPTIONS = (
         help="Of a prompt: window, n-gram and verification set, at most speculation.lookahead_config.",
     ),
     click.option("--lora-name", metavar="NAME", help="An adapter of the configuration.  [default: the base model]"),
+    click.option("--cache-salt", metavar="TEXT", help="Share what is kept with requests of the same one alone."),
 )
 
 

@@ -24,6 +24,7 @@ from trtrun.core.values import (
     read_number,
     read_optional_integer,
     read_optional_name,
+    read_salt,
     read_sizes,
     read_texts,
     read_token_ids,
@@ -155,6 +156,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "stop_sequences": read_token_sequences,
     "guided": read_guide,
     "lora_name": read_optional_name,
+    "cache_salt": read_salt,
 }
 
 
@@ -211,6 +213,9 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text. Else it has them as they are written, but for the
             model's end-of-sequence tokens; the tokens are the same, and stop strings are looked for in what it has.
         lora_name: an adapter that is loaded, which the target computes the request with; None is the base model.
+        cache_salt: what is kept of the request is of use to requests with the same one alone, a text that only those
+            know who may share it: blocks of keys and values. Past answers and token_recycling's table, which cannot be
+            parted so, keep nothing of it. It changes no text. None shares with all others that have none.
 
     Raises:
         InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
@@ -244,6 +249,7 @@ class SamplingParams:
     guided: Guide | None = None
     skip_special_tokens: bool = True
     lora_name: str | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for item in _FIELDS:
@@ -290,6 +296,10 @@ class SamplingParams:
             return self
         return self._changed(seed=int.from_bytes(os.urandom(7), "little"))
 
+    def with_salt(self, salt: str) -> SamplingParams:
+        """The same with another `cache_salt`."""
+        return self._changed(cache_salt=salt)
+
     def of_completion(self, index: int) -> SamplingParams:
         """The parameters of one of the `n` completions: they have a seed, which gives each its own."""
         assert self.seed is not None
@@ -298,7 +308,7 @@ class SamplingParams:
         own = self._changed(seed=(self.seed + index) % 2**63, n=1)
         return own._changed(prompt_logprobs=None, return_context_logits=False) if index else own
 
-    def _changed(self, **values: int | None) -> SamplingParams:
+    def _changed(self, **values: int | str | None) -> SamplingParams:
         """A copy with a few other values. It is not checked again: what it lists may be long, and n is up to 128."""
         other = object.__new__(SamplingParams)
         other.__dict__.update(self.__dict__, **values)

@@ -23,7 +23,7 @@ OPTIONS = (
     "--presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 5=-100 --logit-bias 7=2.5 --bad-word no --logprobs 4 "
     "--prompt-logprobs 2 "
     "--draft-len 3 --draft-token-id 8 --draft-token-id 9 --lookahead-config 5 4 3 "
-    '--guided {"choice":["yes","no"]} --lora-name sql'
+    '--guided {"choice":["yes","no"]} --lora-name sql --cache-salt x'
 )
 VALUES = {
     "max_tokens": 90, "min_tokens": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3, "n": 2,
@@ -32,7 +32,7 @@ VALUES = {
     "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     "logit_bias": {"5": -100.0, "7": 2.5}, "bad_words": ["no"], "logprobs": 4, "prompt_logprobs": 2, "draft_len": 3,
     "draft_token_ids": [8, 9], "lookahead_config": [5, 4, 3],
-    "guided": {"choice": ["yes", "no"]}, "lora_name": "sql",
+    "guided": {"choice": ["yes", "no"]}, "lora_name": "sql", "cache_salt": "x",
 }  # fmt: skip
 
 
