@@ -167,6 +167,7 @@ _OPTIONS = (
         help="Whether --stop counts in thoughts, too.  [default: it does]",
     ),
     click.option("--lora-name", metavar="NAME", help="An adapter of the configuration.  [default: the base model]"),
+    click.option("--cache-salt", metavar="TEXT", help="Share what is kept with requests of the same one alone."),
 )
 
 

@@ -61,6 +61,9 @@ class ServerSection(Section):
         request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
             not say. Left out: true for the models of text, false for those of tokens.
+        cache_by_client: whether clients share nothing that is kept of their requests. Blocks of equal prompts are
+            shared within a client's requests alone, as if each had a `cache_salt`, and past answers and the table of
+            token_recycling keep nothing. A client is its key, or without keys its address.
         ping_seconds: after so long without an event a stream has a ping, for proxies that end connections on which
             nothing moves. Left out: never.
         allowed_origins: of web pages whose scripts may ask in a browser, such as `https://chat.example`. `*` for all,
@@ -96,6 +99,7 @@ class ServerSection(Section):
     max_total_logits_bytes: Annotated[int, Number, Field(ge=0, le=2**40)] = 2**29
     request_timeout_s: Seconds = 600.0
     exclude_input_in_output: bool | None = None
+    cache_by_client: bool = False
     ping_seconds: Seconds | None = None
     allowed_origins: tuple[Origin, ...] = ()
     tool_parser: Line | None = None

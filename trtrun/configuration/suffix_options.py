@@ -32,7 +32,7 @@ class SuffixOptions(Section):
             went on up to it.
         suffix_decoding_max_cached_requests: past requests whose answers all rows are looked up in, too; the oldest go
             first. 0 keeps none: with others, whatever their API keys, a client may tell by how fast its own text comes
-            what answers to other clients were like.
+            what answers to other clients were like. Requests with a `cache_salt` are not among them.
         suffix_decoding_max_cached_tokens: of these answers that are kept. Each takes 136 bytes on each device that
             drafts; on CPUs, sorting 65536 takes some 20 milliseconds, after each round in which requests end.
     """

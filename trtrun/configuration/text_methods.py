@@ -165,6 +165,7 @@ class TokenRecyclingSection(SpeculationSection):
     """Options of `token_recycling`. A table on the target's device keeps, of each token of the vocabulary, the tokens
     that the target held likeliest behind it last, in whatever row: token_recycling_top_k times 8 bytes a token. All
     requests of a job share it, and with it whoever sends them: texts do not depend on it, but how fast they come does.
+    It keeps nothing of requests with a `cache_salt`.
 
     Attributes:
         token_recycling_top_k: tokens that are kept of each.

@@ -18,6 +18,7 @@ from trtrun.core.values import (
     read_number,
     read_optional_integer,
     read_optional_name,
+    read_salt,
     read_sizes,
     read_texts,
     read_token_ids,
@@ -56,6 +57,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "guided": read_guide,
     "thinking_marks": read_marks,
     "lora_name": read_optional_name,
+    "cache_salt": read_salt,
 }
 
 
@@ -117,6 +119,9 @@ class SamplingParams:
             answer. Tokens count behind the mark in front. Thoughts that end before change nothing. None is no bound.
         thinking_marks: the texts in front of and behind thoughts; an empty first one where the output begins within
             them, as it does where the prompt ends with the mark. Further texts end thoughts, too, as calls of tools do.
+        cache_salt: what is kept of the request is of use to requests with the same one alone, a text that only those
+            know who may share it: blocks of keys and values. Past answers and token_recycling's table, which cannot be
+            parted so, keep nothing of it. It changes no text. None shares with all others that have none.
 
     Raises:
         InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
@@ -153,6 +158,7 @@ class SamplingParams:
     stop_in_thoughts: bool = True
     thinking_token_budget: int | None = None
     thinking_marks: tuple[str, ...] = ("<think>", "</think>")
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for item in _FIELDS:
@@ -199,6 +205,10 @@ class SamplingParams:
             return self
         return self._changed(seed=int.from_bytes(os.urandom(7), "little"))
 
+    def with_salt(self, salt: str) -> SamplingParams:
+        """The same with another `cache_salt`."""
+        return self._changed(cache_salt=salt)
+
     def of_completion(self, index: int) -> SamplingParams:
         """The parameters of one of the `n` completions: they have a seed, which gives each its own."""
         assert self.seed is not None
@@ -207,7 +217,7 @@ class SamplingParams:
         own = self._changed(seed=(self.seed + index) % 2**63, n=1)
         return own._changed(prompt_logprobs=None, return_context_logits=False) if index else own
 
-    def _changed(self, **values: int | None) -> SamplingParams:
+    def _changed(self, **values: int | str | None) -> SamplingParams:
         """A copy with a few other values. It is not checked again: what it lists may be long, and n is up to 128."""
         other = object.__new__(SamplingParams)
         other.__dict__.update(self.__dict__, **values)

@@ -114,6 +114,24 @@ def read_optional_name(name: str, value: object) -> str | None:
     return value
 
 
+MOST_SALT = 1024
+"""Characters of a salt."""
+
+
+def read_salt(name: str, value: object) -> str | None:
+    """A text that is kept secret, or None.
+
+    Raises:
+        InvalidRequestError: it is no text, or an empty or a long one.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MOST_SALT:
+        raise InvalidRequestError(f"{name} must be a text of 1 to {MOST_SALT} characters, or left out")
+    check_characters(name, value)
+    return value
+
+
 def read_number(name: str, value: object) -> float:
     """A finite number.
 

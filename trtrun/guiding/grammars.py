@@ -59,9 +59,12 @@ class Grammars:
     def __init__(self, tokens: LLTokenizer) -> None:
         """Compile for `tokens`. From any thread."""
         self._tokens = tokens
-        special = filter(tokens.is_special_token, range(tokens.vocab_size))
-        names = (tokens.decode_str([token]) for token in special)
-        self._special_names = [name for name in names if any(map(tokens.is_special_token, tokens.tokenize_str(name)))]
+        with RustLibrary("llguidance"):
+            special = filter(tokens.is_special_token, range(tokens.vocab_size))
+            names = [tokens.decode_str([token]) for token in special]
+            self._special_names = [
+                name for name in names if any(map(tokens.is_special_token, tokens.tokenize_str(name)))
+            ]
         self._lock = Lock()
         self._kept: OrderedDict[Guide, _Kept] = OrderedDict()
 

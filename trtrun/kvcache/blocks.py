@@ -154,6 +154,13 @@ NO_ADAPTER = b"\0" * DIGEST_BYTES
 """The root of chains that the base model computes."""
 
 
+def salted(root: bytes, salt: str | None) -> bytes:
+    """The root of chains that are shared within one salt alone; the same root without a salt."""
+    if salt is None:
+        return root
+    return blake2b(root + salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
 def extend_digests(
     digests: list[bytes],
     tokens: Sequence[int],

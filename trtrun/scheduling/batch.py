@@ -18,7 +18,7 @@ from typing import NamedTuple
 from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import FinishReason, LoadedAdapter, Request
 from trtrun.core.request_statistics import RequestStatistics
-from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache
+from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache, salted
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.matches import OwnMatch
@@ -245,9 +245,10 @@ class RunningBatch:
         self.requests: list[Completion] = []
         self.num_reporting = 0
 
-    def new_table(self, adapter: LoadedAdapter | None = None) -> BlockTable:
-        """An empty block table on this batch's pool, for a request with an adapter or none."""
-        root = NO_ADAPTER if adapter is None else adapter.key
+    def new_table(self, adapter: LoadedAdapter | None = None, salt: str | None = None) -> BlockTable:
+        """An empty block table on this batch's pool, for a request with an adapter or none; its blocks are shared with
+        requests of the same salt."""
+        root = salted(NO_ADAPTER if adapter is None else adapter.key, salt)
         return BlockTable(self.pool, self.cache, self._limits.block_size, self._limits.num_behind, root)
 
     def has_free_row(self) -> bool:

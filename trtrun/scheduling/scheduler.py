@@ -155,7 +155,7 @@ class Scheduler:
         most_drafted = request.sampling.draft_len
         completion = Completion(
             request=request,
-            table=self._batch.new_table(request.adapter),
+            table=self._batch.new_table(request.adapter, request.sampling.cache_salt),
             token_ids=list(request.prompt_token_ids),
             text=text,
             stops=stops,

@@ -86,6 +86,7 @@ class _Row:
     gained: list[int]
     is_made_up: bool
     adapter_slot: int
+    has_salt: bool
     last: list[int] = field(default_factory=list)
     fed: list[int] = field(default_factory=list)
     is_new: bool = True
@@ -93,7 +94,7 @@ class _Row:
     @property
     def shares_blocks(self) -> bool:
         """Whether others may begin with its blocks, and it with theirs: a slot's adapter may be another later."""
-        return not self.is_made_up and not self.adapter_slot
+        return not self.is_made_up and not self.adapter_slot and not self.has_salt
 
     @property
     def num_unfed(self) -> int:
@@ -128,7 +129,8 @@ class TranslatedRows:
                 continue
             text = TranslatedText(self._vocabularies, self._kept)
             tokens, slot = admission.tokens.tolist(), admission.adapter_slot
-            self._rows[admission.row] = _Row(text, self._new_table(), tokens, plan.is_rehearsed, slot)
+            has_salt = admission.sampling.cache_salt is not None
+            self._rows[admission.row] = _Row(text, self._new_table(), tokens, plan.is_rehearsed, slot, has_salt)
 
     def note_verdict(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Each of `rows` gains what the verdict says: it is waited for once somebody drafts."""

@@ -50,6 +50,7 @@ _ADMISSION = np.dtype(
             "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists", "guide",
             "window", "ngram", "verified", "adapter_slot", "return_generation_logits",
+            "has_cache_salt",
         )
     ]
     + [
@@ -66,6 +67,9 @@ _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
 _ARRAYS_OF_LISTS, _ARRAYS_OF_THOUGHTS = 4, 5
 _LOOKAHEAD = ("window", "ngram", "verified")
 """Of SamplingParams.lookahead_config; 0 without one."""
+_SOME_SALT = "*"
+"""Of a request that has one: ranks need not know which."""
+
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -153,6 +157,7 @@ def _encode_admission(record: np.void, admission: RowAdmission, integers: list[n
         record[name] = getattr(sampling, name)
     record["logprobs"] = -1 if sampling.logprobs is None else sampling.logprobs
     record["return_generation_logits"] = sampling.return_generation_logits
+    record["has_cache_salt"] = sampling.cache_salt is not None
     for name, size in zip(_LOOKAHEAD, sampling.lookahead_config, strict=False):
         record[name] = size
     record["num_tokens"] = len(admission.tokens)
@@ -246,6 +251,8 @@ def _decode_admission(
     values |= {name: float(record[name]) for name in _NUMBERS}
     values["logprobs"] = None if record["logprobs"] < 0 else int(record["logprobs"])
     values["return_generation_logits"] = bool(record["return_generation_logits"])
+    if record["has_cache_salt"]:
+        values["cache_salt"] = _SOME_SALT
     if record["ngram"]:
         values["lookahead_config"] = tuple(int(record[name]) for name in _LOOKAHEAD)
     if record["guide"] >= 0:

@@ -127,6 +127,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         readers,
         section.ping_seconds,
         LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
+        cache_by_client=section.cache_by_client,
     )
     engine.adapters = AdapterBook.of(config.adapters)
     facts = ModelFacts(

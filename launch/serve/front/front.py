@@ -199,7 +199,10 @@ class Front:
         readers: Readers,
         ping_seconds: float | None = None,
         logits_limit: LogitsLimit | None = None,
+        *,
+        cache_by_client: bool = False,
     ) -> None:
+        self._cache_by_client = cache_by_client
         self._logits_limit = logits_limit or LogitsLimit(0, 0, 0)
         self.ping_seconds = ping_seconds
         self.model_name = model_name
@@ -308,6 +311,9 @@ class Front:
     def _join(self, tokens: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
         seeded = {id(parameters): parameters.with_seed() for parameters in distinct(sampling)}
         owner = OWNER.get()
+        if self._cache_by_client:
+            for place, parameters in seeded.items():
+                seeded[place] = parameters.with_salt(f"{owner}\n{parameters.cache_salt or ''}")
         return [EngineRequest(ids, seeded[id(given)], owner) for ids, given in zip(tokens, sampling, strict=True)]
 
     def _check(self, requests: Sequence[EngineRequest]) -> LogitsPlace:

@@ -126,6 +126,8 @@ FIELDS: tuple[Field, ...] = (
         ignore_eos="",
         stop_token_ids="",
         bad_words="",
+        cache_salt="a secret: what is kept of the request, such as blocks of its prompt, is shared with requests of "
+        "the same one alone",
         add_special_tokens="whether the tokenizer adds its special tokens to a text; completions: true, chats: false",
         truncate_prompt_tokens="so many tokens of a prompt are kept; -1: as many as the context has room for",
         truncation_side="where truncate_prompt_tokens cuts: left, or right",
@@ -229,7 +231,6 @@ FIELDS: tuple[Field, ...] = (
         mm_processor_kwargs=({},),
         prompt_embeds=(),
         structural_tag=(),
-        cache_salt=(),
         kv_transfer_params=({},),
         ec_transfer_params=({},),
         vllm_xargs=({},),

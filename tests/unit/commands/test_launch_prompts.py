@@ -23,7 +23,7 @@ OPTIONS = (
     "--presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 5=-100 --logit-bias 7=2.5 --bad-word no --logprobs 4 "
     "--prompt-logprobs 2 "
     "--draft-len 3 --draft-token-id 8 --draft-token-id 9 --lookahead-config 5 4 3 "
-    '--guided {"choice":["yes","no"]} --lora-name sql '
+    '--guided {"choice":["yes","no"]} --lora-name sql --cache-salt x '
     "--thinking-token-budget 9 --thinking-mark [T] --thinking-mark [/T] --no-stop-in-thoughts"
 )
 VALUES = {
@@ -33,7 +33,7 @@ VALUES = {
     "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     "logit_bias": {"5": -100.0, "7": 2.5}, "bad_words": ["no"], "logprobs": 4, "prompt_logprobs": 2, "draft_len": 3,
     "draft_token_ids": [8, 9], "lookahead_config": [5, 4, 3],
-    "guided": {"choice": ["yes", "no"]}, "lora_name": "sql",
+    "guided": {"choice": ["yes", "no"]}, "lora_name": "sql", "cache_salt": "x",
     "thinking_token_budget": 9, "thinking_marks": ["[T]", "[/T]"], "stop_in_thoughts": False,
 }  # fmt: skip
 

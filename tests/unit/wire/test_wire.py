@@ -40,6 +40,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.just(0) | st.integers(1, 20)),
         return_generation_logits=draw(st.booleans()),
+        cache_salt=draw(st.sampled_from([None, "*"])),  # ranks need not know which
         lookahead_config=draw(st.just(()) | st.tuples(*[st.integers(1, 32)] * 3)),
         guided=draw(st.none() | st.builds(Guide, st.sampled_from(["json", "regex"]), st.text(min_size=1, max_size=9))),
     )

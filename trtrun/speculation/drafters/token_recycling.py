@@ -3,7 +3,8 @@
 Verification computes the target's likeliest next tokens behind every token that it looks at, of which one is used. A
 table keeps them: of each token of the vocabulary the k likeliest that followed it last. A draft is a tree of a fixed
 shape that is looked up in it, level by level from the row's newest token, or a chain of the likeliest. It needs no
-model. The table is all rows' together: it learns from one what it proposes for another. No text depends on it.
+model. The table is all rows' together: it learns from one what it proposes for another, but nothing from rows with a
+cache_salt. No text depends on it.
 
 Sampled rows take successors in the order in which the target would choose among them at that place, by their logits of
 that time and with the row's own random numbers (Daliri et al. 2024, arXiv:2408.07978).
@@ -24,7 +25,7 @@ from trtrun.sampling.likeliest import likeliest
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.led_drafts import DraftShape, LedDrafter, verified_nodes
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import inference, kept_range
+from trtrun.tensors import inference, kept_integers, kept_range
 
 
 class SuccessorTable:
@@ -78,6 +79,16 @@ class TokenRecyclingDrafter(LedDrafter):
         self._table = table
         self._tree = tree
         self._levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._salted: set[int] = set()
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        super().begin_round(plan)
+        self._salted.difference_update(plan.dropped_rows)
+        for admission in plan.admissions:
+            self._salted.discard(admission.row)
+            if admission.sampling.cache_salt is not None:
+                self._salted.add(admission.row)
 
     @inference
     def warm_up(self) -> None:
@@ -129,6 +140,9 @@ class TokenRecyclingDrafter(LedDrafter):
         is_verified = verified_nodes(proposed)
         if plan.is_rehearsed:  # of made-up rows
             is_verified.zero_()
+        elif self._salted:
+            salted = [row in self._salted for row in plan.decode_rows.tolist()]
+            is_verified[kept_integers([place for place, one in enumerate(salted) if one], self._device)] = False
         self._table.learn(tokens.flatten(), is_verified.flatten(), logits[: len(rows)].flatten(0, 1))
 
 

@@ -74,6 +74,9 @@ class SuffixSearch:
         if plan.is_rehearsed:
             return
         for admission in plan.admissions:
+            self._starts.pop(admission.row, None)
+            if admission.sampling.cache_salt is not None:
+                continue  # its answer is nobody else's
             # What a preempted row had written is known, but for what goes on from its last tokens.
             known = len(admission.tokens) - self._rule.most_matched
             self._starts[admission.row] = max(admission.num_prompt_tokens, known)

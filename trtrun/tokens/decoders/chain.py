@@ -257,6 +257,7 @@ def decoder_kinds(decoder: Any) -> list[dict[str, Any]]:
     return _flatten(_describe(decoder))
 
 
+@RustLibrary("tokenizers")
 def _describe(decoder: Any) -> dict[str, Any]:
     """A decoder as tokenizer.json has it."""
     holder = tokenizers.Tokenizer(WordLevel({}, unk_token=""))
