@@ -12,6 +12,7 @@ Indices count in one layer's store, [2, blocks, kv_heads, block, head]: keys fir
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,9 @@ import torch
 from torch.nn import functional
 
 from trtrun.kvcache.blocks import NULL_BLOCK
+
+_REGISTER = 16
+"""Numbers of float32 that a processor adds at a time, at most."""
 
 StoreShape = tuple[int, int]
 """Blocks and KV heads of a store."""
@@ -214,26 +218,28 @@ def _group_by_context(segment: AttentionSegment, block_size: int) -> list[Contex
     """Groups of rows whose contexts round up to the same power of two of blocks."""
     blocks = (segment.positions.amax(dim=1).clamp(min=0) // block_size + 1).tolist()
     if len(blocks) == 1:
-        return [ContextGroup(None, _cut(segment.block_tables, blocks[0]), segment.positions, block_size)]
+        return [ContextGroup(None, _cut(segment.block_tables, blocks[0], block_size), segment.positions, block_size)]
     members: dict[int, list[int]] = {}
     for row, count in enumerate(blocks):
         members.setdefault((count - 1).bit_length(), []).append(row)
     groups = []
     for rows in members.values():
         index = torch.tensor(rows)
-        tables = _cut(segment.block_tables[index], max(blocks[row] for row in rows))
+        tables = _cut(segment.block_tables[index], max(blocks[row] for row in rows), block_size)
         groups.append(ContextGroup(index, tables, segment.positions[index], block_size))
     return groups
 
 
-def _cut(tables: torch.Tensor, blocks: int) -> torch.Tensor:
-    """The first columns of [R, columns] that hold `blocks` blocks, on a coarse grid of widths.
+def _cut(tables: torch.Tensor, blocks: int, block_size: int) -> torch.Tensor:
+    """The first columns of [R, columns] that hold `blocks` blocks, on a coarse grid of widths, of whole registers.
 
     oneDNN makes a kernel for every shape that it meets and never lets it go (half a megabyte and half a millisecond
     each, measured in bfloat16), so a growing context must not bring a new shape with every block. Four widths to a
-    power of two waste an eighth on average; what they add is the null block, which the mask hides.
+    power of two waste an eighth on average; what they add is the null block, which the mask hides. Sums of softmax over
+    a part of a register go another way, so that a query's bits would depend on the width.
     """
-    step = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
+    whole = _REGISTER // math.gcd(_REGISTER, block_size)
+    step = math.lcm(whole, 1 << max(0, (blocks - 1).bit_length() - 3))
     width = -(-blocks // step) * step
     missing = width - tables.shape[1]
     return functional.pad(tables, (0, missing)) if missing > 0 else tables[:, :width]

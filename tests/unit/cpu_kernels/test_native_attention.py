@@ -1,4 +1,4 @@
-"""Paged attention on CPUs in bfloat16 and float32: right, bit-equal in any company; new tokens alone are written."""
+"""Paged attention on the CPU, in bfloat16 and float32: right, bit-equal in any company, writing new tokens alone."""
 
 from __future__ import annotations
 

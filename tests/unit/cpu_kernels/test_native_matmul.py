@@ -39,7 +39,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torc
 
 
 def assert_rounded(found: torch.Tensor, exact: torch.Tensor, sizes: torch.Tensor) -> None:
-    """`found` is `exact` (float64) rounded to its dtype, but for float32 sums, by the added sizes of their terms."""
+    """`found` is `exact` (float64) rounded to its dtype, but for float32 sums of terms whose sizes add up to these."""
     rounding = {torch.bfloat16: 2**-8, torch.float32: 2**-23}[found.dtype]
     error = (found.double() - exact).abs()
     assert bool((error <= exact.abs() * rounding + sizes * 2**-20).all()), (error / (exact.abs() + sizes)).max()

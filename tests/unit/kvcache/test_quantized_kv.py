@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, save_weights
 from engines import build_engine
+from native import leave_to_torch
 from paged import PagedModel
 from pipelines import Reference, configuration, make_llm, noisy_copy, prompt_of, tokens_of
 from safetensors.torch import load_file
@@ -150,6 +151,19 @@ def test_on_gpus_they_are_for_half_precision_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"on GPUs keys and values are kept in {kind} .* not in float32: write"):
             reads_in_place(config, model, "cuda", torch.float32)
     assert reads_in_place(configuration(path, None, kv_cache={"dtype": "plain"}), model, "cuda", torch.float16)
+
+
+def test_on_cpus_they_are_refused_in_float32_where_torch_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other last bits of a float32 make other codes of it, and other tokens."""
+    path = make_checkpoint(tmp_path / "model")
+    model, config = read_model_config(path), configuration(path, None, kv_cache={"dtype": "int8"})
+    leave_to_torch(monkeypatch)
+    assert not reads_in_place(config, model, "cpu", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"kv_cache.dtype: int8 .* float32 needs trtrun's own kernels .*: write kv"):
+        reads_in_place(config, model, "cpu", torch.float32)
+    assert reads_in_place(configuration(path, None, kv_cache={"dtype": "plain"}), model, "cpu", torch.float32)
 
 
 def test_a_block_takes_half_the_bytes(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""In bfloat16 a token's result is bit-equal alone, beside other queries and in chunks: lossless greedy rests on it."""
+"""A token's result is bit-equal alone, beside other queries and in chunks, in bfloat16 and, by trtrun's own kernels, in
+float32: lossless greedy rests on it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
-from native import PATHS, compute_as, leave_to_torch
+from native import PATHS, PROCESSORS, compute_as, leave_to_torch
 from paged import PagedModel, straight
 from pipelines import make_llm
 from torch.nn import functional
@@ -26,10 +27,30 @@ LENGTH = 40
 @pytest.fixture(params=[*(pytest.param(kind, marks=needed) for kind, needed in PATHS.items()), "torch"])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models run on the kernels that each kind of processor chooses, and as on processors that have none."""
-    if request.param == "torch":
+    choose_kernels(request.param, monkeypatch)
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param((kind, torch.bfloat16), marks=needed) for kind, needed in PATHS.items()),
+        ("torch", torch.bfloat16),
+        *(pytest.param((kind, torch.float32), marks=PROCESSORS[kind]) for kind in ("avx512", "avx2")),
+    ],
+    ids=lambda given: f"{given[0]}-{given[1]}",
+)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """In which models compute on which kernels: float32 needs trtrun's own."""
+    kind, dtype = request.param
+    choose_kernels(kind, monkeypatch)
+    return dtype
+
+
+def choose_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a kind of processor, or torch's operations."""
+    if kind == "torch":
         leave_to_torch(monkeypatch)
     else:
-        compute_as(request.param, monkeypatch)
+        compute_as(kind, monkeypatch)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,14 +66,25 @@ def tokens_of(seed: int) -> list[int]:
     return torch.randint(199, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str, dtype) -> None:
+def test_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str, dtype: torch.dtype) -> None:
     path = make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape])
+    check_chunks(PagedModel(path, dtype, block_size=16))
+
+
+@pytest.mark.parametrize(("shape", "kv_format"), [("odd", "fp8"), ("wide", "int8")])
+def test_logits_over_codes_of_8_bits_do_not_depend_on_the_batch(
+    tmp_path: Path, shape: str, kv_format: str, dtype: torch.dtype
+) -> None:
+    """In blocks that are no whole tiles, too: one other last bit would make another code."""
+    path = make_checkpoint(tmp_path, dtype=dtype, **SHAPES[shape])
+    check_chunks(PagedModel(path, dtype, block_size=16 if shape == "wide" else 6, kv_format=kv_format))
+
+
+def check_chunks(model: PagedModel) -> None:
+    """A text's logits are the same token by token, in chunks, and with wider block tables."""
     tokens = tokens_of(0)
-    model = PagedModel(path, dtype, block_size=16)
     singles = torch.cat([model.forward([[(0, at, tokens[at : at + 1])]]) for at in range(LENGTH)])
     for row, chunk in ((1, 2), (2, 6), (3, LENGTH)):
         parts = [model.forward([[(row, at, tokens[at : at + chunk])]]) for at in range(0, LENGTH, chunk)]
@@ -108,13 +140,12 @@ def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_othe
                 assert torch.equal(linear(part[row : row + 1]), together[row : row + 1])
 
 
-@pytest.mark.usefixtures("_kernels")
-def test_bfloat16_logits_do_not_depend_on_other_rows(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+def test_logits_do_not_depend_on_other_rows(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = make_checkpoint(tmp_path, dtype=dtype)
     texts = {row: tokens_of(row) for row in range(5)}
-    alone = PagedModel(path, torch.bfloat16)
+    alone = PagedModel(path, dtype)
     expected = {row: alone.forward([[(row, 0, tokens)]]) for row, tokens in texts.items()}
-    model = PagedModel(path, torch.bfloat16)
+    model = PagedModel(path, dtype)
     model.forward([[(row, 0, texts[row][:30]) for row in range(4)]])
     logits = model.forward(
         [
