@@ -63,12 +63,29 @@ if [[ ! -x "$venv/bin/python" ]]; then
     "$python" -m venv "$venv" || fail "$python -m venv failed; on Debian and Ubuntu: apt install python3-venv"
 fi
 
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+# Runs a command that takes minutes: on a terminal pip draws its bars; elsewhere a line every 30 s says that it goes on.
+patiently() { # WHAT COMMAND…
+    local what="$1" status=0 teller
+    shift
+    if [[ -t 2 ]]; then
+        "$@" >&2
+        return
+    fi
+    ( # Its stdin, and what sleep holds, keep no pipe of the caller's open.
+        while sleep 30 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do echo "install.sh: $what: $SECONDS s so far" >&2; done
+    ) </dev/null >/dev/null &
+    teller=$!
+    "$@" --quiet >&2 || status=$?
+    kill "$teller" 2>/dev/null || true
+    return "$status"
+}
+
+pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
 if ! has_nvidia_gpu && ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     echo "install.sh: no NVIDIA GPU found: installing the CPU build of torch" >&2
-    "${pip[@]}" ${TRTRUN_TORCH_INDEX:+--index-url "$TRTRUN_TORCH_INDEX"} "$cpu_torch" >&2 \
+    patiently "torch" "${pip[@]}" ${TRTRUN_TORCH_INDEX:+--index-url "$TRTRUN_TORCH_INDEX"} "$cpu_torch" \
         || fail "pip could not install $cpu_torch"
 fi
 echo "install.sh: installing trtrun${extras:+ with the extras $extras}" >&2
-"${pip[@]}" --editable "$root${extras:+[$extras]}" >&2 || fail "pip could not install trtrun; its message is above"
+patiently "trtrun" "${pip[@]}" --editable "$root${extras:+[$extras]}" || fail "pip could not install trtrun; its message is above"
 fingerprint >"$venv/.installed-$extras"

@@ -21,6 +21,7 @@ from durations import Durations
 from shares import deal
 
 from launch.mpi.stale_folders import remove_stale_folders
+from launch.terminal import NEWS_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 # What tells a process that some mpirun started it; a job started from a test must not see it.
@@ -53,6 +54,8 @@ def pytest_sessionstart() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(MOST_UNCOLLECTED)
+    # Tests count the lines that commands say, which on a busy machine may take longer than lines about progress wait.
+    os.environ.setdefault(NEWS_VARIABLE, "0")
     remove_stale_folders(os.environ)
 
 

@@ -23,14 +23,15 @@ from launch.check.preflight import check_job, has_tokenizer
 from launch.exit_codes import ExitCode
 from launch.mpi.job import Job
 from trtrun.chats.chat import Chat
-from trtrun.chats.chat_template_files import read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import ConfigError
 from trtrun.models.generation_defaults import sampling_defaults
 
 ROWS_LOOKED_AT = 1000
-"""Rows in which is looked for what the model cannot read, as a text without a tokenizer; later ones are refused
-alone."""
+"""Rows in which a text is looked for where there is no tokenizer; later ones are refused alone."""
+
+CHATS_LOOKED_FOR = 20
+"""Rows in which a chat is looked for, as the model may have no chat template; later ones are refused alone."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,21 @@ def check_models(job: Job, checked: CheckedRows) -> None:
     if job.config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
     check_job(job.config, job.topology)
-    directory = job.config.tokenizer or job.config.target.model
-    kinds = {type(row.prompt) for row in islice(checked.rows.read(), ROWS_LOOKED_AT)}
     if not has_tokenizer(job.config):
-        if kinds & {str, Chat}:
+        if any(isinstance(row.prompt, str | Chat) for row in islice(checked.rows.read(), ROWS_LOOKED_AT)):
             raise ConfigError(
                 f"{job.config.target.model} has no tokenizer: name one with the key 'tokenizer', or give "
                 "prompt_token_ids"
             )
-    elif Chat in kinds and read_chat_template(directory) is None:
-        raise ConfigError(
-            f"{directory} has no chat template, and rows have messages: add chat_template.jinja there, or give prompts"
-        )
+    elif any(isinstance(row.prompt, Chat) for row in islice(checked.rows.read(), CHATS_LOOKED_FOR)):
+        from trtrun.chats.chat_template_files import read_chat_template  # which most runs have no use for
+
+        directory = job.config.tokenizer or job.config.target.model
+        if read_chat_template(directory) is None:
+            raise ConfigError(
+                f"{directory} has no chat template, and rows have messages: add chat_template.jinja there, or give "
+                "prompts"
+            )
 
 
 def finish_without_models(options: RunOptions, checked: CheckedRows) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -122,14 +123,17 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
             number += 1
             yield row.prompt, row.sampling
 
-    with Bar("prompts") as bar, listening():
+    # Texts that are printed tell how far it is.
+    with Bar("prompts") if not isinstance(writer, TextPrinter) else nullcontext() as bar, listening():
+        if bar is not None:
+            bar.update(0, num_pending)
         for result in llm.generate_as_completed(prompts(), seconds_left):
             row = in_flight.pop(result.index)
             writer.write(row.index, output_row(row, result))
             if result.error is not None:
                 outcome.refused.add(row, result.error)
             outcome.num_settled += 1
-            if not isinstance(writer, TextPrinter):  # whose texts tell it
+            if bar is not None:
                 bar.update(outcome.num_settled, num_pending)
     for row in pending:  # after a drain: rows that could not run are done
         if row.error is None:

@@ -46,7 +46,7 @@ def load_llm(config: RuntimeConfig) -> LLM:
         SystemExit: on worker ranks, with code 0, when the job is over; on rank 0 where the ranks do not fit together.
     """
     check_before_run(config)
-    with Bar("loading weights", in_bytes=True) as bar:
+    with Bar("loading weights", in_bytes=True, then="compiling kernels and trying rounds") as bar:
         llm = LLM.open(config, bar.update)
     if llm is None:
         raise SystemExit(ExitCode.DONE)

@@ -17,6 +17,7 @@ from launch.bench.case import Case, Prompts
 from launch.bench.trace import BenchTrace
 from launch.mpi.job import Job, finish_mpi
 from launch.mpi.start_progress import STARTED
+from launch.terminal import Bar
 from trtrun.api.llm import LLM
 from trtrun.core.outputs import RankReport, RequestOutput
 from trtrun.core.request_statistics import ForesightStatistics
@@ -99,7 +100,8 @@ class Draws:
 def measure(job: Job, options: BenchOptions, seed: int, modes: Sequence[str], trace: BenchTrace) -> Measured:
     """Load the models, run every workload in every mode, and let the ranks end. Worker ranks serve to the end here."""
     result = Measured()
-    with load_llm(job.config) as llm:
+    runs, num_runs = COLD_RUNS if options.cold else options.repeats, 0
+    with load_llm(job.config) as llm, Bar("runs") as bar:
         result.start_s = time.monotonic() - STARTED
         draws = Draws(seed, read_model_config(job.config.target.model).vocab_size, options)
         for workload in options.workloads:
@@ -107,12 +109,14 @@ def measure(job: Job, options: BenchOptions, seed: int, modes: Sequence[str], tr
             for mode in () if options.cold else modes:
                 llm.set_speculation(mode == SPECULATIVE)
                 _generate(llm, draws.draw(workload, min(WARM_UP_TOKENS, options.max_tokens)))
-            for _ in range(COLD_RUNS if options.cold else options.repeats):
+            for _ in range(runs):
                 for mode in modes:
                     llm.set_speculation(mode == SPECULATIVE)
                     batch = draws.draw(workload)
                     with trace.run(llm, mode, workload):
                         _run_once(llm, cases[mode], batch)
+                    num_runs += 1
+                    bar.update(num_runs, runs * len(modes) * len(options.workloads))
         if SPECULATIVE in modes and job.config.speculation.forced_acceptance is None:
             _compare(llm, draws, options, result)
         result.ranks = llm.report.ranks

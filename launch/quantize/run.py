@@ -50,7 +50,8 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
     model, tokenizer = read_model_config(options.model), read_tokenizer(options.model)
     # Beyond its context a model says nothing of itself.
     lengths = replace(options.settings, max_length=min(options.settings.max_length, model.max_position_embeddings))
-    texts = read_texts(options.calibration, options.held_out, tokenizer, lengths, model.vocab_size)
+    with Bar("reading texts"):
+        texts = read_texts(options.calibration, options.held_out, tokenizer, lengths, model.vocab_size)
     try:
         if is_done:
             check_finished(options.output, identify(options.model, options.settings, texts))
@@ -88,6 +89,7 @@ def quantize_layers(
     )
     drain.start_running()
     with Bar("layers") as bar:
+        bar.update(done, count)
         return quantizer.run(bar.update, lambda: drain.cause is not None) is not None
 
 

@@ -72,7 +72,8 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
             watch.join()
             teller.tell(FIRST_STEP + 2, "loading models and data")
             communicator = open_communicator(device, world, "training")
-            run = _prepare(config, options, device, communicator, state_file, watch.activity)
+            with Bar("loading models and data"):
+                run = _prepare(config, options, device, communicator, state_file, watch.activity)
             watch.finish_start()
             teller.tell(DONE, "the start")
         drain.start_running()
@@ -90,6 +91,7 @@ def _play(run: Run, options: TrainOptions, drain: Drain, communicator: Communica
     """
     try:
         with Bar("steps") as bar:
+            bar.update(run.loop.step, run.loop.steps)
             is_done = run.loop.run(Progress(run.loop, bar).tell, lambda: drain.cause is not None)
     except DivergedError as error:
         raise FailedError(str(error)) from None
@@ -101,7 +103,8 @@ def _play(run: Run, options: TrainOptions, drain: Drain, communicator: Communica
         if communicator.rank == 0:
             tell(f"{drain.cause}: {run.loop.step} of {run.loop.steps} steps are done; --resume does the rest")
         return ExitCode.DRAINED
-    _finish(run, options, communicator)
+    with Bar("measuring and writing the drafter"):
+        _finish(run, options, communicator)
     return ExitCode.DONE
 
 

@@ -132,7 +132,7 @@ def play_engine(config: RuntimeConfig, socket_name: str) -> int:
 
 def open_engine(config: RuntimeConfig) -> AsyncLLM | None:
     """Load this rank's part, and tell the terminal of it; None on workers, once they have served to the end."""
-    with Bar("loading weights", in_bytes=True) as bar:
+    with Bar("loading weights", in_bytes=True, then="compiling kernels and trying rounds") as bar:
         llm = AsyncLLM.open(config, bar.update)
     if llm is not None:
         StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))

@@ -56,7 +56,7 @@ class Facts(_Message, frozen=True, tag="facts"):
     tool_template: str | None = None
     tool_format: str = ""
     reasoning_format: str = ""
-    sampling_defaults: dict[str, float] = {}
+    sampling_defaults: dict[str, int | float] = {}
     most_bytes: int = 0
     niceness: int = 0
     lora_tasks: tuple[str, ...] = ()

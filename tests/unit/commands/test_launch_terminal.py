@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import threading
+
 import pytest
 
 from launch.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE
-from launch.terminal import Bar, output_console
+from launch.terminal import NEWS_VARIABLE, Bar, output_console
 
 
 def draw() -> None:
@@ -48,3 +51,58 @@ def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch, is_terminal:
     monkeypatch.setenv(TERMINAL_VARIABLE, "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert output_console().is_terminal is is_terminal
+
+
+class Told:
+    """Stands for standard error, and says when something was written that a pattern is found in."""
+
+    def __init__(self, text: str) -> None:
+        self.is_there = threading.Event()
+        self.written = ""
+        self._text = text
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> None:
+        self.written += text
+        if re.search(self._text, self.written):
+            self.is_there.set()
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "updates", "told"),
+    [
+        ({}, [], r"trtrun: loading: \d+ s so far\n"),
+        ({}, [(3, 9)], r"trtrun: loading: 3 of 9 after \d+ s\n"),
+        ({}, [(3, 9), (4, 9)], r"trtrun: loading: 4 of 9 after \d+ s, about \d+ s to go\n"),
+        ({"then": "trying rounds"}, [(9, 9)], r"trtrun: trying rounds: \d+ s so far\n"),
+    ],
+)
+def test_without_a_terminal_a_long_work_says_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], updates: list[tuple[int, int]], told: str
+) -> None:
+    monkeypatch.delenv(TERMINAL_VARIABLE, raising=False)
+    monkeypatch.setenv(NEWS_VARIABLE, "0.01")
+    heard = Told(told)
+    monkeypatch.setattr("sys.stderr", heard)
+    with Bar("loading", **given) as bar:  # type: ignore[arg-type]
+        for done, total in updates:
+            bar.update(done, total)
+        assert heard.is_there.wait(60)
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+def test_a_bar_that_stands_still_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TERMINAL_VARIABLE, "60")
+    monkeypatch.setattr("launch.terminal.SECOND", 0.01)
+    monkeypatch.setattr("launch.terminal.SILENT_SECONDS", 0.0)
+    heard = Told(r"\] 3 of 9, \d+ s")
+    monkeypatch.setattr("sys.stderr", heard)
+    with Bar("loading") as bar:
+        bar.update(3, 9)
+        assert heard.is_there.wait(60)
+    assert heard.written.endswith("\r\033[K") and "\n" not in heard.written

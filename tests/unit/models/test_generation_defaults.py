@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from checkpoints import make_checkpoint
+from pipelines import configuration
 
+from launch.serve.application import parts
+from launch.serve.engine.client import EngineClient
+from launch.serve.http.requests import Keys
 from launch.serve.openai.types import read_chat, read_completion
-from trtrun.core.sampling_params import LARGEST_COUNT
+from launch.serve.reader.reader import Reader
+from launch.serve.reading.messages import HEAD_BYTES, Facts, Read, Task, pack, unpack
+from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.models.generation_defaults import describe_generation_defaults, read_generation_defaults
+from trtrun.tokens.text import read_tokenizer
 
+CHAT = [{"role": "user", "content": "a"}]
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2], "transformers_version": "4"}
 
 
@@ -43,6 +53,39 @@ def test_a_model_without_the_file_says_nothing_and_a_wrong_one_is_told(tmp_path:
     assert "temperature 0.6, top_p 0.9; server.generation_config: none" in describe_generation_defaults(
         read(tmp_path, LLAMA)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "most"),
+    [
+        ("chat", {"messages": CHAT}, 30),
+        ("completion", {"prompt": "a"}, 16),
+        ("response", {"input": "a"}, 30),
+        ("message", {"messages": CHAT, "max_tokens": 7}, 7),
+    ],
+)
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_server_takes_it_for_requests_of_all_kinds(
+    tmp_path: Path, kind: str, body: dict[str, Any], most: int, is_on: bool
+) -> None:
+    """From the model's directory to the process that reads requests, as facts travel to it."""
+    path = make_checkpoint(tmp_path, tokenizer=True)
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    values = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 30}
+    (path / "generation_config.json").write_text(json.dumps(values))
+    section = {} if is_on else {"server": {"generation_config": "none"}}
+    with mock.patch.object(parts, "Readers") as readers:
+        made = parts.make_parts(configuration(path, None, **section), Keys(()), EngineClient())
+    facts = unpack(pack(readers.call_args.args[0])[HEAD_BYTES:], Facts)
+    task = Task(kind=kind, seconds=60.0, most_tokens=200)
+    found, _ = Reader(facts, read_tokenizer(path)).read(task, json.dumps(body).encode())
+    assert isinstance(found, Read)
+    sampling = SamplingParams.from_mapping(found.samplings[0])
+    if is_on:
+        assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.6, 20, most)
+    else:
+        assert (sampling.temperature, sampling.top_k) == (1.0, 0)
+    assert bool(made.sampling) == is_on
 
 
 def test_requests_that_are_silent_have_it(tmp_path: Path) -> None:
