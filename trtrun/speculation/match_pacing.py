@@ -20,7 +20,7 @@ _MEMORY = 0.99
 """What is kept of older drafts with every round."""
 
 _TRUST, _MISTRUST = 1.0, 2.0
-"""As much as so many drafts counts that matches say the truth of them; and that they do not, where losses are bounded."""
+"""As many drafts count that matches say the truth of them; and that they do not, where losses are bounded."""
 
 
 class MatchPacer(Pacer):

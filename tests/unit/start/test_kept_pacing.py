@@ -14,13 +14,12 @@ from pipelines import configuration, make_llm, prompt_of, tokens_of
 from trtrun import SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.solo_ranks import SoloRanks
-from trtrun.speculation import pacing
 from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.round_costs import RoundCosts
-from trtrun.start import kept_pacing
+from trtrun.start import kept_pacing, policies
 from trtrun.start.kept_pacing import KeptPacing
 
-COSTS = RoundCosts({1: {0: 0.5, 4: 2.0}, 16: {0: 1.0, 1: 1.5}})
+COSTS = RoundCosts({1: {0: 0.5, 4: 0.75}, 16: {0: 1.0, 1: 1.5}})
 RECORD = DraftRecord((4.0, 2.0), (3.0, 1.0), 1.5, True)
 
 
@@ -103,7 +102,13 @@ def test_a_second_start_measures_nothing_and_begins_with_what_the_first_saw(
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1)
     settings: dict[str, Any] = {"speculation": {"draft_len": 4, "pacing": "measured"}}
-    monkeypatch.setattr(pacing, "_STAKE", 9.0)  # a draft takes about as long as the target here
+    measure = policies.measure_round_costs
+
+    def measured(*arguments: Any) -> RoundCosts:
+        assert measure(*arguments) is not None
+        return COSTS  # whatever a busy machine says
+
+    monkeypatch.setattr(policies, "measure_round_costs", measured)
     sampling, texts, files = SamplingParams(max_tokens=40, ignore_eos=True), [], []
     for number in range(2):
         plans.clear()
