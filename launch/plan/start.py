@@ -22,10 +22,12 @@ from launch.plan.start_ranks import Kernels, RankStart, RankStarts, of_all
 from launch.plan.start_work import describe_cpu_kernels, describe_weights, shorten_start
 from launch.plan.weight_files import ModelFiles, inspect_files
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.start.kept_pacing import KeptPacing
 from trtrun.start.kernels_ahead import count_processes
 from trtrun.start.policies import count_first_rounds
 
 _MEASURED_ROUNDS = "measured rounds"
+_NO_TIME = (0.0, 0.0)
 _LEAST_BLOCKS = 2  # what limits of rounds here do not depend on
 
 
@@ -87,13 +89,13 @@ def plan_start(memory: JobMemory, here: Collection[str], absent: Collection[str]
         *_begin(memory, on_gpus=on_gpus, nccl=nccl),
         _weights(memory, files, ranks, kernels, here),
         *(_gpu_phases(memory, starts, ranks, kernels) if on_gpus else _cpu_phases(memory)),
-        *_rounds(memory, on_gpus=on_gpus),
+        *_rounds(memory, starts),
     ]
     known = [phase.seconds for phase in phases if phase.seconds is not None]
     total = round(sum(low for low, _ in known), 1), round(sum(high for _, high in known), 1)
     # Without imports, which come first everywhere, the rest would be read as the whole.
     seconds = total if phases[0].seconds is not None else None
-    measures = any(phase.name == _MEASURED_ROUNDS for phase in phases)
+    measures = any(phase.name == _MEASURED_ROUNDS and phase.seconds != _NO_TIME for phase in phases)
     shorter = shorten_start(memory, starts, files, kernels, measures_rounds=measures)
     return StartPlan(ranks, kernels, tuple(phases), seconds, tuple(shorter))
 
@@ -209,13 +211,20 @@ def _cpu_phases(memory: JobMemory) -> Iterator[StartPhase]:
     yield StartPhase("KV store", "its size follows from shapes; forwards of one row run once, without CUDA graphs")
 
 
-def _rounds(memory: JobMemory, *, on_gpus: bool) -> Iterator[StartPhase]:
+def _rounds(memory: JobMemory, starts: RankStarts) -> Iterator[StartPhase]:
     config, draft = memory.config, memory.draft
     draft_context = draft.model.max_position_embeddings if draft is not None else None
     limits = SchedulerLimits.of(config, memory.context, draft_context, _LEAST_BLOCKS)
     practised, paced = count_first_rounds(config, limits)
     if practised:
         yield _estimate("rounds of each kind", f"{practised}, for their first use", measured.KINDS_OF_ROUNDS)
-    if paced:
-        found = measured.MEASURED_ROUNDS if on_gpus else measured.MEASURED_ROUNDS_ON_CPUS
-        yield _estimate(_MEASURED_ROUNDS, f"up to {paced}, for what rounds cost (speculation.pacing)", found)
+    if not paced:
+        return
+    kinds = starts.device_kinds()
+    if kinds is not None and KeptPacing.of(config, kinds).read()[0] is not None:
+        yield StartPhase(_MEASURED_ROUNDS, "none: an earlier run has left what rounds cost", _NO_TIME)
+        return
+    unless = ", unless an earlier run has left it" if kinds is None else ""
+    work = f"up to {paced}, for what rounds cost (speculation.pacing){unless}"
+    phase = _estimate(_MEASURED_ROUNDS, work, measured.MEASURED_ROUNDS)
+    yield _or_nothing(phase) if unless else phase

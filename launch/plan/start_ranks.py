@@ -23,6 +23,7 @@ from trtrun.models.loading import heads_bytes
 from trtrun.sampling.keyed_ranks import NUM_KINDS
 from trtrun.start.engine_caches import VARIABLE, kernels_folder
 from trtrun.start.graph_counts import count_graphs
+from trtrun.start.kept_pacing import device_kind
 from trtrun.start.kernels_ahead import has_mark, mark_file
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.memory_requirements import reads_in_place
@@ -88,6 +89,16 @@ class RankStarts:
     def is_visible(self, slot: Slot) -> bool:
         """Whether the slot's device is on this host."""
         return slot.host in self._here and slot.device not in self._absent
+
+    def device_kinds(self) -> set[str] | None:
+        """Of all devices, as ranks name them; None where one is not on this host."""
+        slots = self._memory.topology.slots
+        devices = {device_of(slot) for slot in slots}
+        if not all(self.is_visible(slot) for slot in slots):
+            return None
+        if any(device.type == "cuda" for device in devices) and not torch.cuda.is_available():
+            return None
+        return {device_kind(device) for device in devices}
 
     def _with(self, config: RuntimeConfig, context: int | None) -> RankStarts:
         memory = replace(self._memory, config=config, context=context or self._memory.context)

@@ -19,8 +19,8 @@ from trtrun.speculation.round_costs import RoundCosts
 _MEMORY = 0.99
 """What is kept of older drafts with every round."""
 
-_TRUST = 4.0
-"""As much as so many drafts counts that matches say the truth of them."""
+_TRUST, _MISTRUST = 1.0, 2.0
+"""As many drafts count that matches say the truth of them; and that they do not, where losses are bounded."""
 
 
 class MatchPacer(Pacer):
@@ -40,6 +40,8 @@ class MatchPacer(Pacer):
         super().__init__(draft_len, costs)
         self._matches = matches
         self._has_other_texts = has_other_texts
+        # First tokens of drafts that should have been right by their matches, and those that were: a drafter may choose
+        # another of several places.
         self._promised = self._kept = self._hope = 0.0
         if record is not None and len(record.offered) == NUM_KINDS:
             matches.offered[:], matches.accepted[:] = record.offered, record.accepted
@@ -71,16 +73,17 @@ class MatchPacer(Pacer):
         best = WORTH_A_CHANGE * (PLAIN_TOGETHER if rows > 1 else 1.0)
         length, chosen, self._hope = 0, frozenset[int](), 0.0
         taken, num_drafting, gains = set[int](), 0, [0.0] * (self._most + 1)
-        share = self._kept_promises()
+        share = min(1.0, (self._kept + _TRUST) / (self._promised + _TRUST))
+        least = min(share, self._kept / (self._promised + _MISTRUST))
         for kind in sorted(counts, key=lambda kind: -expected[kind][-1]):
             taken.add(kind)
             num_drafting += counts[kind]
             gains = [gain + counts[kind] * (tokens - 1) for gain, tokens in zip(gains, expected[kind], strict=True)]
             extra = self._load(rows, rows - num_drafting).extra
             for draft_len in range(1, self._most + 1):
-                gain = share * gains[draft_len] / rows
-                goodput = (1 + gain) / (1 + extra[draft_len])
-                if goodput > best and extra[draft_len] <= self._stake + gain:
+                gain = gains[draft_len] / rows
+                goodput = (1 + share * gain) / (1 + extra[draft_len])
+                if goodput > best and extra[draft_len] <= self._stake + least * gain:
                     best, length, chosen, self._hope = goodput, draft_len, frozenset(taken), gains[1] / num_drafting
         return length, chosen
 
@@ -101,8 +104,3 @@ class MatchPacer(Pacer):
         """See Pacer."""
         super().record(num_rows, draft_len, seconds, acceptances, num_plain, is_partial)
         self._kept = self._kept * _MEMORY + sum(accepted > 0 for _, accepted in acceptances)
-
-    def _kept_promises(self) -> float:
-        """Of first tokens that should have been right by their matches, those that were: a drafter may choose another
-        of several places."""
-        return min(1.0, (self._kept + _TRUST) / (self._promised + _TRUST))

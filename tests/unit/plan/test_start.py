@@ -18,10 +18,11 @@ from launch.placement.memory import JobMemory
 from launch.plan import measured_starts, start, start_ranks
 from launch.plan.start import StartPlan, plan_start
 from parallel.groups import open_groups
+from trtrun import LLM
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.kernels.triton import compile_processes
-from trtrun.start import startup
+from trtrun.start import kept_pacing, startup
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.startup import RankStartup
 
@@ -97,7 +98,7 @@ def test_the_figures_are_those_of_the_documents() -> None:
         warm.append(float(row[1]) if row[1] != "–" else warm[-1])
     assert (tuple(cold), tuple(warm)) == (measured_starts.COLD, measured_starts.WARM)
     text = " ".join(PERFORMANCE.split())
-    low, high = measured_starts.MEASURED_ROUNDS_ON_CPUS.seconds
+    low, high = measured_starts.MEASURED_ROUNDS.seconds
     for part in (
         f"and {measured_starts.NUM_GRAPHS} graphs",
         f"compiling them in {measured_starts.NUM_PROCESSES} processes",
@@ -170,11 +171,31 @@ def test_fewer_rows_are_proposed_with_the_graphs_that_they_have(pair: tuple[Path
     assert not any("max_batch_size" in line for line in short.shorter)
 
 
+def test_rounds_that_an_earlier_run_has_measured_are_not_measured_again(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is the one that the job itself leaves."""
+    monkeypatch.setattr(kept_pacing, "cache_folder", lambda: tmp_path / "kernels")
+    config = configuration(*pair, speculation={"pacing": "measured"})
+    assert phase(plan(config), "measured rounds").work.startswith("up to ")
+    with LLM(config=config):
+        pass
+    found = plan(config)
+    assert (
+        phase(found, "measured rounds").seconds == (0.0, 0.0) and "earlier run" in phase(found, "measured rounds").work
+    )
+    assert not any("speculation.pacing" in line for line in found.shorter)
+    elsewhere = plan(config, absent=("cpu:0",))
+    assert "unless an earlier run" in phase(elsewhere, "measured rounds").work
+
+
 def test_processors_have_no_estimate_of_the_whole(pair: tuple[Path, Path]) -> None:
     found = plan(configuration(*pair, speculation={"pacing": "measured"}))
     assert found.seconds is None and found.kernels == "none"
     assert found.ranks[0].graphs == 0
-    assert phase(found, "measured rounds").seconds == measured_starts.MEASURED_ROUNDS_ON_CPUS.seconds
+    assert phase(found, "measured rounds").seconds == measured_starts.MEASURED_ROUNDS.seconds
     assert any("speculation.pacing" in line for line in found.shorter)
+    texts = plan(configuration(pair[0], None, speculation={"pacing": "measured", "method": "ngram"}))
     fixed = plan(configuration(*pair))
+    assert "measured rounds" not in {one.name for one in texts.phases}, "what texts say costs nothing to try"
     assert "measured rounds" not in {one.name for one in fixed.phases} and not fixed.shorter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 from trtrun.speculation.pacing import Pacer
@@ -54,6 +55,34 @@ class Machine:
             _, accepted, cost = self._round(pacer, num_rows)
             gained, took = gained + 1 + accepted / num_rows, took + cost
         return gained / took
+
+    def text(self, pacer: Pacer, num_rows: int, tokens: int, plans_ahead: int = 1) -> float:
+        """Milliseconds until each of some rows has gained so many tokens, where `plans_ahead` plans are out before the
+        verdict that they follow, as on GPUs."""
+        left, took = [tokens] * num_rows, 0.0
+        out = deque[tuple[list[int], int, int, bool]]()
+        while any(count > 0 for count in left):
+            rows = [row for row, count in enumerate(left) if count > len(out)]
+            while rows and len(out) <= plans_ahead:
+                draft_len, most = pacer.choose(len(rows)), pacer.most_drafting(len(rows))
+                num_drafting = min(len(rows), most or len(rows)) if draft_len else 0
+                pacer.note_plan(len(rows), 0, draft_len, num_drafting)
+                out.append((rows, draft_len, num_drafting, most is not None and draft_len > 0))
+                rows = [row for row, count in enumerate(left) if count > len(out)]
+            rows, draft_len, num_drafting, is_partial = out.popleft()
+            cost = self.cost(len(rows), draft_len, num_drafting) * self._noise()
+            accepted = [self._accept(draft_len) for _ in range(num_drafting)]
+            for place, row in enumerate(rows):
+                left[row] -= 1 + (accepted[place] if place < num_drafting else 0)
+            pairs = [(draft_len, count) for count in accepted]
+            pacer.record(len(rows), draft_len, cost / 1e3, pairs, is_partial=is_partial)
+            took += cost
+        return took
+
+    def fixed_text(self, num_rows: int, tokens: int, draft_len: int) -> float:
+        """The same where each round drafts so many, the mean of many texts."""
+        per_round = sum(self.acceptance**count for count in range(draft_len + 1))
+        return tokens / per_round * self.cost(num_rows, draft_len)
 
     def _round(self, pacer: Pacer, num_rows: int) -> tuple[int, int, float]:
         """draft_len, accepted tokens of all rows, and milliseconds."""

@@ -8,6 +8,7 @@ import statistics
 import pytest
 from pacing_machine import MOST, Machine
 
+from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.pacing import Pacer
 from trtrun.speculation.round_costs import RoundCosts
 
@@ -37,6 +38,83 @@ def test_the_first_texts_of_a_process_are_no_slower_than_plain_ones(num_rows: in
         pacer = Pacer(MOST, machine.costs())
         shares.append(machine.speed(pacer, num_rows, 64) * machine.cost(num_rows, 0))
     assert sorted(shares)[4] > 0.96, shares
+
+
+MACHINES = {"heavy draft": (2.5, 18.0, 0.9), "GPU": (0.6, 4.2, 0.02), "light draft": (0.2, 2.2, 0.01)}
+"""Milliseconds of a drafted token, of the weights, and of a position."""
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("kind", MACHINES)
+def test_a_draft_that_is_never_right_costs_a_fiftieth_of_the_first_text_at_most(kind: str, num_rows: int) -> None:
+    """Nothing was known before, and a plan is out when a verdict comes."""
+    for seed in range(5):
+        machine = Machine(0.0, *MACHINES[kind], noise=0.0, generator=random.Random(seed))
+        pacer = Pacer(MOST, machine.costs())
+        plain = 64 * machine.cost(num_rows, 0)
+        assert plain / machine.text(pacer, num_rows, 64) > 0.98
+        assert plain / machine.text(pacer, num_rows, 64) > 0.97, "later ones try drafts again"
+
+
+@pytest.mark.parametrize("acceptance", [0.6, 0.8, 0.95])
+@pytest.mark.parametrize("kind", MACHINES)
+def test_the_first_text_is_about_as_fast_as_later_ones_and_those_as_the_best_draft_len(
+    kind: str, acceptance: float
+) -> None:
+    """Means of many processes, as texts of 128 tokens differ by chance; with what an earlier one has seen, too."""
+    for share, is_known in ((0.93, False), (0.96, True)):
+        first = later = best = 0.0
+        for seed in range(12):
+            machine = Machine(acceptance, *MACHINES[kind], generator=random.Random(seed))
+            pacer, record = Pacer(MOST, machine.costs()), None
+            if is_known:
+                for _ in range(4):
+                    machine.text(pacer, 1, 128)
+                record = pacer.seen
+            pacer = Pacer(MOST, machine.costs(), record)
+            first += machine.text(pacer, 1, 128)
+            later += sum(machine.text(pacer, 1, 128) for _ in range(5)) / 5
+            best += min(machine.fixed_text(1, 128, draft_len) for draft_len in range(MOST + 1))
+        assert later / first > share and best / later > 0.93, (later / first, best / later)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("kind", ["GPU", "light draft"])
+def test_drafts_that_become_bad_are_left_at_once_and_those_that_become_good_are_found(kind: str, num_rows: int) -> None:
+    machine = Machine(0.9, *MACHINES[kind])
+    pacer = Pacer(MOST, machine.costs())
+    machine.text(pacer, num_rows, 512)
+    machine.acceptance = 0.0
+    assert machine.fixed_text(num_rows, 512, 0) / machine.text(pacer, num_rows, 512) > 0.96
+    machine.acceptance = 0.9
+    best = min(machine.fixed_text(num_rows, 512, draft_len) for draft_len in range(MOST + 1))
+    assert best / machine.text(pacer, num_rows, 512) > 0.6
+    assert best / machine.text(pacer, num_rows, 512) > 0.9
+
+
+def test_a_run_begins_with_what_an_earlier_one_has_seen() -> None:
+    """Of a good draft with its length, of a bad one with none, and no prompt is read for it."""
+    machine = Machine(0.9)
+    pacer = Pacer(MOST, machine.costs())
+    machine.run(pacer, 1, 60)
+    again = Pacer(MOST, machine.costs(), pacer.seen)
+    assert again.choose(1) >= MOST - 1 and not again.is_unsure
+    assert pacer.seen_costs is None, "rounds of one length say nothing of others"
+    machine.acceptance = 0.0
+    pacer = Pacer(MOST, Machine(0.0, weights_ms=9.0).costs())
+    machine.run(pacer, 4, 200)
+    costs = pacer.seen_costs
+    assert costs is not None and costs.estimate(4, 1) == pytest.approx(machine.cost(4, 1) / 1e3, rel=0.3)
+    machine.run(pacer, 64, 60)
+    again = Pacer(MOST, machine.costs(), pacer.seen)
+    assert again.choose(64) == 0 and not again.pays
+    assert machine.share_of_good(64, machine.run(again, 64, 64)) == 1.0
+
+
+def test_what_is_kept_of_another_draft_len_counts_as_far_as_it_goes() -> None:
+    pacer = Pacer(3, None, DraftRecord((200.0, 100.0), (100.0, 100.0), 1.0, True))
+    assert pacer.seen.offered == (32.0, 16.0, 0.0) and pacer.seen.accepted == (16.0, 16.0, 0.0)
+    assert Pacer(1, None, DraftRecord((0.0, 0.0), (0.0, 0.0), 1.0, True)).is_unsure
 
 
 @pytest.mark.parametrize("slow_rounds", [0, 5])
