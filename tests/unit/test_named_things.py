@@ -37,9 +37,10 @@ FILES_OF_OTHERS = {
 }  # fmt: skip
 WORDS_OF_OTHERS = {
     "minProperties", "proxy_read_timeout", "ReqNodeNotAvail", "JOB_2", "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS",
+    "WebSearch", "code_interpreter", "crm__find", "disallowedTools", "view_image",
     "Comm_dup", "Comm_free", "MPI_Comm_ack_failed", "MPI_ERR_PROC_FAILED", "MPI_Finalize", "get_diff_sampling_param",
 }  # fmt: skip
-"""Of JSON Schema, nginx, Slurm, Claude Code, MPI and vLLM."""
+"""Of JSON Schema, nginx, Slurm, Claude Code, Codex, MPI and vLLM."""
 OPTIONS_OF_OTHERS = {
     # aiperf's and genai-perf's, lm_eval's, mpirun's and MPICH's, sbatch's
     "--backend", "--benchmark-duration", "--concurrency", "--endpoint-type", "--extra-inputs", "--isl", "--osl",
@@ -48,6 +49,7 @@ OPTIONS_OF_OTHERS = {
     # trtllm-build's, which others' names are read for
     "--build_config", "--gather", "--gemm_plugin", "--lora_dir", "--multiple_profiles", "--use", "--workers",
     "--use_paged_context_fmha",
+    "--disallowed",  # Claude Code's --disallowedTools
 }  # fmt: skip
 
 NAMING = ("id", "attr", "name", "arg", "asname", "module")
