@@ -38,7 +38,7 @@ def depth_of_schema(schema: Any) -> int:
             continue
         depth += 1
         deepest = max(deepest, depth)
-        left += [(inner, depth) for inner in reversed(part.values())]
+        left += [(inner, depth) for inner in reversed([*part.values()])]
         targets = [part[key] for key in _REFERENCES if isinstance(part.get(key), str)]
         left += [(_target(schema, names, target), depth) for target in targets]
     return deepest
