@@ -6,7 +6,7 @@ does not know rounds or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from trtrun.api.prompts import Prompt
 from trtrun.api.shared_engine import PendingRequest, SharedEngine
@@ -34,6 +34,40 @@ class Call:
         self.pending: dict[RequestId, PendingRequest] = {}
         self._shared = shared
         self._chats = chats
+
+    def complete(
+        self,
+        prompts: Iterable[tuple[Prompt | Chat, SamplingParams]],
+        most_waiting: int,
+        seconds_left: Callable[[], float | None] | None,
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts as `LLM.generate_as_completed` says; at most `most_waiting` of them wait."""
+        source = enumerate(prompts)
+        held: tuple[int, tuple[Prompt | Chat, SamplingParams]] | None = None
+        left: float | None = None
+        try:
+            while True:
+                left = seconds_left() if seconds_left is not None else None
+                while left is None and self.has_room(most_waiting):
+                    item, held = held or next(source, None), None
+                    if item is None:
+                        break
+                    try:
+                        refused = self.begin(item[0], *item[1])
+                    except QueueFullError:
+                        held = item  # others fill the queue: it is taken up again after a round
+                        break
+                    if refused is not None:
+                        yield refused
+                if left is not None:
+                    self.wind_down(left)
+                if not self.pending and (held is None or left is not None):
+                    break
+                self._shared.step()
+                yield from self.finished()
+            self._shared.settle()
+        finally:
+            self.give_up()
 
     def has_room(self, most_waiting: int) -> bool:
         """Whether another prompt may wait, of so many; what others have waiting takes none of its turns."""

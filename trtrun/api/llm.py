@@ -34,7 +34,7 @@ from trtrun.chats.chat import Chat, ChatEncoder, read_chats
 from trtrun.configuration.config import RuntimeConfig, load_config, make_one_device_config
 from trtrun.core.outputs import CompletionDelta, RequestOutput, StartReport
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError, TrtrunError
+from trtrun.errors import InvalidRequestError, PlacementError, TrtrunError
 from trtrun.tokens.text import Tokenizer
 
 
@@ -62,6 +62,7 @@ class LLM:
         draft_quantization: str = "none",
         target_quantization: str = "none",
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        generation_config: str = "auto",
         device: str | None = None,
         on_load_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class LLM:
                 bytes of bfloat16.
             target_quantization: 'none', 'fp8', 'fp8_block', 'fp8_with_head' or 'fp8_weight_only'.
             adapters: LoRA adapters of the target: directories by name.
+            generation_config: 'auto' or 'none': whether `default_sampling` is the target's generation_config.json's.
             device: one slot for both models, such as 'cuda:0'; None takes the first GPU, else the CPU.
             on_load_progress: called with the bytes of weights that are in place and that will be, over all ranks.
 
@@ -89,7 +91,9 @@ class LLM:
         if config is None:
             device = device or ("cuda:0" if torch.cuda.is_available() else "cpu:0")
             config = make_one_device_config(
-                target, draft, draft_len, use_logits, dtype, draft_quantization, device, target_quantization, adapters
+                *(target, draft, draft_len, use_logits, dtype, draft_quantization, device, target_quantization),
+                adapters,
+                generation_config,
             )
         engine = LLMEngine.open(_read(config), on_load_progress)
         if engine is None:
@@ -230,33 +234,7 @@ class LLM:
         """
         self._shared.check_open()
         call = Call(self._shared, self._chats)
-        most_waiting = self.config.scheduler.max_batch_size
-        source = enumerate(prompts)
-        held: tuple[int, tuple[Prompt | Chat, SamplingParams]] | None = None
-        left: float | None = None
-        try:
-            while True:
-                left = seconds_left() if seconds_left is not None else None
-                while left is None and call.has_room(most_waiting):
-                    item, held = held or next(source, None), None
-                    if item is None:
-                        break
-                    try:
-                        refused = call.begin(item[0], *item[1])
-                    except QueueFullError:
-                        held = item  # others fill the queue: it is taken up again after a round
-                        break
-                    if refused is not None:
-                        yield refused
-                if left is not None:
-                    call.wind_down(left)
-                if not call.pending and (held is None or left is not None):
-                    break
-                self._shared.step()
-                yield from call.finished()
-            self._shared.settle()
-        finally:
-            call.give_up()
+        yield from call.complete(prompts, self.config.scheduler.max_batch_size, seconds_left)
 
     def stream(self, prompt: Prompt | Chat, sampling: SamplingParams | None = None) -> Iterator[CompletionDelta]:
         """Complete one prompt and yield its tokens and text as rounds commit them. Ending the iteration early, or

@@ -359,6 +359,7 @@ def make_one_device_config(
     device: str,
     target_quantization: str = "none",
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    generation_config: str = "auto",
 ) -> RuntimeConfig:
     """The configuration of both models on one device.
 
@@ -367,6 +368,7 @@ def make_one_device_config(
         draft_len, use_logits, dtype, draft_quantization, target_quantization: as in the YAML file.
         device: such as "cuda:0".
         adapters: directories by name.
+        generation_config: as `server.generation_config` in the YAML file.
 
     Raises:
         TrtrunError: no target, or something in it is wrong.
@@ -380,6 +382,7 @@ def make_one_device_config(
         "target": model(target if target is not None else "", target_quantization),
         "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
                         "use_logits": use_logits},
+        "server": {"generation_config": generation_config},
     }  # fmt: skip
     if target is None:
         raise ConfigError("LLM needs `target`, the directory of a model, or `config`")

@@ -13,13 +13,14 @@ from checkpoints import make_checkpoint
 from pipelines import configuration, tokens_of
 from transformers import AutoTokenizer
 
-from launch.batch.checks import model_sampling, read_input
+from launch.batch.checks import check_run, model_sampling, read_input
 from launch.batch.complete import complete_rows
 from launch.batch.input import InputRows
 from launch.batch.options import RunOptions, SampledShare
 from launch.batch.ordered import open_writer
+from launch.mpi.job import Job
 from trtrun import LLM, Chat, SamplingParams
-from trtrun.errors import InvalidRequestError
+from trtrun.errors import ConfigError, InvalidRequestError
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -116,3 +117,18 @@ def test_a_call_without_parameters_has_the_models_own(llm: LLM, model: Path) -> 
     (row,) = read_input(options, plain).read()
     assert row.sampling == SamplingParams(temperature=0.0, seed=3)
     assert model_sampling(replace(options, sampled=SampledShare(0.5, 0.8, 0)), llm.config) == {}
+
+
+def test_what_lacks_a_template_is_refused_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", tokenizer=True)
+    rows = tmp_path / "in.jsonl"
+    rows.write_text(json.dumps({"messages": MESSAGES}), encoding="utf-8")
+    options = RunOptions(prompts_file=rows, sampling={"max_tokens": 2})
+    check_run(Job(configuration(model, None), []), options)
+    with pytest.raises(ConfigError, match=r"plain has no chat template, and rows have messages: add chat_t"):
+        check_run(Job(configuration(plain, None), []), options)
+    with LLM(plain, device="cpu:0", generation_config="none") as llm:
+        (output,) = llm.chat(MESSAGES)
+    assert output.error is not None and output.error.startswith("messages: the model has no chat template: give a")
+    with pytest.raises(ConfigError, match="generation_config"):
+        LLM(plain, device="cpu:0", generation_config="non")
