@@ -1,11 +1,12 @@
-"""Agents that write code, as they come from npm: each is given one task, which the chat model of chat_model.py solves.
+"""Agents that write code, as they come from npm: each is given tasks, which the chat model of chat_model.py solves.
 
-A file is written, it is run, and what it printed is told; what the agent did is read from what it tells programs. They
+A file is written, it is run, and what it printed is told; what an agent did is read from what it tells programs. They
 run without a network but the server's port, with a home of their own. It starts nothing.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from collections.abc import Sequence
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from real_clients.calls import Call, Client, Place
-from real_clients.task import ASKED, CONTEXT, LINE, PRINTED, RUN, TOLD
+from real_clients.task import ASKED, CONTEXT, FOUND, LINE, NOT_RUN, PICTURE, PRINTED, RUN, SEARCHED, TOLD
 
 WORDS = Path(__file__).resolve().parent / "words_mcp.py"
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEUlEQVR42mNQcPiAFTEMLQkAnqhUAW34RRsAAAAASUVORK5CYII="
+"""Eight blue dots by eight."""
+
 ROOM = ("--set", f"scheduler.max_seq_len={CONTEXT}")
 
 LOOPBACK = {
@@ -68,7 +72,7 @@ def _codex(name: str, model: str, steps: Sequence[str], mcp: bool = False) -> Ca
             return f"it ran {done[-1]['command']!r}, which said {done[-1]['aggregated_output']!r}"
         if mcp and "A greeting." not in json.dumps(done[0]):
             return f"the tool of an MCP server told {done[0]}"
-        return _written(place) or _told([item["text"] for item in items if item["type"] == "agent_message"][-1:])
+        return _written(place) or _told([item["text"] for item in items if item["type"] == "agent_message"], TOLD)
 
     options = (*ROOM, "--set", f"server.model_name={model}")
     return Call(name, words, check, options, _codex_variables)
@@ -78,11 +82,14 @@ def _codex_variables(place: Place) -> dict[str, str]:
     return {**LOOPBACK, "HOME": str(place.folder), "CODEX_HOME": str(place.folder / ".codex")}
 
 
-def _claude_code() -> Call:
+def _claude_code(name: str, asked: str, rights: Sequence[str], tools: Sequence[str], last: str, told: str) -> Call:
+    """Claude Code with a task: what it may do unasked, which tools the model calls, what the last one's result has in
+    it, and what is told in the end."""
+
     def words(place: Place) -> Sequence[object]:
+        (place.folder / PICTURE).write_bytes(base64.b64decode(PNG))
         output = ("--output-format", "stream-json", "--verbose")
-        rights = ("--permission-mode", "acceptEdits", "--allowedTools", f"Bash({RUN})")
-        return (_program(place, "claude"), "--print", ASKED, *output, *rights)
+        return (_program(place, "claude"), "--print", asked, *output, *rights)
 
     def check(said: str, place: Place) -> str:
         events = _events(said)
@@ -94,14 +101,15 @@ def _claude_code() -> Call:
             if isinstance(block, dict)
         ]
         called = [block["name"] for block in blocks if block["type"] == "tool_use"]
-        found = [str(block["content"]) for block in blocks if block["type"] == "tool_result"]
-        if called != ["Write", "Bash"]:
+        found = [json.dumps(block["content"]) for block in blocks if block["type"] == "tool_result"]
+        if called != [*tools]:
             return f"it called {called}"
-        if PRINTED not in found[-1]:
-            return f"what it ran said {found[-1]!r}"
-        return _written(place) or _told([event["result"] for event in events if event.get("type") == "result"])
+        if last not in found[-1]:
+            return f"what it called last said {found[-1]}"
+        texts = [event["result"] for event in events if event.get("type") == "result"]
+        return (_written(place) if "Write" in tools else "") or _told(texts, told)
 
-    return Call("a file is written, run, told of", words, check, ROOM, _claude_variables)
+    return Call(name, words, check, ROOM, _claude_variables)
 
 
 def _claude_variables(place: Place) -> dict[str, str]:
@@ -127,8 +135,8 @@ def _written(place: Place) -> str:
     return "" if text == f"{LINE}\n" else f"hello.py has {text!r}"
 
 
-def _told(texts: Sequence[str]) -> str:
-    return "" if texts == [TOLD] else f"it told {texts}"
+def _told(texts: Sequence[str], wanted: str) -> str:
+    return "" if texts == [wanted] else f"it told {texts}"
 
 
 COMMAND, PATCH, MCP = "command_execution", "file_change", "mcp_tool_call"
@@ -145,6 +153,27 @@ AGENTS = (
         calls_tools=True,
     ),
     Client(
-        "Claude Code", "2.1.197", [_claude_code()], packages=["@anthropic-ai/claude-code@2.1.197"], calls_tools=True
+        "Claude Code",
+        "2.1.197",
+        [
+            _claude_code(
+                "a file is written, run, told of",
+                ASKED,
+                ("--permission-mode", "acceptEdits", "--allowedTools", f"Bash({RUN})"),
+                ("Write", "Bash"),
+                PRINTED,
+                TOLD,
+            ),
+            _claude_code(
+                "a picture is read, the web is searched, it goes on",
+                SEARCHED,
+                ("--allowedTools", "Read", "WebSearch"),
+                ("Read", "WebSearch"),
+                NOT_RUN,
+                FOUND,
+            ),
+        ],
+        packages=["@anthropic-ai/claude-code@2.1.197"],
+        calls_tools=True,
     ),
 )

@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from real_clients.task import CONTEXT, LINE, PATCH, PRINTED, RUN, TOLD
+from real_clients.task import CONTEXT, FOUND, LINE, NOT_RUN, PATCH, PICTURE, PRINTED, RUN, TOLD
 
 ASSETS = Path(__file__).resolve().parents[2] / "trtrun" / "assets" / "target"
 """The shipped pair's, for its tokenizer."""
@@ -67,7 +67,10 @@ ANSWERS = {
     "write a file": _call("exec_command", {"cmd": f'echo "{LINE}" > hello.py'}),
     "exec_command": _call("exec_command", {"cmd": RUN}),
     "look_up": _call("mcp__words__look_up", {"word": "greeting"}),
+    "Read": _call("Read", {"file_path": PICTURE}),
+    "WebSearch": _call("WebSearch", {"query": "blue square"}),
     "printed": TOLD,
+    "nothing found": FOUND,
     "not printed": "It did not print what it should.",
     "a result": "It is 21 degrees in Rome.",
     "hello": "Hello, what may I do?",
@@ -79,8 +82,10 @@ TASKS: dict[str, list[str]] = {
     "mcp__words__look_up": ["look_up", "write a file", "exec_command"],
     "apply_patch": ["apply_patch", "exec_command"],
     "exec_command": ["write a file", "exec_command"],
+    PICTURE: ["Read", "WebSearch"],
 }
-"""Answers to a task, one behind the other, by a tool that is offered, the first ones before the others."""
+"""Answers to a task, one behind the other, by a tool that is offered, the first ones before the others; that of the
+picture where somebody speaks of it."""
 
 COMMON = "# tools\n" + "\n".join(
     json.dumps([{"type": "function", "function": {"name": name, "parameters": {"properties": arguments}}}])
@@ -99,10 +104,11 @@ TEMPLATE = (
     f"{{% set first = {list(ARGUMENTS)} | select('in', names) | first %}}"
     f"{{% set end = {list(LAST)} | select('in', names) | first %}}"
     "{% set said = last.content or '' %}{% set all = messages | map(attribute='content') | join %}# answer: "
-    f"{{% set task = {list(TASKS)} | select('in', names) | first %}}"
+    f"{{% set task = '{PICTURE}' if '{PICTURE}' in all else {list(TASKS)} | select('in', names) | first %}}"
     f"{{% set steps = {TASKS}[task] if task else [] %}}"
     "{% set done = messages | selectattr('role', 'equalto', 'tool') | list | length %}"
-    f"{{% if task and done >= steps | length %}}{{{{ 'printed' if '{PRINTED}' in said else 'not printed' }}}}"
+    f"{{% if task and done >= steps | length %}}{{{{ 'printed' if '{PRINTED}' in said else "
+    f"'nothing found' if '{NOT_RUN}' in said else 'not printed' }}}}"
     "{% elif task %}{{ steps[done] }}"
     "{% elif 'older' in said %}{{ 'a better Record' if 'Record' in names else 'a better record' }}"
     "{% elif last.role == 'tool' %}{{ end or ('a report' if 'report' in all else 'a result') }}"

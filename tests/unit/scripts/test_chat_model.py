@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from real_clients.chat_model import ANSWERS, TEMPLATE
-from real_clients.task import PRINTED
+from real_clients.task import NOT_RUN, PRINTED, SEARCHED
 
 from trtrun.chats.chat_template import ChatTemplate
 
@@ -50,6 +50,8 @@ def user(text: str) -> list[dict[str, Any]]:
         ([*CALLED, {"role": "tool", "content": PRINTED}], ("exec_command", "apply_patch"), "printed"),
         (user("a task"), ("exec_command", "apply_patch"), "apply_patch"),
         (user("a task"), ("exec_command", "mcp__words__look_up"), "look_up"),
+        (user(SEARCHED), ("Bash", "Write", "Read"), "Read"),
+        ([*user(SEARCHED), *CALLED, {"role": "tool", "content": NOT_RUN}], ("Bash", "Write"), "nothing found"),
     ],
 )
 def test_the_template_names_the_answer_that_fits(messages: list[Any], tools: tuple[str, ...], answer: str) -> None:
