@@ -48,6 +48,22 @@ class DraftSize(NamedTuple):
         return cls(len(tree.paths), len(tree.nodes))
 
 
+class MatchRule(NamedTuple):
+    """Which matches a drafter finds.
+
+    Attributes:
+        fewest: of a row's last tokens that must have stood before.
+        most: of them that are looked for, the longest match counts.
+        takes_first: of several places the first; else the latest, and the match is followed as long as it is right.
+        has_others: whether it finds some in other texts, too.
+    """
+
+    fewest: int
+    most: int
+    takes_first: bool = False
+    has_others: bool = False
+
+
 class SpeculationSection(Section):
     """How tokens are proposed and accepted; a method with options of its own has a section of its own below.
 
@@ -100,15 +116,9 @@ class SpeculationSection(Section):
         return DraftSize(1, draft_len)
 
     @property
-    def fewest_matched(self) -> int | None:
-        """Of a row's last tokens that must have stood in a text before, where drafts are made of texts alone; None
-        where they are made otherwise."""
+    def match_rule(self) -> MatchRule | None:
+        """Which matches drafts are made of, where they are made of texts alone; None where they are made otherwise."""
         return None
-
-    @property
-    def has_other_texts(self) -> bool:
-        """Whether drafts are made of other texts than the row's own, too."""
-        return False
 
     @property
     def most_fed(self) -> int:
