@@ -48,6 +48,22 @@ class DraftSize(NamedTuple):
         return cls(len(tree.paths), len(tree.nodes))
 
 
+class MatchRule(NamedTuple):
+    """Which matches a drafter finds.
+
+    Attributes:
+        fewest: of a row's last tokens that must have stood before.
+        most: of them that are looked for, the longest match counts.
+        takes_first: of several places the first; else the latest, and the match is followed as long as it is right.
+        has_others: whether it finds some in other texts, too.
+    """
+
+    fewest: int
+    most: int
+    takes_first: bool = False
+    has_others: bool = False
+
+
 class SpeculationSection(Section):
     """How tokens are proposed and accepted; a method with options of its own has a section of its own below.
 
@@ -59,8 +75,9 @@ class SpeculationSection(Section):
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.
         pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
-            draft), and on CPUs measures rounds at start for that; `fixed` always drafts draft_len. use_logits is always
-            `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
+            draft); it begins with what an earlier run has left in the user's folder of caches, and without that
+            measures rounds at the start, half a second of them, for models and heads. `fixed` always drafts draft_len.
+            use_logits is always `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
         forced_acceptance: for `bench` with dummy weights: tokens that a row gains in a round on average, whatever the
             target says. Every result names it, and the texts are nobody's.
     """
@@ -100,15 +117,9 @@ class SpeculationSection(Section):
         return DraftSize(1, draft_len)
 
     @property
-    def fewest_matched(self) -> int | None:
-        """Of a row's last tokens that must have stood in a text before, where drafts are made of texts alone; None
-        where they are made otherwise."""
+    def match_rule(self) -> MatchRule | None:
+        """Which matches drafts are made of, where they are made of texts alone; None where they are made otherwise."""
         return None
-
-    @property
-    def has_other_texts(self) -> bool:
-        """Whether drafts are made of other texts than the row's own, too."""
-        return False
 
     @property
     def most_fed(self) -> int:

@@ -14,7 +14,7 @@ from trtrun.configuration.launch_config import FilePath, Number
 from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes, read_sizes
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.recycling_trees import recycling_tree
-from trtrun.configuration.speculation_section import DraftSize, SpeculationSection
+from trtrun.configuration.speculation_section import DraftSize, MatchRule, SpeculationSection
 from trtrun.configuration.suffix_options import MAX_DRAFT_LEN, SuffixOptions
 
 MAX_LOOKUP = 32
@@ -56,9 +56,9 @@ class PromptLookupSection(SpeculationSection):
         return 20 << 20
 
     @property
-    def fewest_matched(self) -> int | None:
+    def match_rule(self) -> MatchRule | None:
         """See SpeculationSection."""
-        return self.lookup_range[0]
+        return MatchRule(*self.lookup_range, takes_first=True)
 
     @property
     def lookup_range(self) -> tuple[int, int]:
@@ -85,14 +85,10 @@ class SuffixSection(SuffixOptions, SpeculationSection):
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
 
     @property
-    def fewest_matched(self) -> int | None:
-        """See SpeculationSection."""
-        return 1
-
-    @property
-    def has_other_texts(self) -> bool:
-        """See SpeculationSection."""
-        return self.suffix_corpus is not None or self.suffix_decoding_max_cached_requests > 0
+    def match_rule(self) -> MatchRule | None:
+        """See SpeculationSection: a match is the better the longer it is; three tokens tell most of that."""
+        has_others = self.suffix_corpus is not None or self.suffix_decoding_max_cached_requests > 0
+        return MatchRule(1, min(3, self.suffix_decoding_max_tree_depth), has_others=has_others)
 
     def size_of(self, draft_len: int) -> DraftSize:
         """See SpeculationSection."""

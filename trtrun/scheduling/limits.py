@@ -11,6 +11,7 @@ from functools import cached_property
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.lookahead_windows import read_sizes
+from trtrun.configuration.speculation_section import MatchRule
 from trtrun.configuration.text_methods import LookaheadSection
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
@@ -48,9 +49,7 @@ class SchedulerLimits:
         most_chunk: tokens of a prompt that a row reads in a round, at most; None where the round alone bounds it.
         most_reported: positions of prompts whose logits a round reports, at most, or a tile; and of tokens, or one a
             row; None for no limit.
-        fewest_matched: of a row's last tokens that must have stood before, where its text or others' are all that
-            drafts are made of; None where they are made otherwise.
-        has_other_texts: whether others' may be.
+        match_rule: which matches drafts are made of, where their numbers follow from these; else None.
         lookahead: window size, n-gram size and verification set size, where the method is lookahead; else empty.
         has_longer_context: whether the target's context is longer than max_seq_len, which may then be raised.
     """
@@ -70,8 +69,7 @@ class SchedulerLimits:
     drafts_in_parallel: bool = False
     num_behind: int = 0
     lookahead: tuple[int, ...] = ()
-    fewest_matched: int | None = None
-    has_other_texts: bool = False
+    match_rule: MatchRule | None = None
     most_chunk: int | None = None
     most_reported: int | None = None
     has_longer_context: bool = True
@@ -107,8 +105,7 @@ class SchedulerLimits:
             draft_nodes=config.draft_nodes if config.max_paths > 1 else (),
             drafts_in_parallel=drafts_in_parallel,
             num_behind=METHODS[config.speculation.method].num_behind,
-            fewest_matched=config.speculation.fewest_matched if config.is_paced else None,
-            has_other_texts=config.speculation.has_other_texts,
+            match_rule=config.speculation.match_rule if config.is_paced else None,
             lookahead=tuple(config.speculation.sizes) if isinstance(config.speculation, LookaheadSection) else (),
             most_chunk=most_chunk,
             most_reported=most_reported,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trtrun.configuration.speculation_section import MatchRule
+
 _LENGTHS = (0, 1, 2, 4, 8, 16)
 NUM_KINDS = len(_LENGTHS) + 1
 """Kinds of matches: none, and lengths up to each of these numbers; the last has all that are longer."""
@@ -20,9 +22,6 @@ _TRUST_IN_USUAL = 2.0
 
 _MEMORY = 0.99
 """What is kept of older counts of a kind with every token that brings more."""
-
-_LONGEST_KEY = 3
-"""Of a row's last tokens so many are looked for first, then the fewest: a longer match is a better one."""
 
 _MOST_READ = 512
 """Tokens of a prompt that are read at a time, half a millisecond: a round waits for it."""
@@ -75,12 +74,14 @@ class MatchRecord:
 
 
 class OwnMatch:
-    """The match of one row."""
+    """The match of one row, as a drafter would find it."""
 
-    def __init__(self, fewest: int, record: MatchRecord) -> None:
-        """Find matches of `fewest` tokens or more, and count what becomes of them in `record`."""
+    def __init__(self, rule: MatchRule, record: MatchRecord) -> None:
+        """Find matches by `rule`, and count what becomes of them in `record`."""
         self._record = record
-        self._keys = sorted({fewest, max(fewest, _LONGEST_KEY)}, reverse=True)
+        self._takes_first = rule.takes_first
+        between = (rule.most - rule.fewest) // 3
+        self._sizes = sorted({rule.most, rule.most - between, rule.fewest + between, rule.fewest}, reverse=True)
         self._behind: dict[tuple[int, ...], int] = {}
         self._place = -1
         self._length = 0
@@ -98,35 +99,38 @@ class OwnMatch:
         """Read on in the row's tokens; what comes of the first `num_known`, its prompt, is not counted."""
         if not self._num_read:
             self._num_read = max(0, len(token_ids) - _MOST_INDEXED)
-        end = min(len(token_ids), max(self._num_read, num_known) + _MOST_READ)
-        end = min(end, self._num_read + _MOST_READ)
+        end = min(len(token_ids), self._num_read + _MOST_READ)
         for index in range(self._num_read, end):
             self._take(token_ids, index, index >= num_known)
         self._num_read = end
 
     def note_draft(self, num_drafted: int, num_accepted: int) -> None:
-        """A draft was verified, where the row has no match of its own: before its tokens are read."""
+        """A draft was verified, before its tokens are read: where the row has no match of its own it came of others."""
         if self._length:
             self._elsewhere = 0
             return
         self._record.note(0, num_accepted > 0)
-        whole = num_drafted > 0 and num_accepted == num_drafted
-        self._elsewhere = self._elsewhere + num_accepted if whole else 0
+        is_whole = num_drafted > 0 and num_accepted == num_drafted
+        self._elsewhere = self._elsewhere + num_accepted if is_whole else 0
 
     def _take(self, token_ids: Sequence[int], index: int, is_counted: bool) -> None:
         """The next token, at `index`."""
+        held = 0
         if self._length:
             is_right = token_ids[self._place] == token_ids[index]
             if is_counted:
                 self._record.note(kind_of(self._length), is_right)
-            self._length = self._length + 1 if is_right else 0
+            held = self._length + 1 if is_right else 0
             self._place += 1
-        for size in self._keys:
-            start = index + 1 - size
-            if start < 0:
-                continue
-            key = tuple(token_ids[start : index + 1])
-            if not self._length and (place := self._behind.get(key)) is not None:
-                self._place, self._length = place, size
-            if len(self._behind) < 2 * _MOST_INDEXED or key in self._behind:
+        keys = [tuple(token_ids[index + 1 - size : index + 1]) for size in self._sizes if size <= index + 1]
+        if self._takes_first or not held:
+            found = next((key for key in keys if key in self._behind), ())
+            self._place, held = self._behind.get(found, -1), max(len(found), held) if found else 0
+        self._length = held
+        has_room = len(self._behind) < len(self._sizes) * _MOST_INDEXED
+        for key in keys:
+            if key not in self._behind:
+                if has_room:
+                    self._behind[key] = index + 1
+            elif not self._takes_first:
                 self._behind[key] = index + 1

@@ -176,7 +176,7 @@ def commit_row(
         running.finish(FinishReason.ERROR, now)
         return RowResult(running, [], index)
     running.last_accepted = num_tokens - 1
-    if running.match is not None and most_drafted and limits.has_other_texts:
+    if running.match is not None and most_drafted:
         running.match.note_draft(verified, num_tokens - 1)
     statistics = running.statistics
     if planned.work is Work.DECODE:

@@ -167,8 +167,8 @@ class Scheduler:
                 : min(request.sampling.max_tokens, self.limits.max_length - len(request.prompt_token_ids))
             ],
         )
-        if self.limits.fewest_matched is not None:
-            completion.match = OwnMatch(self.limits.fewest_matched, self.matches)
+        if self.limits.match_rule is not None:
+            completion.match = OwnMatch(self.limits.match_rule, self.matches)
         appended, reason = append_tokens(completion, generated, self.limits)
         completion.compare_given_draft(len(appended))
         if reason is not None:

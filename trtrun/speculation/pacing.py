@@ -2,10 +2,13 @@
 
 Verifying a few rows costs hardly more than decoding them, as both wait for the weights. With many rows verification is
 arithmetic, and a draft_len that is right for one row loses more time than its accepted tokens win. The pacer keeps how
-long rounds of each draft_len took under each load, and how often the draft token of each position was accepted, and
-answers with the draft_len of the most tokens a second to be expected. That is the goodput of Liu et al. 2024
-(arXiv:2406.14066). It begins with what the start measured (round_costs.py), where it did, and corrects that by what
-rounds take; else it learns all of it on the way.
+long rounds of each draft_len took under each load (load_costs.py), and how often the draft token of each position was
+accepted (acceptance.py), and answers with the draft_len of the most tokens a second to be expected. That is the goodput
+of Liu et al. 2024 (arXiv:2406.14066). It begins with what the start measured or assumed (round_costs.py) and with what
+an earlier run has seen, and corrects both by what comes; where it has no costs, it learns all of it on the way.
+
+Nobody knows of a new draft whether it is any good. What it may cost before it has earned anything is a stake, bounded
+whatever is drafted: as a gambler's who bets a share of what he has left, and plays on with what he wins.
 
 It knows numbers of rows, seconds and counts. It does not know requests, clocks, models or what a plan makes of its
 answer. No text depends on the answer: acceptance by token is lossless for any draft_len.

@@ -82,8 +82,8 @@ def _make_pacer(config: RuntimeConfig, scheduler: Scheduler, ranks: EngineRanks,
         costs = measure_round_costs(ranks, limits, assumed)
         kept.write(costs, None)
     costs = assumed if costs is None else costs.continued(assumed)
-    if limits.fewest_matched is not None:
-        others = limits.has_other_texts
+    if limits.match_rule is not None:
+        others = limits.match_rule.has_others
         return MatchPacer(config.speculation.draft_len, scheduler.matches, costs, seen, has_other_texts=others)
     return Pacer(config.speculation.draft_len, costs, seen)
 

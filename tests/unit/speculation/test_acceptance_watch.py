@@ -69,7 +69,8 @@ def test_a_job_tells_it(
     monkeypatch.setattr(acceptance_watch, "_ENOUGH_DRAFTS", 20)
     monkeypatch.setattr(acceptance_watch, "_ENOUGH_OF_FEW", 2)
     monkeypatch.setattr(pacing, "_HOPELESS_ROUNDS", 20 if is_useless else 1 << 30)
-    monkeypatch.setattr(pacing, "_STAKE", 9.0)  # a draft takes about as long as the target here
+    for stake in ("_STAKE", "_MOST_STAKE"):  # a draft takes about as long as the target here
+        monkeypatch.setattr(pacing, stake, 1e6)
     target = make_checkpoint(tmp_path / "target", seed=1)
     draft: Any = useless_draft(tmp_path / "draft") if is_useless else noisy_copy(tmp_path / "draft", target, 0.01)
     with (

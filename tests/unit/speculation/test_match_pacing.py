@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from checkpoints import make_checkpoint
 from pipelines import make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
+from trtrun.configuration.speculation_section import MatchRule
 from trtrun.scheduling.matches import MatchRecord, OwnMatch, kind_of
 from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.round_costs import assume_costs
@@ -36,12 +38,13 @@ class Played:
         self.record = MatchRecord()
         costs = assume_costs((1, 4, 16), MOST, lambda draft_len: draft_len + 1, 12, 0.0)
         self.pacer = MatchPacer(MOST, self.record, costs, has_other_texts=others)
-        self._at_once, self._fewest, self._drafter = at_once, fewest, drafter
+        self._at_once, self._drafter = at_once, drafter
+        self._rule = MatchRule(fewest, max(4, fewest), takes_first=True, has_others=others)
 
     def write(self, texts: Sequence[list[int]], prompt: int) -> tuple[float, list[int]]:
         """How many times as fast as plain decoding these texts come, and for how many rows each round drafts."""
         written, took, drafting = [prompt] * len(texts), 0.0, []
-        matches = [OwnMatch(self._fewest, self.record) for _ in texts]
+        matches = [OwnMatch(self._rule, self.record) for _ in texts]
         for match, text in zip(matches, texts, strict=True):
             match.read(text[:prompt], prompt)
         while rows := [row for row, text in enumerate(texts) if written[row] < len(text)]:
@@ -123,15 +126,15 @@ def test_rows_without_a_match_are_drafted_for_where_other_texts_may_have_one(oth
 def test_a_match_is_there_where_the_last_tokens_stood_before() -> None:
     """As a search of the whole text says, token by token; and a long prompt is read in parts."""
     generator = random.Random(5)
-    for fewest in (1, 2, 5):
-        text, match = of_chance(generator, 300, 6), OwnMatch(fewest, MatchRecord())
+    for fewest, takes_first in product((1, 2, 5), (False, True)):
+        text, match = of_chance(generator, 300, 6), OwnMatch(MatchRule(fewest, 5, takes_first), MatchRecord())
         for end in range(1, len(text)):
             match.read(text[:end], 0)
             last = text[:end][-fewest:]
             stood = end > fewest and any(text[at : at + fewest] == last for at in range(end - fewest))
             assert (match.kind(text[:end]) > 0) == stood, (fewest, end)
     text = of_chance(generator, 1500, 3)
-    match, record = OwnMatch(2, MatchRecord()), MatchRecord()
+    match, record = OwnMatch(MatchRule(2, 3), MatchRecord()), MatchRecord()
     kinds = []
     for _ in range(4):
         match.read(text, 1500)
