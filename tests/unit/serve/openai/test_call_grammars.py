@@ -238,6 +238,13 @@ def test_a_text_holds_no_line_that_is_read_as_the_next_parameter(tokenizer: Toke
         assert allows(tokenizer, grammar, CODER_F.replace("\n1\n", f"\n{text}\n")) == (not is_read), text
 
 
+def test_rules_of_parameters_are_put_down_once(tokenizer: Tokenizer) -> None:
+    """Whether a call stands in front of text, behind thoughts or in their midst."""
+    sizes = [len(write(tokenizer, "qwen3_coder", reasoning, False, wanted())) for reasoning in ("", "qwen3")]
+    grammar = write(tokenizer, "qwen3_coder", "qwen3", False, wanted())
+    assert grammar.count("<parameter=a>") == 1 and sizes[1] < sizes[0] + 1000
+
+
 def test_the_head_of_a_call_ends_thoughts_of_gpt_oss(tokenizer: Tokenizer) -> None:
     for choice in ("required", "auto"):
         grammar = write(tokenizer, "gpt-oss", "gpt-oss", False, wanted(choice))
