@@ -257,7 +257,7 @@ def test_special_tokens_are_in_a_text_where_they_are_asked_for(tmp_path: Path) -
 
 def test_a_mark_that_the_tokenizer_cannot_write_bounds_no_thoughts() -> None:
     reader = PromptReader(SimpleNamespace(vocab_size=300, eos_token_ids=(0,)), layout("WordPiece"))
-    with pytest.raises(InvalidRequestError, match='thinking_marks: this .* cannot write "</think>"'):
+    with pytest.raises(InvalidRequestError, match=r'thinking_marks: this .* cannot write "</think>"'):
         reader.check(SamplingParams(thinking_token_budget=5))
     reader.check(SamplingParams())
     with pytest.raises(InvalidRequestError, match="thinking_token_budget needs a tokenizer"):
