@@ -18,6 +18,7 @@ from trtrun.core.guide import Guide
 from trtrun.core.nouns import LoadedAdapter, Request
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
+from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError, one_line, shorten
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.vocabulary import Spelling
@@ -177,15 +178,24 @@ class PromptReader:
             if ids and max(ids) >= size:  # none is below 0
                 token = next(token for token in ids if token >= size)
                 raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")
-        if sampling.thinking_token_budget is not None and self._tokenizer is None:
-            raise InvalidRequestError(
-                "thinking_token_budget needs a tokenizer, which this checkpoint does not have: leave it out"
-            )
+        if sampling.thinking_token_budget is not None:
+            self._check_end_of_thoughts(sampling.thinking_marks[1])
         if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
             raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
         self._check_some_allowed(sampling)
         if sampling.guided is not None:
             self._compile_guide(sampling.guided)
+
+    def _check_end_of_thoughts(self, mark: str) -> None:
+        """Refuse a mark behind thoughts that cannot be forced."""
+        if self._tokenizer is None or self._spellings is None:
+            line = "thinking_token_budget needs a tokenizer, which this checkpoint does not have: leave it out"
+            raise InvalidRequestError(line)
+        spelled = self._spellings(mark)
+        if not spelled or mark not in self._tokenizer.decode(spelled[0], skip_special_tokens=False):
+            raise InvalidRequestError(
+                f"thinking_marks: this model's tokenizer cannot write {show_value(mark)}, so it cannot end thoughts"
+            )
 
     def ids_in_guides(self, texts: Iterable[str]) -> dict[str, int]:
         """Those of some texts that grammars cannot spell, as they are special tokens to them, each with its id.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import make_checkpoint, make_tokenizer
@@ -11,6 +12,8 @@ from pipelines import make_llm, text_of
 from tokenizer_layouts import layout
 
 from trtrun import LLM, SamplingParams
+from trtrun.api.prompts import PromptReader
+from trtrun.errors import InvalidRequestError
 
 # Streams.
 
@@ -250,3 +253,14 @@ def test_special_tokens_are_in_a_text_where_they_are_asked_for(tmp_path: Path) -
         chunks = list(llm.stream("x", replace(sampling, skip_special_tokens=False, stop=("<mark>",))))
         assert "".join(chunk.text for chunk in chunks) == found.text.partition("<mark>")[0]
         assert chunks[-1].finish_reason == "stop"
+
+
+def test_a_mark_that_the_tokenizer_cannot_write_bounds_no_thoughts() -> None:
+    reader = PromptReader(SimpleNamespace(vocab_size=300, eos_token_ids=(0,)), layout("WordPiece"))
+    with pytest.raises(InvalidRequestError, match=r'thinking_marks: this .* cannot write "</think>"'):
+        reader.check(SamplingParams(thinking_token_budget=5))
+    reader.check(SamplingParams())
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget needs a tokenizer"):
+        PromptReader(SimpleNamespace(vocab_size=300, eos_token_ids=(0,)), None).check(
+            SamplingParams(thinking_token_budget=5)
+        )

@@ -99,7 +99,9 @@ def _hermes_free(lark: Lark, wanted: Wanted) -> str:
 
 
 def _qwen_rest(lark: Lark, wanted: Wanted) -> str:
-    """A call in Qwen3-Coder's form behind its opening mark."""
+    """A call in Qwen3-Coder's form behind its opening mark: put down once, as each parameter has rules of its own."""
+    if lark.has("marked"):
+        return "marked"
     rules = []
     for number, tool in enumerate(wanted.tools):
         is_bound = tool.is_strict or wanted.must_call

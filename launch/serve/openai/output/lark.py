@@ -26,6 +26,10 @@ class Lark:
         """How many rules there are."""
         return len(self._rules)
 
+    def has(self, name: str) -> bool:
+        """Whether a rule of that name was put down."""
+        return name in self._rules
+
     def put(self, name: str, rule: str) -> str:
         """Put down a rule; returns its name.
 

@@ -238,12 +238,18 @@ def test_a_text_holds_no_line_that_is_read_as_the_next_parameter(tokenizer: Toke
         assert allows(tokenizer, grammar, CODER_F.replace("\n1\n", f"\n{text}\n")) == (not is_read), text
 
 
+def test_rules_of_parameters_are_put_down_once(tokenizer: Tokenizer) -> None:
+    """Whether a call stands in front of text, behind thoughts or in their midst."""
+    assert write(tokenizer, "qwen3_coder", "qwen3", False, wanted()).count("<parameter=a>") == 1
+
+
 def test_the_head_of_a_call_ends_thoughts_of_gpt_oss(tokenizer: Tokenizer) -> None:
+    begin = f"{HEAD}analysis<|message|>so"
     for choice in ("required", "auto"):
         grammar = write(tokenizer, "gpt-oss", "gpt-oss", False, wanted(choice))
-        assert allows(tokenizer, grammar, f"{HEAD}analysis<|message|>so{HARMONY_F}")
-        assert not allows(tokenizer, grammar, f"{HEAD}analysis<|message|>so{HARMONY_F.replace(ARGUMENTS, WRONG)}")
-        assert not allows(tokenizer, grammar, f"{HEAD}analysis<|message|>so{HEAD}final<|message|>x")
+        assert allows(tokenizer, grammar, begin + HARMONY_F)
+        for wrong in (HARMONY_F.replace(ARGUMENTS, WRONG), f"{HEAD}final<|message|>x"):
+            assert not allows(tokenizer, grammar, begin + wrong)
 
 
 def test_an_object_that_begins_as_a_call_does_may_be_written_beside_it(tokenizer: Tokenizer) -> None:
