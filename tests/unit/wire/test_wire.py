@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
+from trtrun.core.nouns import WAITS, LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
@@ -133,7 +133,7 @@ def test_a_report_comes_back_as_it_was() -> None:
     tokens = np.array([[5, 6, 7], [8, -1, -1]])
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
-    times = RoundTimes(0.25, 0.5, 0.75, 0.875, FirstUses(captures=3, compilations=70_000))
+    times = RoundTimes(0.25, 0.5, 0.75, 0.875, 0.0625, FirstUses(captures=3, compilations=70_000))
     arrays = ReportArrays(41, times, np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
     report = come_back(dataclasses.replace(arrays, num_suffix_tokens=np.array([2, 0])))
     assert report.num_suffix_tokens == [2, 0]
@@ -146,6 +146,8 @@ def test_a_report_comes_back_as_it_was() -> None:
     entry = report.logprobs[1][2]
     assert (entry.token_id, entry.logprob) == (20, -2.5)
     assert list(entry.alternatives) == [(21, -2.625), (22, -2.75), (23, -2.875)]
+    waiting = come_back(dataclasses.replace(arrays, num_tokens=np.array([WAITS, 1])))
+    assert waiting.num_tokens == [WAITS, 1] and waiting.tokens == [[], [8]]
 
 
 @pytest.mark.parametrize("has_verdict", [True, False])
