@@ -383,6 +383,26 @@ def test_a_row_is_not_begun_anew_again_and_again(tokenizer: Tokenizer, monkeypat
             assert guide.matcher is None and guide.waits == how, (shares, num_tokens)
 
 
+def test_a_bound_of_the_text_alone_ends_its_row_and_compiles_nothing(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other matcher would pass it, too."""
+    few = LLParserLimits(max_items_in_row=20, verbose_errors=False)
+    monkeypatch.setattr(grammars_module, "limits", lambda: few)
+    grammars = Grammars(Spelling.of(tokenizer, VOCABULARY, (EOS,)).read())
+    properties = {f"k{number}": {"type": "integer"} for number in range(100)}
+    guide = guide_of({"json": {"type": "object", "properties": properties}})
+    guides = RowGuides(lambda: grammars, VOCABULARY, torch.device("cpu"))
+    rows = [0, 1]
+    guides.begin_round(replace(PLAN, admissions=tuple(admission_of(row, guide) for row in rows)))
+    assert guides.masks(rows, 0) is not None
+    monkeypatch.setattr(grammars_module, "LLMatcher", lambda *_, **__: pytest.fail("compiled again"))
+    (brace,) = tokenizer.encode("{", add_special_tokens=False)
+    guides.note_verdict(rows, Verdict(torch.ones(2, dtype=torch.int64), torch.full((2, 1), brace)))
+    masks = guides.masks(rows, 0)
+    assert masks is not None and not masks.bits.any() and guides.waiting(rows) == {}
+
+
 def test_a_mask_that_cannot_be_made_allows_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no end of the text, which the engine's own would be."""
     few = LLParserLimits(max_lexer_states=60, verbose_errors=False)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler_rounds import LIMITS, commit, schedule, start, with_limits
 from scheduler_simulation import Job, make_request, output_of
 
-from trtrun.core.nouns import FinishReason, Request
+from trtrun.core.guide import Guide, GuideStart
+from trtrun.core.nouns import WAITS, WAITS_ALONE, FinishReason, Request
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.scheduling import admission
@@ -383,3 +386,33 @@ def test_long_prompts_get_rows_one_after_the_other(monkeypatch: pytest.MonkeyPat
     for number in range(4):
         scheduler.add(make_request(number, [1] * 20, 2))
     assert [len(admitted.tokens) for admitted in schedule(scheduler).admissions] == [20, 20]
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_a_row_that_waits_for_its_guide_loses_its_place_until_that_is_built(plans_ahead: int) -> None:
+    scheduler = Scheduler(with_limits(plans_ahead=plans_ahead, draft_len=0))
+    guide = Guide("regex", "a*")
+    for number, guided in enumerate((guide, None)):
+        request = make_request(number, [1] * 5, 9)
+        scheduler.add(replace(request, sampling=replace(request.sampling, guided=guided)))
+    assert scheduler.take_guide_orders().begun == (GuideStart(guide),)
+    scheduler.note_built(GuideStart(guide))
+    plans = [schedule(scheduler) for _ in range(1 + plans_ahead)]
+    assert plans[0].sampled_rows == [0, 1]
+    (row,) = scheduler.commit(plans.pop(0), [WAITS, 1], [[], [7]])
+    assert row.completion.request.request_id == 1 and scheduler.num_preempted == 1
+    assert scheduler.take_guide_orders().begun == (), "as nothing came since, it is what is built"
+    plans.append(schedule(scheduler))
+    if plans_ahead:  # what was planned before belongs to nobody
+        assert [row.new_token_ids for row in scheduler.commit(plans.pop(0), [1, 1], [[3], [7]])] == [[7]]
+    (plan,) = plans
+    assert [admitted.request_id for admitted in plan.admissions] == [0] and plan.dropped_rows == (0,)
+    gained = {0: 4, 1: 7}
+    scheduler.commit(plan, [1] * 2, [[gained[row]] for row in plan.sampled_rows])
+    plan = schedule(scheduler)
+    scheduler.commit(plan, [WAITS_ALONE if row == 0 else 1 for row in plan.sampled_rows], [[7]] * 2)
+    start = GuideStart(guide, (4,), is_alone=True)
+    orders = scheduler.take_guide_orders()
+    assert orders.begun == (start,) and orders.over == (GuideStart(guide),)
+    assert schedule(scheduler).sampled_rows == [1], "the other goes on"
+    assert scheduler.cancel(0) and scheduler.take_guide_orders().over == (start,)

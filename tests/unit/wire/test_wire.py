@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
-from trtrun.core.sampling_params import SamplingParams
-from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
+from trtrun.core.nouns import WAITS, LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
+from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
-from trtrun.wire.adapter_loads import AdapterOrder, decode_order, decode_read, encode_order, encode_read
+from trtrun.wire.adapter_loads import decode_load, encode_load
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 
@@ -40,14 +39,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.just(0) | st.integers(1, 20)),
         return_generation_logits=draw(st.booleans()),
-        cache_salt=draw(st.sampled_from([None, "*"])),  # ranks need not know which
         lookahead_config=draw(st.just(()) | st.tuples(*[st.integers(1, 32)] * 3)),
         guided=draw(st.none() | st.builds(Guide, st.sampled_from(["json", "regex"]), st.text(min_size=1, max_size=9))),
     )
-
-
-def token_sequences() -> st.SearchStrategy[TokenSequences]:
-    return st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=3).map(TokenSequences.of)
 
 
 @st.composite
@@ -56,7 +50,6 @@ def token_lists(draw: st.DrawFn) -> TokenLists:
         draw(st.lists(TOKEN, max_size=4)),
         draw(st.dictionaries(TOKEN, st.floats(-100, 100), max_size=5)),
         draw(st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=4)),
-        draw(st.none() | st.builds(ThoughtBounds, st.integers(0, 2**31 - 1), token_sequences(), token_sequences())),
     )
 
 
@@ -125,10 +118,8 @@ def test_a_plan_comes_back_as_it_was(plan: RoundPlan) -> None:
 
 def test_what_is_asked_of_adapters_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "ä b"
-    for order in (AdapterOrder(3, "ä", path), AdapterOrder(3, slot=7), AdapterOrder(3)):
-        assert decode_order(encode_order(order)) == order
-    assert decode_order(encode_request(Request.START, 3)) is None
-    assert decode_read(encode_read(3, "ä")) == (3, "ä")
+    assert decode_load(encode_load(7, path)) == (7, path)
+    assert decode_load(encode_request(Request.START, 3)) is None
 
 
 def come_back(report: ReportArrays) -> RoundReport:
@@ -142,7 +133,7 @@ def test_a_report_comes_back_as_it_was() -> None:
     tokens = np.array([[5, 6, 7], [8, -1, -1]])
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
-    times = RoundTimes(0.25, 0.5, 0.75, 0.875, 0.125, FirstUses(captures=3, compilations=70_000))
+    times = RoundTimes(0.25, 0.5, 0.75, 0.875, 0.0625, FirstUses(captures=3, compilations=70_000))
     arrays = ReportArrays(41, times, np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
     report = come_back(dataclasses.replace(arrays, num_suffix_tokens=np.array([2, 0])))
     assert report.num_suffix_tokens == [2, 0]
@@ -155,6 +146,8 @@ def test_a_report_comes_back_as_it_was() -> None:
     entry = report.logprobs[1][2]
     assert (entry.token_id, entry.logprob) == (20, -2.5)
     assert list(entry.alternatives) == [(21, -2.625), (22, -2.75), (23, -2.875)]
+    waiting = come_back(dataclasses.replace(arrays, num_tokens=np.array([WAITS, 1])))
+    assert waiting.num_tokens == [WAITS, 1] and waiting.tokens == [[], [8]]
 
 
 @pytest.mark.parametrize("has_verdict", [True, False])
