@@ -295,7 +295,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._outstanding)} results are due but plans_ahead is {self.limits.plans_ahead}")
         if not self._requests:
             return None
-        self._share_rows()
+        self._admission.share_rows()
         plan = PlanBuilder.of(self.limits)
         has_free_row = self._batch.has_free_row()
         decoding = self._decoding.rows()
@@ -386,16 +386,6 @@ class Scheduler:
             if all(completion is not row.completion for row in results):
                 results.append(RowResult(completion, [], NO_PLACE))
         return results
-
-    def _share_rows(self) -> None:
-        """Where an owner waits that has no row, take one from the owner that has most, or most of the blocks: a row a
-        round, and none twice, so that what is computed again is bounded."""
-        first = self._waiting.first_without_rows()
-        if first is None or self._batch.may_admit(first):
-            return
-        preempted = self._batch.give_way(self._waiting.num_owners)
-        if preempted is not None:
-            self._waiting.put_back(preempted)
 
     def _release(self, running: Completion) -> None:
         self._batch.release(running)
