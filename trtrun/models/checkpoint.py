@@ -147,10 +147,9 @@ class Checkpoint:
         with reading(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
             for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
                 if name in self._file_of:  # of which one would win by the order of files, whatever the index says
-                    raise CheckpointError(
-                        f"{self.path}: tensor {shorten(name)} is in {self._file_of[name].name} and in {file.name}, and "
-                        f"may be in one file alone: {fetch_again(self.path, 'copy or save the model again')}"
-                    )
+                    told = f"tensor {shorten(name)} is in {self._file_of[name].name} and in {file.name}"
+                    way = fetch_again(self.path, "copy or save the model again")
+                    raise CheckpointError(f"{self.path}: {told}, and may be in one file alone: {way}")
                 piece = handle.get_slice(name)
                 self._file_of[name] = file
                 self._shapes[name] = tuple(piece.get_shape())

@@ -8,13 +8,16 @@ waits is admitted when it would be that. So a short prompt does not wait behind 
 are read one after the other, which is the earliest for each but the last. No prompt is admitted before it is read: by
 then more of it may be in the cache. (Shortest remaining work first, with a share for the oldest against starvation.)
 
+Before a round is planned, an owner without a row may be given one of another's.
+
 It knows completions, rows, blocks and tokens. It does not know results, ranks, or how drafts are made.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable
 from itertools import islice
 
 from trtrun.scheduling.batch import NO_ROW, Completion, RunningBatch
@@ -40,13 +43,46 @@ _MOST_LOOKED_AT = 8
 class Admission:
     """Plans the prompts of rounds."""
 
-    def __init__(self, limits: SchedulerLimits, batch: RunningBatch, waiting: WaitingQueue) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        batch: RunningBatch,
+        waiting: WaitingQueue,
+        put_back: Callable[[Completion], None],
+    ) -> None:
+        """Plan prompts of `batch`, and of those that wait; `put_back` is told of those that were preempted."""
         self._limits = limits
         self._batch = batch
         self._waiting = waiting
+        self._put_back = put_back
         self._num_left = 0
         self._drafts_pay = True
         self._may_feed_late = False
+
+    def share_rows(self) -> None:
+        """Where an owner waits that has no row, take one from the owner that has more than an equal part for each: of
+        the rows, or where one is free of the blocks. Nobody's last row is taken, one in a round, and from no completion
+        twice, so that what is computed again is bounded. Before a round is planned."""
+        first, batch = self._waiting.first_without_rows(), self._batch
+        if first is None or batch.may_admit(first):
+            return
+        unread = [running.num_unread for running in batch.requests if not running.is_decoding]
+        if unread and batch.num_to_read(first, followed=False) >= max(unread):
+            return  # shorter prompts are read before it
+        lacks_blocks = batch.has_free_row()
+        rows, held = Counter[Hashable](), Counter[Hashable]()
+        for running in batch.requests:
+            rows[running.owner] += 1
+            held[running.owner] += running.table.capacity if lacks_blocks else 1
+        most = self._limits.num_stored_tokens if lacks_blocks else self._limits.max_batch_size
+        owner, part = max(held.items(), key=lambda item: item[1], default=(None, 0))
+        if part <= most // self._waiting.num_owners or rows[owner] <= 1:
+            return
+        newest = next((one for one in reversed(batch.requests) if one.owner == owner and not one.has_yielded), None)
+        if newest is not None:
+            newest.has_yielded = True
+            batch.preempt(newest)
+            self._put_back(newest)
 
     def plan_prompts(
         self, plan: PlanBuilder, speculating: bool, *, drafts_pay: bool = True, is_unsure: bool = False
@@ -105,6 +141,8 @@ class Admission:
                 drafted = False
             followed = drafted and has_store
             if below is not None and self._batch.num_to_read(running, followed) >= below:
+                if not self._waiting.has_rows(running.owner):
+                    return None  # it is next, however much it has to read, and a row may have been taken for it
                 continue
             if self._batch.try_admit(running, drafted, followed, followed and self._is_fed_late(running)):
                 self._num_left += is_left

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -305,28 +304,10 @@ class RunningBatch:
         """Whether there are a row and blocks for a request."""
         return self.has_free_row() and self._fitting(running, followed=False) is not None
 
-    def give_way(self, num_owners: int) -> Completion | None:
-        """Preempt a row of the owner that has more than an equal part for each of `num_owners`: of the rows, or where
-        one is free of the blocks. It is the most recently admitted of those that never gave way before.
-
-        Returns:
-            The preempted request; None where nobody has more than one row and an equal part, or all gave way before.
-        """
-        has_free_row = self.has_free_row()
-        rows, held = Counter[Hashable](), Counter[Hashable]()
-        for running in self.requests:
-            rows[running.owner] += 1
-            held[running.owner] += running.table.capacity if has_free_row else 1
-        most = self._limits.num_stored_tokens if has_free_row else self._limits.max_batch_size
-        owner, part = max(held.items(), key=lambda item: item[1], default=(None, 0))
-        if part <= most // num_owners or rows[owner] <= 1:
-            return None
-        newest = next((one for one in reversed(self.requests) if one.owner == owner and not one.has_yielded), None)
-        if newest is not None:
-            self.release(newest)
-            newest.has_yielded = True
-            newest.statistics.num_preemptions += 1
-        return newest
+    def preempt(self, running: Completion) -> None:
+        """Take row and blocks from a request, which is to be computed again."""
+        self.release(running)
+        running.statistics.num_preemptions += 1
 
     def room(self, running: Completion) -> int:
         """Positions that the row could hold if it took every block that is available."""
@@ -346,8 +327,7 @@ class RunningBatch:
             if len(self.requests) == 1:
                 raise RuntimeError(f"request {running.request.request_id} alone cannot hold {num_positions} positions")
             newest = self.requests[-1]
-            self.release(newest)
-            newest.statistics.num_preemptions += 1
+            self.preempt(newest)
             preempted.append(newest)
         return preempted
 

@@ -180,7 +180,7 @@ class WaitingQueue:
     def first_without_rows(self) -> Completion | None:
         """The next completion of an owner that has no row at all; None where there is none."""
         first = next(self.in_turn(), None) if len(self._owners) > 1 else None
-        return None if first is None or self._owners[first.owner].num_rows else first
+        return None if first is None or self.has_rows(first.owner) else first
 
     def has_share(self, owner: Hashable, count: int, most: int) -> bool:
         """Whether `count` more of an owner may wait, of `most` in all; see `has_share`."""
@@ -188,6 +188,10 @@ class WaitingQueue:
         own = known.num_waiting if known is not None else 0
         others = sum(1 for other in self._owners.values() if other.num_waiting and other is not known)
         return has_share(count, own, len(self), most, others)
+
+    def has_rows(self, owner: Hashable) -> bool:
+        """Whether an owner of whom a completion waits has a row."""
+        return self._owners[owner].num_rows > 0
 
     @property
     def num_owners(self) -> int:

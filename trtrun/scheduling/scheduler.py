@@ -68,7 +68,7 @@ class Scheduler:
         self._batch = RunningBatch(self.limits)
         self._waiting = WaitingQueue()
         self._decoding = Decoding(self.limits, self._batch, self._put_back)
-        self._admission = Admission(self.limits, self._batch, self._waiting)
+        self._admission = Admission(self.limits, self._batch, self._waiting, self._put_back)
 
     @property
     def has_work(self) -> bool:
@@ -315,7 +315,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._outstanding)} results are due but plans_ahead is {self.limits.plans_ahead}")
         if not self._requests:
             return None
-        self._share_rows()
+        self._admission.share_rows()
         plan = PlanBuilder.of(self.limits)
         has_free_row = self._batch.has_free_row()
         decoding = self._decoding.rows()
@@ -414,8 +414,7 @@ class Scheduler:
 
     def _preempt(self, running: Completion, *, is_alone: bool) -> None:
         """Take the row of a completion whose guide has to go on beside the rounds."""
-        self._batch.release(running)
-        running.statistics.num_preemptions += 1
+        self._batch.preempt(running)
         self._put_back(running, is_alone=is_alone)
 
     def _put_back(self, preempted: Completion, *, is_alone: bool = False) -> None:
@@ -429,16 +428,6 @@ class Scheduler:
         is_built = self._guides.add(preempted.guide_start)
         self._guides.remove(old)
         self._waiting.put_back(preempted, is_held=not is_built)
-
-    def _share_rows(self) -> None:
-        """Where an owner waits that has no row, take one from the owner that has most, or most of the blocks: a row a
-        round, and none twice, so that what is computed again is bounded."""
-        first = self._waiting.first_without_rows()
-        if first is None or self._batch.may_admit(first):
-            return
-        preempted = self._batch.give_way(self._waiting.num_owners)
-        if preempted is not None:
-            self._put_back(preempted)
 
     def _release(self, running: Completion) -> None:
         self._batch.release(running)

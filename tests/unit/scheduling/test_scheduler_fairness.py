@@ -131,6 +131,28 @@ def test_an_owner_without_rows_is_given_one_and_no_row_is_given_up_twice() -> No
     assert rounds.scheduler.idle_is_whole()
 
 
+def test_a_row_that_is_given_up_goes_to_whom_it_was_taken_for() -> None:
+    """Not back to who gave it up, of whose prompt less is left to read; and not before the long one is read."""
+    rounds = Rounds(rows=3)
+    hog = [rounds.add(length, owner="hog", max_tokens=100) for length in (1500, 8, 8)]
+    rounds.run(until=lambda: len(rounds.plans) == 3)
+    assert number_of_rows(rounds, {*hog}) == 3
+    small = rounds.add(1800, owner="small", max_tokens=2)
+    rounds.run(until=lambda: small in rounds.admitted, most=40)
+    requests = [rounds.scheduler._requests[number] for number in hog]
+    assert [request.statistics.num_preemptions for request in requests] == [0, 0, 1]
+    rounds.run()
+
+    rounds = Rounds(rows=4)
+    hog = [rounds.add(length, owner="hog", max_tokens=100) for length in (1500, 200, 8, 8)]
+    rounds.run(until=lambda: len(rounds.plans) == 3)
+    small = rounds.add(300, owner="small", max_tokens=2)
+    rounds.run(until=lambda: small in rounds.admitted, most=40)
+    assert sum(rounds.scheduler._requests[number].statistics.num_preemptions for number in hog) == 1
+    rounds.run()
+    assert rounds.scheduler.idle_is_whole()
+
+
 def test_an_owner_without_rows_is_given_blocks() -> None:
     rounds = Rounds(rows=8, num_blocks=61, budget=256)
     hog = [rounds.add(70, owner="hog", max_tokens=80) for _ in range(3)]  # 60 blocks of 4 hold three of them

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import WAITS, LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
-from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
 from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
-from trtrun.wire.adapter_loads import decode_load, encode_load
+from trtrun.wire.adapter_loads import AdapterOrder, decode_order, decode_read, encode_order, encode_read
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 
@@ -39,9 +40,14 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.just(0) | st.integers(1, 20)),
         return_generation_logits=draw(st.booleans()),
+        cache_salt=draw(st.sampled_from([None, "*"])),  # ranks need not know which
         lookahead_config=draw(st.just(()) | st.tuples(*[st.integers(1, 32)] * 3)),
         guided=draw(st.none() | st.builds(Guide, st.sampled_from(["json", "regex"]), st.text(min_size=1, max_size=9))),
     )
+
+
+def token_sequences() -> st.SearchStrategy[TokenSequences]:
+    return st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=3).map(TokenSequences.of)
 
 
 @st.composite
@@ -50,6 +56,7 @@ def token_lists(draw: st.DrawFn) -> TokenLists:
         draw(st.lists(TOKEN, max_size=4)),
         draw(st.dictionaries(TOKEN, st.floats(-100, 100), max_size=5)),
         draw(st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=4)),
+        draw(st.none() | st.builds(ThoughtBounds, st.integers(0, 2**31 - 1), token_sequences(), token_sequences())),
     )
 
 
@@ -118,8 +125,10 @@ def test_a_plan_comes_back_as_it_was(plan: RoundPlan) -> None:
 
 def test_what_is_asked_of_adapters_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "ä b"
-    assert decode_load(encode_load(7, path)) == (7, path)
-    assert decode_load(encode_request(Request.START, 3)) is None
+    for order in (AdapterOrder(3, "ä", path), AdapterOrder(3, slot=7), AdapterOrder(3)):
+        assert decode_order(encode_order(order)) == order
+    assert decode_order(encode_request(Request.START, 3)) is None
+    assert decode_read(encode_read(3, "ä")) == (3, "ä")
 
 
 def come_back(report: ReportArrays) -> RoundReport:
