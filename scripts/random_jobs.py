@@ -4,12 +4,12 @@
 Tokens, and the logits that each was chosen from, must be the same to the bit.
 
     python scripts/random_jobs.py [--jobs 500] [--seed 0] [--dtype float32] [--device cpu:0] [--target DIR]
-                                  [--heads METHOD=DIR ...] [--only N]
+                                  [--heads METHOD=DIR ...] [--first N]
 
 A job draws a drafting method (chains, trees, several paths), how keys and values are kept, blocks, how prompts are cut,
 how many rows run, whether blocks run out, and requests: greedy and sampled, with penalties, guides and LoRA adapters.
 Models are the shipped ones, with their heads; or --target, whose heads are what --heads names. Adapters are made up.
-TRTRUN_MAX_CPU_ISA=avx2 has it all computed as on a processor with less. --only runs one job of that number. The last
+TRTRUN_MAX_CPU_ISA=avx2 has it all computed as on a processor with less. Job N alone is --first N --jobs 1. The last
 line is JSON. Exit status 1 where a job differs.
 """
 
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu:0")
     parser.add_argument("--target", help="a checkpoint; its prompts are random tokens")
     parser.add_argument("--heads", action="append", default=[], metavar="METHOD=DIR", help="of --target")
-    parser.add_argument("--only", type=int, help="the number of the one job to run")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first job")
     options = parser.parse_args()
     heads = dict(part.split("=", 1) for part in options.heads) if options.target else SHIPPED_HEADS
     folder = Path(options.target) if options.target else ASSETS / "target"
@@ -190,7 +190,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         made = enumerate(ADAPTERS)
         adapters = {key: str(make_adapter(Path(name, key), folder, seed, 3 + 5 * seed)) for seed, key in made}
-        for number in range(options.jobs) if options.only is None else [options.only]:
+        for number in range(options.first, options.first + options.jobs):
             differences = run_job(number, options, heads, adapters)
             counts["jobs"] += 1
             counts["different tokens"] += any("other tokens" in line for line in differences)

@@ -39,8 +39,8 @@ class OneDnnMatmul:
         # In bfloat16 oneDNN gives bit-equal rows for any number of rows from two on, while a single row may take
         # another kernel that adds up in another order. Verification computes draft_len + 1 rows where plain decoding
         # computes one: computing four in its place keeps both bit-equal. (Measured on Zen 5: one row takes 0.93 of the
-        # time of two, four take 0.97.) float32 has no such promise to keep, as the difference is 1e-7 there, and its
-        # one-row kernel is much faster.
+        # time of two, four take 0.97.) float32 comes here only where trtrun's own kernels do not run, and has no such
+        # promise to keep there: its one-row kernel is much faster.
         self._pad_single_row = batch_invariant and weight.dtype is torch.bfloat16
         # The number of rows is a hint for the layout only: one pack serves every number of rows.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 2)
