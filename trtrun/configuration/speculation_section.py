@@ -74,10 +74,9 @@ class SpeculationSection(Section):
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.
-        pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
-            draft); it begins with what an earlier run has left in the user's folder of caches, and without that
-            measures rounds at the start, half a second of them, for models and heads. `fixed` always drafts draft_len.
-            use_logits is always `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
+        pacing: `measured` drafts fewer tokens where fewer pay more (many rows, a poor draft), by times of this run and
+            earlier ones, or half a second of rounds at start; `fixed` always drafts draft_len. use_logits is always
+            `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
         forced_acceptance: for `bench` with dummy weights: tokens that a row gains in a round on average, whatever the
             target says. Every result names it, and the texts are nobody's.
     """

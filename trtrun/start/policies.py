@@ -31,6 +31,10 @@ from trtrun.start.rehearsed_rounds import (
 )
 from trtrun.threads import outnumber_cores
 
+_DOUBTFUL = 3
+"""How many times as long as a plain round one with a token drafted takes where it is measured again: something else may
+have run when it was measured."""
+
 _AT_ONCE_ON_CPUS, _AT_ONCE_ON_GPUS = 12, 200
 _MODEL_SHARE, _HEADS_SHARE = 0.15, 0.05
 """Positions that take as long as reading the weights once, and what a drafted token takes of that: about, until rounds
@@ -78,7 +82,7 @@ def _make_pacer(config: RuntimeConfig, scheduler: Scheduler, ranks: EngineRanks,
     if not _has_costs(config):
         return Pacer(config.speculation.draft_len, None, seen)
     assumed = assumed_costs(config, limits)
-    if costs is None and _measures_rounds(config):
+    if _measures_rounds(config) and (costs is None or costs.estimate(1, 1) > _DOUBTFUL * costs.estimate(1, 0)):
         costs = measure_round_costs(ranks, limits, assumed)
         kept.write(costs, None)
     costs = assumed if costs is None else costs.continued(assumed)

@@ -131,6 +131,7 @@ def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
                 rehearsal.practise(draft_len, sampling)
         for rows in _late_rows(limits):
             rehearsal.practise_late_drafts(rows)
+            rehearsal.practise_few_drafts(rows)
         rehearsal.drop_rows()
 
 
@@ -139,7 +140,7 @@ def count_practised_rounds(limits: SchedulerLimits) -> int:
     lens = _practised_lens(limits)
     beside = _has_prompt(limits, _row_length(limits, len(lens)))
     of_kinds = len(_PRACTISED) * len(lens) * (2 if beside else 1)
-    return of_kinds + 1 + len(_late_rows(limits)) if lens else 0
+    return of_kinds + 1 + 3 * len(_late_rows(limits)) if lens else 0
 
 
 def count_measured_rounds(limits: SchedulerLimits) -> int:
@@ -270,6 +271,16 @@ class _Rehearsal:
         lacking = np.full(rows, most_missed_rounds(rows, may_sit_out=True), dtype=np.int32)
         self._ranks.publish(replace(plan, catch_up=lacking))
         self._await_verdict()
+
+    def practise_few_drafts(self, rows: int) -> None:
+        """A round in which one of these rows drafts, and one in which it is fed alone; the others sit them out."""
+        first = np.arange(rows, dtype=np.int32) == 0
+        for number, draft_len in enumerate((1, 0)):
+            plan = self._plan(rows, 1, number)
+            lens, unfed = np.where(first, draft_len, -1), np.where(first, self._limits.most_unfed(1), 0)
+            few = replace(plan, draft_lens=lens.astype(np.int32), catch_up=unfed.astype(np.int32))
+            self._ranks.publish(few)
+            self._await_verdict()
 
     def drop_rows(self) -> None:
         """Leave the ranks as they were."""

@@ -19,6 +19,7 @@ from trtrun.roles.orchestrator import commit_round
 from trtrun.roles.round import Worker, probability_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 from trtrun.speculation.pacing import Pacer
 from trtrun.wire.reports import RoundReport, RoundTimes
@@ -262,6 +263,25 @@ def test_pacing_counts_a_draft_that_was_not_found_as_rejected_and_nothing_while_
         commit_round(scheduler, plan, report, pacer, 0.1)
     assert (pacer.expected_tokens(3) < before) == speculating
     assert running.statistics.num_draft_tokens == 0
+
+
+def test_what_is_said_of_drafts_counts_those_that_were_verified_as_statistics_do() -> None:
+    """Drafts that were asked for and not found are no wrong ones."""
+    scheduler, watch = Scheduler(SchedulerLimits(1, 64, 100, None, 3, 16, 16)), AcceptanceWatch(3, "see the oracle")
+    running = scheduler.add(Request(1, (1, 2), SamplingParams(seed=1, max_tokens=90)))
+    for number in range(18):
+        plan = scheduler.schedule()
+        assert plan is not None
+        found = 2 * (number > 0)
+        report = RoundReport(plan.round_index, RoundTimes(), True, [found + 1], [found], [[5] * (found + 1)], [])
+        commit_round(scheduler, plan, report, watch=watch)
+        plan = scheduler.schedule()
+        assert plan is not None
+        report = RoundReport(plan.round_index, RoundTimes(), True, [1], [0], [[5]], [])
+        commit_round(scheduler, plan, report, watch=watch)
+    assert running.statistics.num_draft_tokens == running.statistics.num_accepted_draft_tokens == 2 * 17
+    said = watch.complain(False)
+    assert said is not None and "100% of 17, 100% of 17; that is often" in said
 
 
 def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:

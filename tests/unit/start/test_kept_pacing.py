@@ -110,6 +110,7 @@ def test_a_second_start_measures_nothing_and_begins_with_what_the_first_saw(
         return COSTS  # whatever a busy machine says
 
     monkeypatch.setattr(policies, "measure_round_costs", measured)
+    monkeypatch.setattr(policies, "_DOUBTFUL", 1e9)
     sampling, texts, files = SamplingParams(max_tokens=40, ignore_eos=True), [], []
     for number in range(2):
         plans.clear()
@@ -122,6 +123,11 @@ def test_a_second_start_measures_nothing_and_begins_with_what_the_first_saw(
         files.append(file.name)
         assert json.loads(file.read_text())["drafts"]["offered"][0] > 0
     assert texts[0] == texts[1] and files[0] == files[1]
+    # What cannot be true is measured again.
+    monkeypatch.setattr(policies, "_DOUBTFUL", 0.0)
+    plans.clear()
+    with make_llm(target, draft, **settings):
+        assert plans
     # Another draft, method or batch is another matter.
     config = configuration(target, draft, **settings)
     other_draft = make_draft(tmp_path / "other", target, 2)
