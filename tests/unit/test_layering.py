@@ -77,6 +77,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"llm", "async_llm"}),
         frozenset({"engine_thread", "shared_engine"}),
         frozenset({"llm_engine", "interrupts"}),
+        frozenset({"adapter_loads"}),
         frozenset({"prompts", "deltas", "adapters"}),
     ),
     "trtrun.start": (
