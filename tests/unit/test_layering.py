@@ -83,6 +83,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"calls"}),
         frozenset({"engine_thread", "shared_engine"}),
         frozenset({"llm_engine", "interrupts"}),
+        frozenset({"adapter_loads"}),
         frozenset({"prompts", "deltas", "adapters"}),
     ),
     "trtrun.start": (

@@ -14,7 +14,6 @@ time (see `llm`).
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parallel.watchdog.activity import Activity, Phase
+from trtrun.api.adapter_loads import AdapterLoads
 from trtrun.api.adapters import AdapterTable, check_adapter
 from trtrun.api.deltas import make_delta, make_lost_delta, new_text
 from trtrun.api.prompts import Prompt, PromptReader
@@ -31,14 +31,7 @@ from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
 from trtrun.engine.prompt_tiles import tile_width
-from trtrun.errors import (
-    CheckpointError,
-    InvalidRequestError,
-    LibraryPanicError,
-    RankFailedError,
-    TrtrunError,
-    one_line,
-)
+from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.generation_defaults import sampling_defaults
 from trtrun.roles.orchestrator import RowGain
@@ -69,16 +62,6 @@ class _Request:
     request_id: RequestId
     num_completions: int
     going_on: dict[int, Completion]
-
-
-@dataclass(slots=True)
-class _AdapterLoad:
-    """An adapter that is to be loaded, who is told, and its slot once ranks read it."""
-
-    name: str
-    path: Path
-    on_end: Callable[[TrtrunError | None], None]
-    slot: int | None = None
 
 
 class LLMEngine:
@@ -118,7 +101,7 @@ class LLMEngine:
         self._owners: dict[int, tuple[_Request, int]] = {}
         self._lost: list[CompletionDelta] = []
         self._failure: RankFailedError | None = None
-        self._loads: deque[_AdapterLoad] = deque()
+        self._loads = AdapterLoads(self.adapters, self.orchestrator, lambda: self.scheduler.slots_in_use)
 
     @classmethod
     def open(
@@ -373,7 +356,7 @@ class LLMEngine:
                 InvalidRequestError where there is one of that name or no slot is free, a CheckpointError where a rank
                 cannot load it.
         """
-        self._loads.append(_AdapterLoad(name, path, on_end))
+        self._loads.begin(name, path, on_end)
 
     def drop_adapter(self, name: str) -> None:
         """Requests that come may not name an adapter any more; those that have it go on.
@@ -400,9 +383,8 @@ class LLMEngine:
                     self.abort_request(request_id)
                 self.drain()
         finally:
-            while self._loads:
-                closed = InvalidRequestError("the engine was closed while the adapter was loaded")
-                self._loads.popleft().on_end(self._failure or closed)
+            closed = InvalidRequestError("the engine was closed while the adapter was loaded")
+            self._loads.end_all(self._failure or closed)
             with self.activity.between(Phase.ENDING):
                 self.orchestrator.close()
 
@@ -427,40 +409,13 @@ class LLMEngine:
     def _step(self) -> list[CompletionDelta]:
         has_rounds = self.orchestrator.has_work
         if self._loads:
-            self._load_on(0.0 if has_rounds else _ADAPTER_SECONDS)
+            self._loads.go_on(0.0 if has_rounds else _ADAPTER_SECONDS)
         gains = self.orchestrator.step() if has_rounds else []
         started, began = time.perf_counter(), time.thread_time()
         deltas = [self._tell(gain) for gain in gains]
         self.orchestrator.add_committing(time.perf_counter() - started)
         self.add_request_work("texts", self.orchestrator.commit_seconds + time.thread_time() - began)
         return deltas
-
-    def _load_on(self, seconds: float) -> None:
-        """Begin with the next adapter, or take in what has come of the one that ranks read: `seconds` at most are
-        waited for it."""
-        load, ranks = self._loads[0], self.orchestrator
-        error: TrtrunError | None = None
-        if load.slot is None:
-            try:
-                load.slot = self.adapters.find_slot(load.name, self.scheduler.slots_in_use)
-                ranks.begin_adapter(load.name, load.path)
-                return
-            except InvalidRequestError as refusal:
-                error = refusal
-        else:
-            problems = ranks.take_adapter(seconds)
-            if problems is None:
-                return
-            try:
-                ranks.end_adapter(0 if problems else load.slot)
-            except RuntimeError as failure:  # of the device; what the slot has then is nobody's
-                problems = [f"{load.path} could not be put into its slot: {one_line(failure)}"]
-            if problems:
-                error = CheckpointError(problems[0])
-            else:
-                self.adapters.enter(load.name, load.slot)
-        self._loads.popleft()
-        load.on_end(error)
 
     def _tell(self, gain: RowGain) -> CompletionDelta:
         completion = gain.result.completion
