@@ -114,7 +114,7 @@ def test_rows_go_on_while_ranks_build_a_guide(folder: Path, name: str, monkeypat
         assert found == alone(job_configuration(folder, ONE_SLOT), use)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name in HERE])
+@pytest.mark.parametrize("name", [name for name in (*METHODS, "2+1") if name in HERE])
 def test_rows_that_wait_for_their_guide_say_what_they_would(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,7 @@ def test_rows_that_wait_for_their_guide_say_what_they_would(
     def waiting(llm: LLM) -> dict[str, Any]:
         return use(llm) | {"waits": llm.engine.statistics()["num_guide_waits"]}
 
-    sections: dict[str, Any] = {"speculation": {"draft_len": 3, **METHODS[name]}}
+    sections: dict[str, Any] = {"speculation": {"draft_len": 3, **METHODS.get(name, {})}}
     found = run_job(job_configuration(folder, HERE[name], **sections), waiting)
     if found is None:
         return
