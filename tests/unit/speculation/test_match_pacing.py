@@ -52,7 +52,7 @@ class Played:
             draft_len, chosen = self.pacer.choose_matches(kinds)
             drafted = [row for row, kind in zip(rows, kinds, strict=True) if kind in chosen]
             self.pacer.note_plan(len(rows), len(rows) - len(drafted), draft_len, len(drafted))
-            cost = 1 + len(rows) * (draft_len + 1) / self._at_once
+            cost = 1 + (len(rows) + len(drafted) * draft_len) / self._at_once
             pairs = []
             for row in rows:
                 text, accepted = texts[row], 0
@@ -96,6 +96,15 @@ def test_a_text_that_begins_to_repeat_itself_is_drafted_for_at_once(num_rows: in
     assert all(drafting[-20:])
     speed, drafting = played.write([of_chance(generator, 30, 900) * 5 for _ in range(num_rows)], 60)
     assert drafting[0] == num_rows and speed > 3, "and what matches are like is known for other texts"
+
+
+def test_bad_matches_of_some_rows_keep_no_other_row_from_its_good_ones() -> None:
+    """Two texts at random, in which two words often stood before, and two that repeat themselves."""
+    generator = random.Random(2)
+    texts = [of_chance(generator, 440, 20) for _ in range(2)] + [of_chance(generator, 40, 500) * 40 for _ in range(2)]
+    _, drafting = Played(12).write(texts, 60)
+    together = drafting[40:300]
+    assert 1.9 < sum(together) / len(together) < 2.3, together
 
 
 def test_the_first_match_of_a_job_is_drafted_for() -> None:

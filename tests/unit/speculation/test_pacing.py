@@ -40,7 +40,12 @@ def test_the_first_texts_of_a_process_are_no_slower_than_plain_ones(num_rows: in
     assert sorted(shares)[4] > 0.96, shares
 
 
-MACHINES = {"heavy draft": (2.5, 18.0, 0.9), "GPU": (0.6, 4.2, 0.02), "light draft": (0.2, 2.2, 0.01)}
+MACHINES = {
+    "half as heavy": (9.0, 18.0, 0.9),
+    "heavy draft": (2.5, 18.0, 0.9),
+    "GPU": (0.6, 4.2, 0.02),
+    "light draft": (0.2, 2.2, 0.01),
+}
 """Milliseconds of a drafted token, of the weights, and of a position."""
 
 
@@ -57,7 +62,7 @@ def test_a_draft_that_is_never_right_costs_a_fiftieth_of_the_first_text_at_most(
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.8, 0.95])
-@pytest.mark.parametrize("kind", MACHINES)
+@pytest.mark.parametrize("kind", [kind for kind in MACHINES if kind != "half as heavy"])
 def test_the_first_text_is_about_as_fast_as_later_ones_and_those_as_the_best_draft_len(
     kind: str, acceptance: float
 ) -> None:
