@@ -2,8 +2,8 @@
 
 It knows that a layer attends and feeds forward, the paged KV store and attention segments. It does not know requests,
 phases, files, or what is in a layer. A forward issues the same operations whatever the tensors hold and never reads a
-value back to the host, so it can be captured in a CUDA graph. On the CPU, in bfloat16 and by its own kernels in float32, a token's result is bit-equal
-whatever else is in the batch.
+value back to the host, so it can be captured in a CUDA graph. On the CPU a token's result is bit-equal whatever else is
+in the batch, in bfloat16 and, where trtrun's own kernels run, in float32.
 """
 
 from __future__ import annotations
