@@ -1,7 +1,8 @@
-"""Times trtrun's bfloat16 kernels on the CPU beside what runs without them: products of oneDNN or torch, torch's
-attention.
+"""Times trtrun's kernels on the CPU, in bfloat16 or float32, beside what runs without them:
+products of oneDNN or torch, torch's attention.
 
     python scripts/bench_cpu_kernels.py [--threads 2] [--hidden 1024] [--rows 1,6,32] [--context 128]
+                                        [--dtype float32]
 
 Weights are streamed from memory, as in decoding: each product goes through so many of them that no cache holds them.
 All take turns within each repeat; times are medians. "int8" and "fp8" are the own products with weights of 8 bits, of
@@ -35,7 +36,7 @@ from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 
 STREAMED_BYTES = 400_000_000
-"""Of bfloat16 weights, and half of it in 8 bits: several times what a cache holds."""
+"""Of weights, and half of it in 8 bits: several times what a cache holds."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 64, 16
 
 
@@ -50,18 +51,20 @@ def in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> list[dict[str, object]]:
+def time_products(
+    features: int, inputs: int, rows: list[int], repeats: int, dtype: torch.dtype
+) -> list[dict[str, object]]:
     """One entry for each number of rows: microseconds a product and gigabytes of weight a second."""
-    count = max(2, STREAMED_BYTES // (features * inputs * 2))
-    weights = [torch.randn(features, inputs).bfloat16() for _ in range(count)]
+    count = max(2, STREAMED_BYTES // (features * inputs * dtype.itemsize))
+    weights = [torch.randn(features, inputs).to(dtype) for _ in range(count)]
     products: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
         "own": [BlockedMatmul(weight, None) for weight in weights],
     }
-    if can_pack(torch.device("cpu"), torch.bfloat16):
+    if can_pack(torch.device("cpu"), dtype):
         products["onednn"] = [OneDnnMatmul(weight, None, batch_invariant=True) for weight in weights]
     else:
         products["torch"] = [TorchOperations().product(weight, None, batch_invariant=True) for weight in weights]
-    if processor_kind() == MULTIPLIES_BFLOAT16:
+    if dtype is torch.bfloat16 and processor_kind() == MULTIPLIES_BFLOAT16:
         integers, codes = [int8.quantize(weight) for weight in weights], [fp8.quantize(weight) for weight in weights]
         products["int8"] = [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in integers]
         products["fp8"] = [
@@ -69,14 +72,14 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
         ]
     entries: list[dict[str, object]] = []
     for number in rows:
-        x = torch.randn(number, inputs).bfloat16()
+        x = torch.randn(number, inputs).to(dtype)
         calls = {name: lambda made=made, x=x: [product(x) for product in made] for name, made in products.items()}
         seconds = {name: value / count for name, value in in_turns(calls, repeats).items()}
         entry: dict[str, object] = {"features": features, "inputs": inputs, "rows": number}
         for name, value in seconds.items():
             entry[f"{name}_us"] = round(value * 1e6, 1)
             entry[f"{name}_gb_per_s"] = round(
-                features * inputs * (1 if name in ("int8", "fp8") else 2) / value / 1e9, 1
+                features * inputs * (1 if name in ("int8", "fp8") else dtype.itemsize) / value / 1e9, 1
             )
         entries.append(entry)
         print(
@@ -86,16 +89,16 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
     return entries
 
 
-def time_attention(queries: int, context: int, repeats: int) -> dict[str, object]:
+def time_attention(queries: int, context: int, repeats: int, dtype: torch.dtype) -> dict[str, object]:
     """Microseconds of a layer's attention, rotation included: `queries` positions of a row behind `context` tokens."""
     blocks = -(-(context + queries) // BLOCK_SIZE)
     tables, positions = torch.arange(1, blocks + 1).view(1, -1), torch.arange(context, context + queries).view(1, -1)
-    fused = torch.randn(queries, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()
+    fused = torch.randn(queries, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
     query_key, value = fused.split((HEADS + KV_HEADS, KV_HEADS), dim=1)
-    angles = (torch.rand(2, queries, 1, HEAD_DIM) * 2 - 1).bfloat16().unbind()
+    angles = (torch.rand(2, queries, 1, HEAD_DIM) * 2 - 1).to(dtype).unbind()
     calls = {}
-    for name, backend in (("own", NativeAttention(HEAD_DIM)), ("torch", GatherAttention())):
-        layer = KVStore(1, blocks + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM, torch.bfloat16, torch.device("cpu")).layer(0)
+    for name, backend in (("own", NativeAttention(HEAD_DIM, dtype)), ("torch", GatherAttention())):
+        layer = KVStore(1, blocks + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype, torch.device("cpu")).layer(0)
         batch = AttentionBatch([AttentionSegment(0, 1, queries, tables, positions)], BLOCK_SIZE)
         calls[name] = lambda backend=backend, layer=layer, batch=batch: [
             backend.forward(query_key, value, angles, layer, batch, 0.125, None) for _ in range(10)
@@ -132,6 +135,7 @@ def main() -> int:
         help="numbers of rows, with commas between",
     )
     parser.add_argument("--context", type=positive, default=128, help="tokens that attention looks back on")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=positive, default=9)
     options = parser.parse_args()
     if options.hidden % 2:
@@ -140,13 +144,14 @@ def main() -> int:
         print("bench_cpu_kernels.py: the kernels need AVX2, libgomp and llvmlite", file=sys.stderr)
         return 2
     torch.set_num_threads(options.threads)
+    dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
     shapes = [
         (8 * options.hidden, options.hidden),
         (options.hidden, 4 * options.hidden),
         (options.hidden, options.hidden),
     ]
-    products = [entry for shape in shapes for entry in time_products(*shape, options.rows, options.repeats)]
-    attention = [time_attention(queries, options.context, options.repeats) for queries in options.rows]
+    products = [entry for shape in shapes for entry in time_products(*shape, options.rows, options.repeats, dtype)]
+    attention = [time_attention(queries, options.context, options.repeats, dtype) for queries in options.rows]
     print(
         json.dumps(
             {"processor": processor_kind(), "threads": options.threads, "products": products, "attention": attention}

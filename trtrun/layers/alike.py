@@ -6,6 +6,7 @@ knows tensors, numbers and attributes. What it cannot look into counts as the sa
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -67,6 +68,12 @@ def _objects(one: Any, other: Any, depth: int) -> bool:
     return _mappings(vars(one), vars(other), depth)
 
 
+def _structures(one: ctypes.Structure, other: ctypes.Structure, depth: int) -> bool:
+    """What kernels on the CPU are called with: numbers count, addresses do not."""
+    names = [name for name, kind, *_ in one._fields_ if kind is not ctypes.c_void_p]
+    return all(_is_alike(getattr(one, name), getattr(other, name), depth) for name in names)
+
+
 def _functions(one: Any, other: Any, depth: int) -> bool:
     """Of one definition, with like things around it."""
     if one.__code__ is not other.__code__:
@@ -97,6 +104,7 @@ _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, int], bool]], ...
     (_is_instance(bool, int, float, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range), _plain),
     (_is_instance(tuple, list), _sequences),
     (_is_instance(dict), _mappings),
+    (_is_instance(ctypes.Structure), _structures),
     (lambda it: hasattr(it, "__func__"), _methods),  # which have what functions have, too
     (lambda it: hasattr(it, "__code__"), _functions),
     (lambda it: hasattr(it, "keywords") and hasattr(it, "args"), _partials),

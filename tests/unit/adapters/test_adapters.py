@@ -21,6 +21,7 @@ from trtrun.configuration.model_paths import ASSETS
 from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import RequestOutput
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
+from trtrun.kernels.cpu import machine
 
 COUNT = 24
 NAMES = (None, "all", "some", "one")
@@ -120,13 +121,17 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_kernels")
-def test_texts_do_not_depend_on_company(folder: Path) -> None:
-    """In bfloat16, to the bit of log probabilities: alone, in one batch of all adapters, in chunks, preempted."""
+@pytest.mark.parametrize("dtype", ["half", "target"])
+def test_texts_do_not_depend_on_company(folder: Path, dtype: str) -> None:
+    """To the bit of log probabilities, in bfloat16 and in float32: alone, in one batch of all adapters, in chunks,
+    preempted."""
+    if dtype == "target" and machine.processor_kind() is None:
+        pytest.skip("float32 is exact by trtrun's own kernels")
     prompts, sampling = rows([{"temperature": 0.8, "logprobs": 2}])
-    with make_llm(folder / "half", **adapters_of(folder)) as llm:
+    with make_llm(folder / dtype, **adapters_of(folder)) as llm:
         alone = [llm.generate([prompt], one)[0].completions[0] for prompt, one in zip(prompts, sampling, strict=True)]
         together = [output.completions[0] for output in llm.generate(prompts, sampling)]
-    with make_llm(folder / "half", **adapters_of(folder), **TIGHT) as llm:
+    with make_llm(folder / dtype, **adapters_of(folder), **TIGHT) as llm:
         outputs = llm.generate(prompts, sampling)
         assert sum(output.completions[0].statistics.num_preemptions for output in outputs) > 0
     tight = [output.completions[0] for output in outputs]

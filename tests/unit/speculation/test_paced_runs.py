@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint
 from pacing_machine import MOST, Machine
 from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 
+from parallel.watchdog.activity import Activity
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
@@ -53,6 +54,10 @@ class TimedRanks:
     @property
     def draft_is_lost(self) -> bool:
         return self._ranks.draft_is_lost
+
+    @property
+    def activity(self) -> Activity:
+        return self._ranks.activity
 
     def reset(self) -> None:
         self._ranks.reset()

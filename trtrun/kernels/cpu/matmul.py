@@ -84,7 +84,6 @@ class BlockedProduct:
             features=features,
             is_cached=blocks.numel() <= _CACHED_NUMBERS,
         )
-        self._address = ctypes.addressof(self._arguments)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out], in the product's dtype."""
@@ -101,7 +100,7 @@ class BlockedProduct:
             arguments.scratch = scratch.data_ptr()
         arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
         arguments.x_stride, arguments.rows = x.stride(0) * x.itemsize, rows
-        self._kernel(self._address, threads)
+        self._kernel(ctypes.addressof(arguments), threads)
         return y
 
 
