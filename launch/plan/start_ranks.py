@@ -91,7 +91,7 @@ class RankStarts:
         return slot.host in self._here and slot.device not in self._absent
 
     def device_kinds(self) -> set[str] | None:
-        """Of all devices, as ranks name them; None where one is not on this host."""
+        """The kinds of all devices, as ranks name them; None where one is not on this host."""
         slots = self._memory.topology.slots
         devices = {device_of(slot) for slot in slots}
         if not all(self.is_visible(slot) for slot in slots):

@@ -170,7 +170,7 @@ def is_a_key(name: str) -> bool:
 
 @cache
 def paths() -> tuple[BaseRoute, ...]:
-    """Of the HTTP ports."""
+    """The routes of the HTTP ports."""
     pair: dict[str, Any] = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
     parts = make_parts(make_config({**pair, "threads": 1}), Keys(()), EngineClient())
     return (*make_application(parts.front, parts.routes, ()).routes, *make_metrics_application(parts.front).routes)

@@ -140,7 +140,7 @@ class LLM:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """Of calls without parameters: greedy, but for what the target's generation_config.json says
+        """The parameters of calls without any: greedy, but for what the target's generation_config.json says
         (`server.generation_config`)."""
         return self.engine.default_sampling
 

@@ -57,7 +57,7 @@ class PromptLookupSection(SpeculationSection):
 
     @property
     def match_rule(self) -> MatchRule | None:
-        """See SpeculationSection."""
+        """How matches are found that drafts are made of: the longest within the range, and the first of these."""
         return MatchRule(*self.lookup_range, takes_first=True)
 
     @property
@@ -86,7 +86,7 @@ class SuffixSection(SuffixOptions, SpeculationSection):
 
     @property
     def match_rule(self) -> MatchRule | None:
-        """See SpeculationSection: a match is the better the longer it is; three tokens tell most of that."""
+        """How matches are found: the longer, the better, and three tokens tell most of that."""
         has_others = self.suffix_corpus is not None or self.suffix_decoding_max_cached_requests > 0
         return MatchRule(1, min(3, self.suffix_decoding_max_tree_depth), has_others=has_others)
 

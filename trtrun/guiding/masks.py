@@ -62,7 +62,7 @@ class MaskMaker:
 
     @property
     def slow_lines(self) -> list[int]:
-        """Of the last call: the first lines of jobs, or lines, that took far too long, as far as is known."""
+        """First lines of jobs, or lines, of the last call that took far too long, as far as is known."""
         return [line for line, seconds in self.times if seconds > _MOST_SECONDS]
 
     def fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob], budget: RoundBudget | None = None) -> list[MaskJob]:

@@ -160,8 +160,8 @@ class RowGuides:
                 guide.follow(tokens[place][: counts[place]])
 
     def waiting(self, rows: Sequence[int]) -> dict[int, int]:
-        """Of those that gain nothing until what they go on with is built beside the rounds, by their places within
-        `rows`, WAITS or WAITS_ALONE."""
+        """WAITS or WAITS_ALONE, by their places within `rows`, for rows that gain nothing until what they go on with is
+        built beside the rounds."""
         waits = {place: self._rows[rows[place]].waits for place in self.guided(rows)}
         return {place: how for place, how in waits.items() if how}
 
@@ -251,7 +251,7 @@ class RowGuides:
     def _make_masks(
         self, num_rows: int, guided: Sequence[int], guides: Sequence[RowGuide], width: int, draft: HostDraft | None
     ) -> TokenMasks:
-        """Of the rows at places `guided`, which `guides` are of, and `width` positions each."""
+        """Masks of the rows at places `guided`, whose guides are `guides`, for `width` positions each."""
         words = self._maker.words if self._maker is not None else -(-self._vocab_size // 32)
         num_places, num_lines = num_rows * width, len(guided) * width
         # One copy for both: places in front, and the bits behind them.

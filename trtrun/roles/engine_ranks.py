@@ -249,12 +249,12 @@ class MpiRanks:
         return self._tracer.take()
 
     def begin_adapter(self, name: str, path: Path) -> None:
-        """See EngineRanks."""
+        """Have all ranks read an adapter beside their rounds."""
         self._failures.check()
         self._control.publish(self._adapters.begin(name, path))
 
     def take_adapter(self, seconds: float = 0.0) -> list[str] | None:
-        """See EngineRanks."""
+        """What kept ranks from reading it, nothing where all have it; None while one reads."""
         problems = self._adapters.problems(self._control.num_workers, self._failures.lost_ranks)
         if problems is None and seconds:
             report = self._failures.collect_within(seconds, self._control)

@@ -51,7 +51,7 @@ class SoloRanks:
 
     @property
     def activity(self) -> Activity:
-        """See EngineRanks."""
+        """Where this process says what it does."""
         return self._worker.activity
 
     def look(self) -> Mapping[int, Doing]:
@@ -113,16 +113,16 @@ class SoloRanks:
         self._worker.reset()
 
     def begin_adapter(self, name: str, path: Path) -> None:
-        """See EngineRanks."""
+        """Have an adapter read beside the rounds."""
         self._reading = AdapterReading(self._worker, name, path)
 
     def take_adapter(self, seconds: float = 0.0) -> list[str] | None:
-        """See EngineRanks."""
+        """What kept it from being read, nothing where it is; None while it is read."""
         assert self._reading is not None
         return list(filter(None, [self._reading.problem])) if self._reading.wait(seconds) else None
 
     def end_adapter(self, slot: int) -> None:
-        """See EngineRanks."""
+        """Put what was read into a slot; 0 gives it up."""
         reading, self._reading = self._reading, None
         if slot and reading is not None:
             with self._on_device():

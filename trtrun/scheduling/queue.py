@@ -326,7 +326,7 @@ class WaitingQueue:
             del self._holding[group]
 
     def _change_rows(self, group: _Group, change: int) -> None:
-        """Of a group that has left."""
+        """Count rows of a group that has left, and of its owner; both enter again."""
         for sharer in (group, group.owner):
             sharer.num_rows += change
             sharer.turn = next(self._next_turns)

@@ -47,7 +47,7 @@ class DraftRecord:
 
 @dataclass
 class PlaceAcceptance:
-    """Of drafts of up to a number of tokens.
+    """How often the token at each place of a draft was accepted, for drafts of up to a number of tokens.
 
     Attributes:
         offered: by place, how many tokens were looked at, the older ones for less.
@@ -59,7 +59,7 @@ class PlaceAcceptance:
 
     @classmethod
     def unknown(cls, most: int) -> PlaceAcceptance:
-        """Of drafts of up to `most` tokens that nobody has seen."""
+        """The record of drafts of up to `most` tokens that nobody has seen."""
         return cls([0.0] * most, [0.0] * most)
 
     def remember(self, offered: Sequence[float], accepted: Sequence[float]) -> None:

@@ -24,7 +24,7 @@ _TRUST, _MISTRUST = 1.0, 2.0
 
 
 class MatchPacer(Pacer):
-    """Of a job whose drafts are what texts repeat."""
+    """Paces a job whose drafts are what texts repeat."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class MatchPacer(Pacer):
 
     @property
     def seen(self) -> DraftRecord:
-        """See Pacer: of matches, by their kinds."""
+        """What was seen of matches, by their kinds."""
         return DraftRecord(tuple(self._matches.offered), tuple(self._matches.accepted), self._stake, True)
 
     @property
@@ -88,7 +88,7 @@ class MatchPacer(Pacer):
         return length, chosen
 
     def note_plan(self, num_rows: int, num_plain: int, draft_len: int, num_drafting: int) -> None:
-        """See Pacer."""
+        """A plan is out; what its matches promise is kept, to be compared with what comes."""
         super().note_plan(num_rows, num_plain, draft_len, num_drafting)
         self._promised = self._promised * _MEMORY + num_drafting * self._hope
 
@@ -101,6 +101,6 @@ class MatchPacer(Pacer):
         num_plain: int = 0,
         is_partial: bool = False,
     ) -> None:
-        """See Pacer."""
+        """Take in a round's result, and how many of its matches went on."""
         super().record(num_rows, draft_len, seconds, acceptances, num_plain, is_partial)
         self._kept = self._kept * _MEMORY + sum(accepted > 0 for _, accepted in acceptances)

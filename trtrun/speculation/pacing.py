@@ -255,7 +255,7 @@ class Pacer:
         return rounds <= (self._stake if draft_len == 1 else _STAKED_AT_ONCE * self._stake)
 
     def _share_drafting(self, load: Load, num_rows: int) -> float:
-        """Of the rows that could draft, those that `most_drafting` lets."""
+        """The share of rows that `most_drafting` lets draft, of those that could."""
         is_tried = load.costs and num_rows > _ROWS_ON_TRIAL and (self.is_unsure or not load.current)
         return _ROWS_ON_TRIAL / num_rows if is_tried else 1.0
 

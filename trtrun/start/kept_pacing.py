@@ -57,7 +57,7 @@ _CostTable = dict[
 
 
 class _Drafts(msgspec.Struct, frozen=True):
-    """See DraftRecord."""
+    """A DraftRecord, as it lies on disk."""
 
     offered: tuple[_Count, ...]
     accepted: tuple[_Count, ...]
@@ -74,7 +74,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class KeptPacing:
-    """Of one job.
+    """What is kept for one job.
 
     Attributes:
         path: of its file; None where nothing can be kept.
@@ -86,7 +86,7 @@ class KeptPacing:
 
     @classmethod
     def of(cls, config: RuntimeConfig, kinds: Iterable[str]) -> KeptPacing:
-        """Of a configuration, on devices of these `kinds`: see `device_kind`. Files count as this process sees them."""
+        """What belongs to a configuration on devices of `kinds` (`device_kind`). Files are as this process sees them."""
         folder = pacing_folder()
         speculation = config.speculation.model_dump(mode="json")
         options = {name: value for name, value in speculation.items() if name not in _UNRELATED}

@@ -156,6 +156,6 @@ class AdapterDesk:
 
 
 def _take_result(task: asyncio.Task[None]) -> None:
-    """Of a change whose client has gone: nobody else asks what came of it."""
+    """Log the failure of a change whose client has gone: nobody else asks what came of it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.info("a change of adapters, whose client had gone, came to nothing: %s", error)

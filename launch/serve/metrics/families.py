@@ -320,7 +320,7 @@ class Families(Collector):
         return family
 
     def _phases(self) -> Metric:
-        """Of several threads of a rank that do the same the one that has been at it for longest."""
+        """Seconds that each rank has been in a phase: where several threads do the same, those of the longest."""
         longest: dict[tuple[str, str], float] = {}
         for one in self._numbers.standings:
             key = (str(one.rank), one.phase)

@@ -44,7 +44,7 @@ class ChatAnswer(Answer):
         return ""
 
     def chunks(self, delta: CompletionDelta) -> list[dict[str, Any]]:
-        """See `Answer`."""
+        """The chunks of a stream that a delta makes; thoughts in it are counted."""
         told = super().chunks(delta)
         if self._texts:
             self._count_thoughts(delta)

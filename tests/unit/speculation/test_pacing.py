@@ -98,7 +98,7 @@ def test_drafts_that_become_bad_are_left_at_once_and_those_that_become_good_are_
 
 
 def test_a_run_begins_with_what_an_earlier_one_has_seen() -> None:
-    """Of a good draft with its length, of a bad one with none, and no prompt is read for it."""
+    """A good draft begins with its length, a bad one with none, and no prompt is read for it."""
     machine = Machine(0.9)
     pacer = Pacer(MOST, machine.costs())
     machine.run(pacer, 1, 60)

@@ -42,12 +42,12 @@ class Form(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
-        """Of a number."""
+        """Bytes of a number."""
         return 4 // self.together
 
 
 def form_for(kind: str, *, is_float32: bool) -> Form:
-    """Of a kind of processor (machine.py).
+    """The form of a kind of processor (machine.py).
 
     Where registers are half as many and half as wide, and where bfloat16 is widened in them, fewer are accumulators:
     what does not fit goes to memory.

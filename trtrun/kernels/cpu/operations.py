@@ -38,7 +38,7 @@ class CpuOperations(TorchOperations):
         return NativeAttention(head_dim, dtype) if is_taken else None
 
     def attention_over_gathered(self, dtype: torch.dtype, head_dim: int) -> GatheredAttention | None:
-        """See TorchOperations: of bfloat16 torch's products have the same bits in any company."""
+        """Attention over gathered contexts, in float32: of bfloat16 torch has the same bits in any company."""
         is_taken = dtype is torch.float32 and machine.processor_kind() is not None
         return NativeAttention(whole_head(head_dim), dtype).attend_gathered if is_taken else None
 
@@ -65,7 +65,7 @@ class CpuOperations(TorchOperations):
         return super().product(weight, bias, batch_invariant=batch_invariant)
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
-        """See TorchOperations."""
+        """Whether products keep weights in a layout of their own."""
         return (dtype in _OWN and machine.processor_kind() is not None) or can_pack(torch.device("cpu"), dtype)
 
     def fp8_product(

@@ -82,7 +82,7 @@ class TokenRecyclingDrafter(LedDrafter):
         self._salted: set[int] = set()
 
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
+        """Take in rows that come and go: of those with a salt nothing is learned."""
         super().begin_round(plan)
         self._salted.difference_update(plan.dropped_rows)
         for admission in plan.admissions:

@@ -189,7 +189,7 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def _texts(where: str, parts: Sequence[Any], instead: str | None = None) -> list[str]:
-    """Of parts of a content; `instead` stands for what is no text, and without it that is refused."""
+    """The texts of a content's parts; `instead` stands for what is no text, and without it that is refused."""
     found = []
     for place, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None

@@ -10,7 +10,7 @@ from trtrun.configuration.config import make_config
 
 
 def beat(*standings: tuple[str, float, float | None]) -> Beat:
-    """Of threads that do something, stand still in it for so long, and may for so long."""
+    """A beat that tells of threads: what each does, how long it stands still in it, and how long it may."""
     return Beat(
         standings=tuple(
             Standing(rank=0, phase="round", doing=doing, seconds=still, still_seconds=still, limit=limit)
