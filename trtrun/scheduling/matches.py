@@ -23,8 +23,9 @@ _TRUST_IN_USUAL = 2.0
 _MEMORY = 0.99
 """What is kept of older counts of a kind with every token that brings more."""
 
-_MOST_READ = 512
-"""Tokens of a prompt that are read at a time, half a millisecond: a round waits for it."""
+_MOST_READ, _ALWAYS_READ = 2048, 64
+"""Tokens that are read in a round over all rows, which is some two milliseconds; and those that a row may read whatever
+others have, as it gains no more in a round."""
 
 _MOST_INDEXED = 1 << 14
 """Tokens of a text in which matches are found, the last ones of its prompt and what follows."""
@@ -46,6 +47,17 @@ class MatchRecord:
     def __init__(self) -> None:
         self.offered = [0.0] * NUM_KINDS
         self.accepted = [0.0] * NUM_KINDS
+        self._left_to_read = _MOST_READ
+
+    def begin_round(self) -> None:
+        """A round's results come: rows may read on in their texts."""
+        self._left_to_read = _MOST_READ
+
+    def take(self, count: int) -> int:
+        """How many of `count` tokens a row may read now."""
+        allowed = min(count, max(_ALWAYS_READ, self._left_to_read))
+        self._left_to_read -= allowed
+        return allowed
 
     def note(self, kind: int, is_right: bool) -> None:
         """The next token of a match of this kind was seen."""
@@ -96,10 +108,11 @@ class OwnMatch:
         return kind_of(self._length or self._elsewhere)
 
     def read(self, token_ids: Sequence[int], num_known: int) -> None:
-        """Read on in the row's tokens; what comes of the first `num_known`, its prompt, is not counted."""
+        """Read on in the row's tokens, as far as a round has time; what comes of the first `num_known`, its prompt, is
+        not counted."""
         if not self._num_read:
             self._num_read = max(0, len(token_ids) - _MOST_INDEXED)
-        end = min(len(token_ids), self._num_read + _MOST_READ)
+        end = self._num_read + self._record.take(len(token_ids) - self._num_read)
         for index in range(self._num_read, end):
             self._take(token_ids, index, index >= num_known)
         self._num_read = end

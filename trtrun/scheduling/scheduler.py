@@ -386,6 +386,7 @@ class Scheduler:
         for planned in record.chunks:
             if planned.completion.epoch == planned.epoch:
                 commit_chunk(planned)
+        self.matches.begin_round()
         now = time.perf_counter()
         results = []
         for index, planned in enumerate(record.sampled):

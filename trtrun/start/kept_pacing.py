@@ -86,7 +86,7 @@ class KeptPacing:
 
     @classmethod
     def of(cls, config: RuntimeConfig, kinds: Iterable[str]) -> KeptPacing:
-        """What belongs to a configuration on devices of `kinds` (`device_kind`). Files are as this process sees them."""
+        """What belongs to a configuration on devices of `kinds` (`device_kind`), with files as they are here."""
         folder = pacing_folder()
         speculation = config.speculation.model_dump(mode="json")
         options = {name: value for name, value in speculation.items() if name not in _UNRELATED}

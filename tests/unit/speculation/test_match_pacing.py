@@ -46,6 +46,7 @@ class Played:
         written, took, drafting = [prompt] * len(texts), 0.0, []
         matches = [OwnMatch(self._rule, self.record) for _ in texts]
         for match, text in zip(matches, texts, strict=True):
+            self.record.begin_round()
             match.read(text[:prompt], prompt)
         while rows := [row for row, text in enumerate(texts) if written[row] < len(text)]:
             kinds = [matches[row].kind(texts[row][: written[row]]) for row in rows]
@@ -54,6 +55,7 @@ class Played:
             self.pacer.note_plan(len(rows), len(rows) - len(drafted), draft_len, len(drafted))
             cost = 1 + (len(rows) + len(drafted) * draft_len) / self._at_once
             pairs = []
+            self.record.begin_round()
             for row in rows:
                 text, accepted = texts[row], 0
                 found = self._drafter(text[: written[row]])[:draft_len] if row in drafted else ()
@@ -142,13 +144,17 @@ def test_a_match_is_there_where_the_last_tokens_stood_before() -> None:
             last = text[:end][-fewest:]
             stood = end > fewest and any(text[at : at + fewest] == last for at in range(end - fewest))
             assert (match.kind(text[:end]) > 0) == stood, (fewest, end)
-    text = of_chance(generator, 1500, 3)
-    match, record = OwnMatch(MatchRule(2, 3), MatchRecord()), MatchRecord()
+    text, record = of_chance(generator, 2500, 3), MatchRecord()
+    match, later = OwnMatch(MatchRule(2, 3), record), OwnMatch(MatchRule(2, 3), record)
     kinds = []
     for _ in range(4):
-        match.read(text, 1500)
-        kinds.append(match.kind(text) > 0)
-    assert kinds == [False, False, True, True] and record.offered == MatchRecord().offered
+        record.begin_round()
+        match.read(text, 2500)
+        later.read(text, 2500)
+        kinds.append((match.kind(text) > 0, later.kind(text) > 0))
+    # Of a round's time the rows have what those before them leave.
+    assert kinds == [(False, False), (True, False), (True, True), (True, True)]
+    assert record.offered == MatchRecord().offered
     assert [kind_of(length) for length in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 99)] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6]
 
 
