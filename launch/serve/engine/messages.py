@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from trtrun.configuration.speculation_section import MatchRule
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import TrtrunError, one_line
@@ -112,13 +113,15 @@ class Ready(_Message, frozen=True, tag="ready"):
 
     version: str
     config_hash: str
-    limits: dict[str, int | bool | tuple[int, ...] | None]
+    limits: dict[str, int | bool | tuple[int | bool, ...] | None]
     memory: dict[str, int] = {}
     files: dict[str, str] = {}
 
     def scheduler_limits(self) -> SchedulerLimits:
         """The engine's limits, by which prompts are refused before they are sent."""
-        return SchedulerLimits(**self.limits)  # type: ignore[arg-type]
+        rule = self.limits.get("match_rule")
+        match_rule = MatchRule(*rule) if isinstance(rule, tuple) else None
+        return SchedulerLimits(**{**self.limits, "match_rule": match_rule})  # type: ignore[arg-type]
 
 
 class LoadAdapter(_Message, frozen=True, tag="load_adapter"):
