@@ -54,6 +54,8 @@ def pytest_sessionstart() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(MOST_UNCOLLECTED)
+    # No test begins with what another one has seen of its drafts: models that are made alike have the same names.
+    os.environ.setdefault("TRTRUN_PACING_FOLDER", "")
     # Tests count the lines that commands say, which on a busy machine may take longer than lines about progress wait.
     os.environ.setdefault(NEWS_VARIABLE, "0")
     remove_stale_folders(os.environ)

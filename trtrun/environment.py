@@ -24,6 +24,10 @@ CPU_LIMIT = "TRTRUN_MAX_CPU_ISA"
 So a processor computes as one that has less: for tests, and for the same bits on processors of several kinds.
 """
 
+PACING_FOLDER = "TRTRUN_PACING_FOLDER"
+"""Variable with the folder, an absolute path, of what runs have found out for pacing; empty: nothing is kept. Unset: it
+lies beside compiled kernels."""
+
 CPU_LIMITS = ("avx2", "avx512")
 """AVX2 alone; and AVX-512 without what multiplies bfloat16."""
 

@@ -38,7 +38,7 @@ def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
     assert report["seed"] == 7
     assert report["total_threads"] == 1
     assert report["identical_to_plain"] is True
-    assert report["kernels"] == ["torch"]  # float32
+    assert report["kernels"] == [processor_kind() or "torch"]
     assert [entry["rows"] for entry in report["results"]] == [1, 2]
     one, two = report["results"]
     assert set(one["ratios"]) == {
@@ -94,7 +94,7 @@ def test_bench_over_ranks_draws_a_seed_and_prints_json_alone(config: Configs, tr
     assert_parts_add_up(report["results"][0]["speculative"])
     assert report["total_threads"] == 2 and report["cold"] is False
     assert report["identical_to_plain"] is True
-    assert report["kernels"] == ["torch"]  # float32
+    assert report["kernels"] == [processor_kind() or "torch"]
 
 
 def test_bench_says_what_bfloat16_was_computed_with(config: Configs, trtrun: Run) -> None:
@@ -264,7 +264,8 @@ def test_the_demo_is_placed_by_the_cores_that_are_there() -> None:
 
 def test_the_demo_shows_text_ranks_and_figures(trtrun: Run) -> None:
     words = [sys.executable, "-m", "launch.demo"]
-    done = trtrun("--prompts", 2, "--max-tokens", 24, words=words)
+    # Whether drafts pay here and now is another question.
+    done = trtrun("--prompts", 2, "--max-tokens", 24, "--set", "speculation.pacing=fixed", words=words)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["ranks"]) == (4 if count_cores() >= CORES else 3)

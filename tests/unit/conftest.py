@@ -17,7 +17,6 @@ from pipelines import LLM_VOCABULARY, make_llm, noisy_copy
 
 from trtrun import LLM
 from trtrun.kernels.cpu import machine
-from trtrun.start import kept_pacing
 
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test file is the first: its interpreter runs the kernels of GPUs.
@@ -46,12 +45,6 @@ def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     }
     with make_llm(folder / "target", folder / "draft", **settings) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def _no_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test begins with what another one has seen of its drafts: models made alike have the same names."""
-    monkeypatch.setattr(kept_pacing, "cache_folder", lambda: None)
 
 
 @pytest.fixture(autouse=True)

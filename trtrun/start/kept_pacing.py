@@ -27,6 +27,7 @@ import torch
 from trtrun import __version__
 from trtrun.adapters.lora_config import hash_adapter_files
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.environment import PACING_FOLDER
 from trtrun.kernels.cpu.object_cache import cache_folder
 from trtrun.models.heads import HEADS_FILES
 from trtrun.models.model_files import hash_model_files
@@ -46,6 +47,9 @@ _UNRELATED = {"draft_len", "pacing"}
 
 def pacing_folder() -> Path | None:
     """Where the files lie; None where the environment names no folder for them."""
+    named = os.environ.get(PACING_FOLDER)
+    if named is not None:
+        return Path(named) if os.path.isabs(named) else None
     kernels = cache_folder()
     return None if kernels is None else kernels.parent / "pacing"
 

@@ -120,7 +120,7 @@ class Ready(_Message, frozen=True, tag="ready"):
     def scheduler_limits(self) -> SchedulerLimits:
         """The engine's limits, by which prompts are refused before they are sent."""
         rule = self.limits.get("match_rule")
-        match_rule = MatchRule(*rule) if isinstance(rule, tuple) else None
+        match_rule = msgspec.convert(rule, MatchRule | None)
         return SchedulerLimits(**{**self.limits, "match_rule": match_rule})  # type: ignore[arg-type]
 
 

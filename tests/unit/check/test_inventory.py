@@ -195,7 +195,7 @@ def test_too_small_a_device_is_told_with_the_numbers(pair: Path, monkeypatch: py
     assert len(problems) == 3
     assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: kv_cache.max_tokens 1000000000 (of which ")
     assert "are free beside the weights" in problems[1] and "tokens fit" in problems[1]
-    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 29)
+    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 26)
     problems = find_misfits(collect_all(config_of(pair, scheduler=scheduler))[0], topology)
     assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: the largest round needs ")
 

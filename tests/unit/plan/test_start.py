@@ -22,7 +22,7 @@ from trtrun import LLM
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.kernels.triton import compile_processes
-from trtrun.start import kept_pacing, startup
+from trtrun.start import startup
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.startup import RankStartup
 
@@ -175,7 +175,7 @@ def test_rounds_that_an_earlier_run_has_measured_are_not_measured_again(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is the one that the job itself leaves."""
-    monkeypatch.setattr(kept_pacing, "cache_folder", lambda: tmp_path / "kernels")
+    monkeypatch.setenv("TRTRUN_PACING_FOLDER", str(tmp_path / "pacing"))
     config = configuration(*pair, speculation={"pacing": "measured"})
     assert phase(plan(config), "measured rounds").work.startswith("up to ")
     with LLM(config=config):

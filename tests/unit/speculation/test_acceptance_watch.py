@@ -14,6 +14,8 @@ from trtrun import SamplingParams
 from trtrun.roles import orchestrator
 from trtrun.speculation import acceptance_watch, pacing
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
+from trtrun.speculation.round_costs import RoundCosts
+from trtrun.start import policies
 
 
 def watched(acceptances: list[tuple[int, int]], times: int = 100) -> AcceptanceWatch:
@@ -71,6 +73,8 @@ def test_a_job_tells_it(
     monkeypatch.setattr(pacing, "_HOPELESS_ROUNDS", 20 if is_useless else 1 << 30)
     for stake in ("_STAKE", "_MOST_STAKE"):  # a draft takes about as long as the target here
         monkeypatch.setattr(pacing, stake, 1e6)
+    costs = {0: 1.0, 1: 1.1, 2: 1.2}  # so is it wherever the test runs, and whatever runs beside it
+    monkeypatch.setattr(policies, "measure_round_costs", lambda *_: RoundCosts({1: costs, 64: costs}))
     target = make_checkpoint(tmp_path / "target", seed=1)
     draft: Any = useless_draft(tmp_path / "draft") if is_useless else noisy_copy(tmp_path / "draft", target, 0.01)
     with (

@@ -26,7 +26,7 @@ RECORD = DraftRecord((4.0, 2.0), (3.0, 1.0), 1.5, True)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where files of this test lie."""
-    monkeypatch.setattr(kept_pacing, "cache_folder", lambda: tmp_path / "caches" / "kernels")
+    monkeypatch.setenv("TRTRUN_PACING_FOLDER", str(tmp_path / "caches" / "pacing"))
     return tmp_path / "caches" / "pacing"
 
 
