@@ -22,9 +22,11 @@ _MASKS_EACH = 4
 """That each of several threads makes before the clock is looked at."""
 _MOST_SECONDS = 0.5
 """What the masks of one row may take, whatever the lexer finds out on the way and keeps."""
-_LONG_SECONDS, _LOOKED_AT = 0.005, 64
-"""Calls in which one thread makes all masks, after one in which several threads took that long: which of the rows it
-was only one thread can tell, and that of a machine that is busy otherwise none was it."""
+_LONG_SECONDS, _LOOKED_AT = 0.01, 4
+"""Calls in which one thread makes all masks, after one in which several threads took that long by the clock for some
+masks each: which of the rows it was only one thread can tell, and that of a machine that is busy otherwise none was it.
+With many rows one thread takes longer than a round has for guides. So it looks for about one round, and masks of those
+that are known to be slow are left to one thread anyway (`MaskMaker.fill`)."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,15 @@ class MaskMaker:
         """First lines of jobs, or lines, of the last call that took far too long, as far as is known."""
         return [line for line, seconds in self.times if seconds > _MOST_SECONDS]
 
-    def fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob], budget: RoundBudget | None = None) -> list[MaskJob]:
+    def fill(
+        self,
+        bits: torch.Tensor,
+        jobs: Sequence[MaskJob],
+        budget: RoundBudget | None = None,
+        slow: Sequence[MaskJob] = (),
+    ) -> list[MaskJob]:
         """Write the masks of `jobs` to bits [lines, words] int32 on the host, contiguous; others stay as they are.
+        Those of `slow` come last, and this thread makes them: several would wait for them.
 
         Where the budget gets short, lines of drafts are left out, and once it is spent whole jobs are (`skipped`): they
         allow nothing.
@@ -76,9 +85,9 @@ class MaskMaker:
         """
         budget = budget or RoundBudget()
         self.times, self.skipped = [], []
-        left = [*jobs]
+        left, jobs = [*jobs], [*jobs, *slow]
         self._share_out(bits, left)
-        for job in left:
+        for job in [*left, *slow]:
             if budget.is_spent or (budget.is_short and not job.is_first):
                 self.skipped.append(job.line)
             else:

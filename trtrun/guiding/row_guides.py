@@ -274,22 +274,24 @@ class RowGuides:
                 with self._budget.spending():  # of a tree, each node is looked at
                     jobs += mask_jobs(matcher, line, draft if not self._budget.is_short else None, place)
         if self._maker is not None and (jobs or slow):
-            self._fill(bits, [*jobs, *slow], [guides[line // width] for line in range(num_lines)])
+            self._fill(bits, jobs, slow, [guides[line // width] for line in range(num_lines)])
         packed = packed.to(self._device, non_blocking=True)
         places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
         return TokenMasks(places, bits)
 
-    def _fill(self, bits: torch.Tensor, jobs: Sequence[MaskJob], guides: Sequence[RowGuide]) -> None:
+    def _fill(
+        self, bits: torch.Tensor, jobs: Sequence[MaskJob], slow: Sequence[MaskJob], guides: Sequence[RowGuide]
+    ) -> None:
         """Make the masks of a round; `guides` are those of each line."""
         maker = self._maker
         assert maker is not None
-        failed = maker.fill(bits, jobs, self._budget)
+        failed = maker.fill(bits, jobs, self._budget, slow)
         for line, seconds in maker.times:
             guides[line].count_slow(seconds)
         for line in maker.slow_lines:
             guides[line].is_ended = True
         skipped = {*maker.skipped}
-        for job in jobs:
+        for job in [*jobs, *slow]:
             if job.is_first and job.line in skipped:
                 guides[job.line].wait()
         for job in failed:
