@@ -78,6 +78,15 @@ def worst_requests(num_completions: int) -> list[Worst]:
         "stop words": {"prompt": "x", "stop": words, "n": n, **many},
         "bad words": {"prompt": "x", "bad_words": [word[:60] for word in words], "max_tokens": 4},
         "short bad words": {"prompt": "x", "bad_words": [f"{number:x}" for number in range(500)], "max_tokens": 1},
+        "guide of 3,900 properties": {
+            "prompt": "x",
+            "n": n,
+            "temperature": 1,
+            "guided": _properties(),
+            "max_tokens": 60,
+        },
+        "guide of 1,560 levels": {"prompt": "x", "max_tokens": 9, "guided": _levels(312, 5)},
+        "guide that is dear": {"prompt": "x", "n": n, "max_tokens": 60, "guided": {"regex": "(.{0,40}x){20}.*y"}},
         "text of 16 MB": {"prompt": "def main(x): # " * (MOST_BYTES // 15 - 10)},
         "word of 16 MB": {"prompt": "x" * (MOST_BYTES - 100)},
         "spaces of 16 MB": {"prompt": " " * (MOST_BYTES - 100)},
@@ -168,6 +177,23 @@ def _raw() -> list[Worst]:
         Worst("empty lines", "", lambda model: b"\r\n" * 1_000_000, is_raw=True),
         Worst("path of 60 kB", "", lambda model: get.replace(b"health", b"%41/" * 15_000), is_raw=True),
     ]  # fmt: skip
+
+
+def _properties() -> dict[str, Any]:
+    """A schema of about 120 kB, whose matchers pass a bound while texts are written."""
+    integer = {"type": "integer"}
+    return {"json": {"type": "object", "properties": {f"k{number}": integer for number in range(10, 3910)}}}
+
+
+def _levels(references: int, each: int) -> dict[str, Any]:
+    """A schema nested so deep along its references."""
+    names = {}
+    for number in range(references):
+        inner: dict[str, Any] = {"$ref": f"#/$defs/d{number + 1}"} if number + 1 < references else {"const": "end"}
+        for _ in range(each):
+            inner = {"anyOf": [inner, {"const": number}]}
+        names[f"d{number}"] = inner
+    return {"json": {"$ref": "#/$defs/d0", "$defs": names}}
 
 
 def _json(value: object) -> bytes:
