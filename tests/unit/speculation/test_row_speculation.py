@@ -16,7 +16,9 @@ from trtrun.core.outputs import CompletionDelta, CompletionOutput, merge_deltas
 from trtrun.core.request_statistics import RequestStatistics, token_origins
 from trtrun.errors import InvalidRequestError
 from trtrun.speculation.given_drafts import with_certain_tokens
+from trtrun.speculation.round_costs import RoundCosts
 from trtrun.speculation.verify import accept_by_probability
+from trtrun.start import policies
 
 MOST = 4
 COUNT = 30
@@ -81,7 +83,11 @@ def check_origins(completion: CompletionOutput, most: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_draft_len_of_its_own_changes_no_text_and_is_kept_to(pair: tuple[Path, Path], name: str) -> None:
+def test_a_draft_len_of_its_own_changes_no_text_and_is_kept_to(
+    pair: tuple[Path, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {draft_len: 1 + draft_len / 10 for draft_len in range(MOST + 1)}  # whatever runs beside the test
+    monkeypatch.setattr(policies, "measure_round_costs", lambda *_: RoundCosts({1: costs, 64: costs}))
     with make(pair, name) as llm:
         outputs = llm.generate(PROMPTS, sampling(OWN))
         llm.check_idle()
@@ -96,7 +102,7 @@ def test_a_draft_len_of_its_own_changes_no_text_and_is_kept_to(pair: tuple[Path,
                 assert counted.num_draft_tokens <= counted.num_rounds * most
             check_origins(completion, most)
             drafted += counted.num_draft_tokens
-    assert drafted > (0 if name == "measured" else 40)  # how much pays depends on this machine
+    assert drafted > (0 if name == "measured" else 40)  # what rounds take here has its say
     for output in plain:
         for completion in output.completions:
             assert completion.token_origins == "p" * len(completion.token_ids)
