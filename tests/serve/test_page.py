@@ -40,6 +40,7 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         ONE_PROCESS,
         scheduler={"max_batch_size": 4},
         kv_cache={"max_tokens": 8192},
+        speculation={"pacing": "fixed"},  # every round drafts, however slow the machine is
         server={"api_key_file": str(folder / "keys"), "max_restarts": 10},
     )
     # An engine that is forked is back sooner than the page asks whether it is gone.
