@@ -24,7 +24,7 @@ from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding import row_guide
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.round_budget import RoundBudget
-from trtrun.guiding.row_guide import take
+from trtrun.guiding.row_guide import RowGuide, Shares
 from trtrun.guiding.vocabulary import Spelling
 
 TARGET, DRAFT = ASSETS / "target", ASSETS / "draft"
@@ -270,11 +270,19 @@ def test_rows_that_wait_for_their_guide_say_what_they_would(
     """A round has nothing left for guides now and then, and what a matcher shares with others is used up: the rows lose
     their places, and go on behind what is built beside the rounds."""
     choose = random.Random(4)
+    follow = RowGuide.follow
+
+    def follow_shared(guide: RowGuide, tokens: Sequence[int]) -> None:
+        """What a matcher of the row's own has used up would be its text's fault: such a row ends."""
+        follow(guide, tokens)
+        if guide.matcher is not None and guide._shares is not Shares.NOBODY and choose.random() < 0.04:
+            guide.give_up(guide.matcher)
+
     monkeypatch.setattr(RoundBudget, "is_spent", property(lambda budget: choose.random() < 0.04))
     monkeypatch.setattr(row_guide, "depends_on_others", lambda failed: True)
-    monkeypatch.setattr(row_guide, "take", lambda matcher, tokens: choose.random() > 0.02 and take(matcher, tokens))
+    monkeypatch.setattr(RowGuide, "follow", follow_shared)
     with make_llm(TARGET, DRAFT, speculation={"draft_len": 3}, scheduler=FEW) as llm:
         assert run(llm) == plain
         statistics = llm.engine.statistics()
         llm.check_idle()
-    assert statistics["num_guide_waits"] > 20 and statistics["guides_work_s"] > 0
+    assert statistics["num_guide_waits"] > 5 and statistics["guides_work_s"] > 0
