@@ -31,8 +31,8 @@ from launch.commands.slurm import cancel, status, submit
 from launch.commands.train_drafter import train_drafter
 from launch.commands.warm_up import warm_up
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
-from launch.logs import FILE_ONLY
-from launch.mpi.start_progress import StartProgress, say_hello
+from launch.jobs.logs import FILE_ONLY
+from launch.jobs.mpi.start_progress import StartProgress, say_hello
 from parallel import abort
 from parallel.errors import ParallelError
 from trtrun import __version__
@@ -124,7 +124,7 @@ def _notes(error: BaseException | None) -> list[str]:
 
 def _fail(line: str, status: ExitCode = ExitCode.REFUSED, notes: Sequence[str] = ()) -> int:
     """Say one line, and below it what else there is to know, such as the ranks' stacks."""
-    from launch.mpi.job import print_error
+    from launch.jobs.mpi.job import print_error
 
     logger.error("\n".join([line, *notes]), extra=FILE_ONLY)
     print_error(line)
@@ -153,7 +153,7 @@ def leave(status: int) -> NoReturn:
     logger.info("ends with exit status %d", status)
     StartProgress().tell_over(status)
     if status:
-        from launch.mpi.job import join_world
+        from launch.jobs.mpi.job import join_world
 
         join_world()
     if status and "mpi4py.MPI" in sys.modules:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launch.cli import guarded, leave
-from launch.mpi.job import Job
+from launch.jobs.mpi.job import Job
 from trtrun.configuration.config import load_config
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.threads import count_cores
@@ -66,7 +66,7 @@ def read_prompts() -> list[str]:
 def play_demo(job: Job, num_prompts: int, max_tokens: int) -> int:
     """Rank 0's show; the other ranks serve inside `load_llm`."""
     from launch.batch.run import load_llm
-    from launch.mpi.job import finish_mpi
+    from launch.jobs.mpi.job import finish_mpi
 
     started = time.perf_counter()
     with load_llm(job.config) as llm:
@@ -87,7 +87,7 @@ def play_demo(job: Job, num_prompts: int, max_tokens: int) -> int:
 
 
 def _show_stream(llm: LLM, prompt: str, max_tokens: int) -> None:
-    from launch.terminal import output_console
+    from launch.jobs.terminal import output_console
     from trtrun.core.sampling_params import SamplingParams
 
     console = output_console()
@@ -139,7 +139,7 @@ def _report(job: Job, speculative: Measured, plain: Measured) -> dict[str, objec
 def _print_table(speculative: Measured, plain: Measured) -> None:
     from rich.table import Table
 
-    from launch.terminal import output_console
+    from launch.jobs.terminal import output_console
 
     table = Table()
     for name in ("", "tokens", "tokens/s", "rounds", "mean acceptance length", "same tokens"):
@@ -179,7 +179,7 @@ def command(config_path: Path | None, overrides: tuple[str, ...], num_prompts: i
     job = Job(config, arguments, module="launch.demo")
 
     def check() -> None:
-        from launch.check.preflight import check_job
+        from launch.jobs.check.preflight import check_job
 
         check_job(job.config, job.topology)
 

@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.section import SlurmSection
+from launch.jobs.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.configuration.drafting.speculation_section import SpeculationSection
+from trtrun.configuration.drafting.suffix_options import HybridOptions, SuffixOptions
 from trtrun.configuration.launch_config import LaunchSection, Section
 from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.server_config import ServerSection
-from trtrun.configuration.speculation_section import SpeculationSection
-from trtrun.configuration.suffix_options import HybridOptions, SuffixOptions
 from trtrun.linear.quantization import QUANTIZATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.tensorrt_llm_quantize import main
+from launch.compat.tensorrt_llm.quantize import main
 
 if __name__ == "__main__":
     main()

@@ -26,9 +26,9 @@ from trtrun.core.token_lists import TokenLists
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore
+from trtrun.loading.loading import load_model
 from trtrun.models.decoder import CausalLM
-from trtrun.models.loading import load_model
-from trtrun.roles.guess_tables import KnownVerdict, foreseen_rows
+from trtrun.rounds.exchange.guess_tables import KnownVerdict, foreseen_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter, GuessSpace

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 
 from parallel.topology import Role
-from trtrun.configuration.drafting_methods import METHODS
-from trtrun.configuration.speculation_section import DraftingMethod, DraftSize, SpeculationSection
+from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.configuration.drafting.speculation_section import DraftingMethod, DraftSize, SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import Rows

@@ -20,8 +20,8 @@ import pytest
 from durations import Durations
 from shares import deal
 
-from launch.mpi.stale_folders import remove_stale_folders
-from launch.terminal import NEWS_VARIABLE
+from launch.jobs.mpi.stale_folders import remove_stale_folders
+from launch.jobs.terminal import NEWS_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 # What tells a process that some mpirun started it; a job started from a test must not see it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.commands.build import BuildOptions, run_build
-from trtrun.building.settings import BuildSettings
 from trtrun.configuration.engine_directory import Limits
+from trtrun.tools.building.settings import BuildSettings
 
 
 def build_engine(

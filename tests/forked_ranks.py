@@ -49,7 +49,7 @@ def _itself(address: str) -> list[str]:
 
 def fork_ranks(address: str) -> None:
     """Ranks that this process's mpirun starts, and engines of this front, are forked by the process at an address."""
-    from launch.mpi import supervise
+    from launch.jobs.mpi import supervise
     from launch.serve.engine import keeper
 
     ending_with_parent = supervise.ending_with_parent

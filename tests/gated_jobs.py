@@ -25,11 +25,11 @@ from parallel.watchdog.activity import Activity
 from trtrun.core.nouns import Draft, Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import TokenLists
-from trtrun.roles.gated_drafts import GatedDrafts
-from trtrun.roles.launched_round import LaunchedRound
-from trtrun.roles.message_exchange import MessageExchange
-from trtrun.roles.round import Worker
-from trtrun.roles.served_rank import serve
+from trtrun.rounds.exchange.gated_drafts import GatedDrafts
+from trtrun.rounds.exchange.message_exchange import MessageExchange
+from trtrun.rounds.launched_round import LaunchedRound
+from trtrun.rounds.round import Worker
+from trtrun.rounds.served_rank import serve
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler

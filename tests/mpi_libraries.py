@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.flavours import FLAVOURS
-from launch.mpi.library import LIBRARY_VARIABLE, choose_flavour
-from launch.mpi.mpirun import find_mpirun
+from launch.jobs.mpi.flavours import FLAVOURS
+from launch.jobs.mpi.library import LIBRARY_VARIABLE, choose_flavour
+from launch.jobs.mpi.mpirun import find_mpirun
 from trtrun.errors import PlacementError
 
 _TO_INSTALL = {

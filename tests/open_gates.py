@@ -15,8 +15,8 @@ from parallel.communicator import Communicator
 from parallel.transports.device_gate import Question
 from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
-from trtrun.roles.gated_drafts import GatedDrafts
-from trtrun.roles.message_exchange import MessageExchange
+from trtrun.rounds.exchange.gated_drafts import GatedDrafts
+from trtrun.rounds.exchange.message_exchange import MessageExchange
 from trtrun.wire.packets import decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays, RoundTimes
 

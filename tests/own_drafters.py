@@ -19,8 +19,8 @@ import torch
 from pipelines import Reference
 
 from parallel.topology import Role
-from trtrun.configuration.drafting_methods import METHODS
-from trtrun.configuration.speculation_section import DraftingMethod, SpeculationSection
+from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.configuration.drafting.speculation_section import DraftingMethod, SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import DraftEngine, Rows

@@ -27,9 +27,9 @@ from trtrun.linear.layer import Linear
 from trtrun.models.blocks import AttentionPlan, NormPlan
 from trtrun.models.config import ModelFamily, read_model_config, read_window
 from trtrun.models.layer_plan import LayerPlan, ModelShape
-from trtrun.models.weight_reader import WeightReader
-from trtrun.models.weights import Axis, LinearPlan, Share, StoredTensor, Weight
 from trtrun.registry import MODEL_FAMILIES
+from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
+from trtrun.weights.weight_reader import WeightReader
 
 ARCHITECTURE = "FourNormsForCausalLM"
 CONFIG: dict[str, Any] = {

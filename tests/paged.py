@@ -17,8 +17,8 @@ from trtrun.configuration.model_sections import LoadFormat
 from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
+from trtrun.loading.loading import LoadReport, load_model
 from trtrun.models.decoder import CausalLM
-from trtrun.models.loading import LoadReport, load_model
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def check_tilings(
     tilings: Sequence[tuple[int, bool]] = ((16, False), (16, True), (32, False), (32, True), (64, False), (64, True)),
 ) -> None:
     """Tiles, split or not, have the same bits as the largest one: rows of 11 queries, one of them with padding."""
-    from trtrun.kernels.triton.paged_attention import _attend_rows
+    from trtrun.kernels.triton.attention.paged_attention import _attend_rows
 
     generator = torch.Generator().manual_seed(heads)
     kv_heads, queries, blocks = 2, 11, 34

@@ -19,9 +19,9 @@ from launch.batch.messages import tell
 from launch.batch.options import RunOptions, is_stream
 from launch.batch.ordered import RowWriter, open_writer
 from launch.batch.written import IndexSet
-from launch.check.preflight import check_job, has_tokenizer
 from launch.exit_codes import ExitCode
-from launch.mpi.job import Job
+from launch.jobs.check.preflight import check_job, has_tokenizer
+from launch.jobs.mpi.job import Job
 from trtrun.chats.chat import Chat
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import ConfigError

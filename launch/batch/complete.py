@@ -16,7 +16,7 @@ from launch.batch.input import InputRows
 from launch.batch.messages import Refusals, join_tokens
 from launch.batch.ordered import RowWriter, TextPrinter
 from launch.batch.rows import PromptRow, output_row, refused_row
-from launch.terminal import Bar
+from launch.jobs.terminal import Bar
 from trtrun.api.interrupts import listening
 from trtrun.api.prompts import Prompt
 from trtrun.chats.chat import Chat

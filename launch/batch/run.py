@@ -22,12 +22,12 @@ from launch.batch.input import InputRows
 from launch.batch.messages import describe_drain, summarize, tell
 from launch.batch.options import RunOptions
 from launch.batch.ordered import RowWriter
-from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
-from launch.mpi.drain import Drain, EndedAtStart
-from launch.mpi.job import finish_mpi, is_reporting_rank
-from launch.mpi.start_progress import StartProgress
-from launch.terminal import Bar
+from launch.jobs.check.rank_check import check_before_run
+from launch.jobs.mpi.drain import Drain, EndedAtStart
+from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
+from launch.jobs.mpi.start_progress import StartProgress
+from launch.jobs.terminal import Bar
 from parallel.errors import ParallelError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.api.llm import LLM
@@ -36,7 +36,7 @@ from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.models.generation_defaults import describe_generation_defaults
-from trtrun.roles.draft_loss import losable_ranks
+from trtrun.rounds.draft_loss import losable_ranks
 
 
 def load_llm(config: RuntimeConfig) -> LLM:

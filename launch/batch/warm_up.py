@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from launch.exit_codes import ExitCode
-from launch.mpi.job import finish_mpi
+from launch.jobs.mpi.job import finish_mpi
 from trtrun.configuration.config import RuntimeConfig
 
 CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": ""}

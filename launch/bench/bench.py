@@ -22,12 +22,12 @@ from launch.bench.peer import PeerFigures, run_peer
 from launch.bench.tables import print_tables
 from launch.bench.trace import BenchTrace
 from launch.exit_codes import FailedError
-from launch.mpi.job import Job
-from launch.placement.memory import JobMemory
+from launch.jobs.mpi.job import Job
+from launch.jobs.placement.memory import JobMemory
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import RankReport
+from trtrun.loading.model_settings import mask_token, resolve_dtype_name
 from trtrun.models.config import read_model_config
-from trtrun.start.model_settings import mask_token, resolve_dtype_name
 
 
 def play_bench(job: Job, options: BenchOptions) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from launch.batch.options import BenchOptions
 from launch.bench.peer import check_peer
 from launch.bench.trace import check_trace
-from launch.check.preflight import check_job
-from launch.mpi.job import Job
+from launch.jobs.check.preflight import check_job
+from launch.jobs.mpi.job import Job
 from trtrun.errors import ConfigError
+from trtrun.loading.model_settings import target_context
 from trtrun.models.config import read_model_config
-from trtrun.start.model_settings import target_context
 
 
 def check_bench(job: Job, options: BenchOptions) -> None:

@@ -15,9 +15,9 @@ from launch.batch.options import BenchOptions, Workload
 from launch.batch.run import load_llm
 from launch.bench.case import Case, Prompts
 from launch.bench.trace import BenchTrace
-from launch.mpi.job import Job, finish_mpi
-from launch.mpi.start_progress import STARTED
-from launch.terminal import Bar
+from launch.jobs.mpi.job import Job, finish_mpi
+from launch.jobs.mpi.start_progress import STARTED
+from launch.jobs.terminal import Bar
 from trtrun.api.llm import LLM
 from trtrun.core.outputs import RankReport, RequestOutput
 from trtrun.core.request_statistics import ForesightStatistics

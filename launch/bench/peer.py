@@ -19,17 +19,17 @@ from typing import Any
 from launch.batch.options import BenchOptions, Workload
 from launch.bench.case import Case
 from launch.exit_codes import FailedError
-from launch.mpi.job import Job
-from launch.mpi.mpirun import build_environment
-from launch.mpi.parent_death import ending_with_parent
-from launch.mpi.sessions import clear_session
-from launch.placement.allocation import is_local
+from launch.jobs.mpi.job import Job
+from launch.jobs.mpi.mpirun import build_environment
+from launch.jobs.mpi.parent_death import ending_with_parent
+from launch.jobs.mpi.sessions import clear_session
+from launch.jobs.placement.allocation import is_local
 from trtrun.configuration.device_lists import host_of
 from trtrun.configuration.engine_directory import is_engine
 from trtrun.environment import OURS
 from trtrun.errors import ConfigError, TrtrunError, one_line
+from trtrun.loading.model_settings import mask_token, resolve_dtype_name
 from trtrun.models.config import read_model_config
-from trtrun.start.model_settings import mask_token, resolve_dtype_name
 
 PEER_SECONDS = 1800.0
 """How long a peer may take for one mode, its start included."""

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from launch.bench.measure import PLAIN, SPECULATIVE
 from launch.bench.peer import PeerFigures
-from launch.terminal import output_console
+from launch.jobs.terminal import output_console
 from trtrun.timing.telemetry import ROUND_PARTS
 
 _COLUMNS = ("rows", "mode", "tokens/s", "ms/token", "first token ms", "acceptance length", "ratio to plain")

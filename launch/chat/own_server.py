@@ -21,8 +21,8 @@ from pathlib import Path
 import click
 
 from launch.chat.client import ChatClient
-from launch.mpi.mpirun import TERMINAL_VARIABLE
-from launch.mpi.parent_death import ending_with_parent
+from launch.jobs.mpi.mpirun import TERMINAL_VARIABLE
+from launch.jobs.mpi.parent_death import ending_with_parent
 
 END_SECONDS = 20.0
 """That the server has to end by itself."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.chat.client import AnswerError, ChatClient
 from launch.chat.screen import PlainScreen, TerminalScreen
-from launch.terminal import output_console
+from launch.jobs.terminal import output_console
 from trtrun.errors import nearest
 
 COMMANDS = {

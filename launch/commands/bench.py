@@ -60,7 +60,7 @@ def bench(
 ) -> int:
     """Measure plain and speculative decoding in one run, on fresh random prompts; the last line is JSON."""
     from launch.batch.options import BenchOptions
-    from launch.mpi.job import Job
+    from launch.jobs.mpi.job import Job
 
     workloads = parse_workloads(rows, prompt_tokens, temperature)
     job = Job(load(config_path, overrides, speculation), sys.argv[1:])

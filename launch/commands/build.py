@@ -13,8 +13,8 @@ import click
 from launch.commands.written_models import check_again, note_tokenizer
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
 from trtrun import __version__
-from trtrun.building.settings import DEVICES, DTYPES, BuildSettings
 from trtrun.configuration.engine_directory import Limits
+from trtrun.tools.building.settings import DEVICES, DTYPES, BuildSettings
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def run_build(options: BuildOptions) -> int:
         TrtrunError: something is wrong with the options or the checkpoint.
         FailedError: the output cannot be written any more.
     """
-    from trtrun.building.engine_output import building, check_output
     from trtrun.configuration.model_paths import find_model
+    from trtrun.tools.building.engine_output import building, check_output
 
     checkpoint, output = find_model(options.checkpoint, None, "--checkpoint"), options.output
     check = partial(check_output, output, checkpoint, options.force)
     check()
-    from launch.terminal import Bar
-    from trtrun.building.engine_builder import EngineBuilder
+    from launch.jobs.terminal import Bar
+    from trtrun.tools.building.engine_builder import EngineBuilder
 
     started, builder = time.monotonic(), EngineBuilder.open(checkpoint, options.settings)
     try:

@@ -12,7 +12,7 @@ import click
 
 from launch.commands.prompts import given_sampling
 from launch.exit_codes import ExitCode, describe_exit_codes
-from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.errors import ConfigError
 
 _OF_REQUESTS = ("max_tokens", "temperature", "top_p", "seed", "draft_len", "chat_template_kwargs")

@@ -21,13 +21,13 @@ def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     what was built. Ends within launch.check_seconds, and a second for each 100 MB of engines, and names the ranks that
     are stuck by then.
     """
-    from launch.mpi.job import Job
-    from launch.mpi.start_progress import has_parent
+    from launch.jobs.mpi.job import Job
+    from launch.jobs.mpi.start_progress import has_parent
 
     job = Job(load(config_path, overrides, speculation), sys.argv[1:], is_check=True)
 
     def preflight() -> None:
-        from launch.check.preflight import check_job
+        from launch.jobs.check.preflight import check_job
 
         if not has_parent():  # else it has said so
             check_job(job.config, job.topology)
@@ -35,6 +35,6 @@ def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     status = job.enter(preflight)
     if status is not None:
         return status
-    from launch.check.rank_check import play_check
+    from launch.jobs.check.rank_check import play_check
 
     return play_check(job.config, as_json)

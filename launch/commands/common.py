@@ -12,7 +12,7 @@ import click
 
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
-from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.topology import make_topology
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -96,8 +96,8 @@ def load(
     Raises:
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
     """
-    from launch.placement.run_config import load_run_config
-    from launch.slurm.section import check_slurm_section
+    from launch.jobs.placement.run_config import load_run_config
+    from launch.jobs.slurm.section import check_slurm_section
 
     extra = [] if speculation is None else [f"speculation.method={speculation}"]
     context = click.get_current_context(silent=True)
@@ -106,7 +106,7 @@ def load(
         return load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks, read)
     if options[_LOG_DIRECTORY] is not None:
         extra.append(f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}")
-    from launch.logs import quiet_libraries
+    from launch.jobs.logs import quiet_libraries
 
     quiet_libraries(options[_VERBOSITY])
     config = load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks, read)
@@ -126,8 +126,8 @@ def shared_options(overrides: Sequence[str], speculation: str | None) -> list[st
 
 
 def _begin_log(path: Path, config: RuntimeConfig, topology: Topology, verbosity: int, is_front: bool) -> None:
-    from launch.logs import find_front, find_speaker, set_up_logging
-    from launch.placement.allocation import find_local
+    from launch.jobs.logs import find_front, find_speaker, set_up_logging
+    from launch.jobs.placement.allocation import find_local
     from parallel.mpi_rank import find_mpi_rank
 
     speaker = find_front() if is_front else find_speaker(topology, find_mpi_rank())

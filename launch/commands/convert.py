@@ -73,15 +73,15 @@ def run_conversion(options: ConvertOptions) -> int:
         FailedError: the output cannot be written any more.
     """
     from trtrun.configuration.model_paths import find_model
-    from trtrun.conversion.staged_output import check_output, staged
+    from trtrun.tools.conversion.staged_output import check_output, staged
 
     model = find_model(options.model, None, "--model")
     check = partial(check_output, options.output, model, options.force)
     check()
-    from launch.terminal import Bar
-    from trtrun.conversion.hugging_face_writer import write_hugging_face
-    from trtrun.conversion.rank_writer import write_ranks
-    from trtrun.conversion.source import open_source
+    from launch.jobs.terminal import Bar
+    from trtrun.tools.conversion.hugging_face_writer import write_hugging_face
+    from trtrun.tools.conversion.rank_writer import write_ranks
+    from trtrun.tools.conversion.source import open_source
 
     started, source, output = time.monotonic(), open_source(model, options.dtype), options.output
     try:

@@ -19,9 +19,9 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
 
     It also plans for hosts and GPUs that this machine does not have: what only they know is left open.
     """
-    from launch.mpi.job import Job
-    from launch.plan.made_up_hosts import load_plan_config, place_on_made_up_hosts
-    from launch.slurm.resources import read_resources
+    from launch.jobs.mpi.job import Job
+    from launch.jobs.plan.made_up_hosts import load_plan_config, place_on_made_up_hosts
+    from launch.jobs.slurm.resources import read_resources
 
     arguments = ["run", "--config", str(config_path), *(word for value in overrides for word in ("--set", value))]
     if speculation is not None:
@@ -30,14 +30,14 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
     arguments += ["--prompt", "TEXT"]
     script = None
     if slurm:
-        from launch.slurm.script import BatchJob, render_script
+        from launch.jobs.slurm.script import BatchJob, render_script
 
         resources = read_resources(config_path, overrides)
         script = render_script(BatchJob(resources, arguments, Path.cwd()))
         config, made_up_hosts = place_on_made_up_hosts(config_path, overrides, resources)
     else:
         config, made_up_hosts = load_plan_config(config_path, overrides)
-    from launch.plan.plan import make_plan, print_plan
+    from launch.jobs.plan.plan import make_plan, print_plan
 
     print_plan(make_plan(Job(config, arguments), made_up_hosts, script), as_json)
     return 0

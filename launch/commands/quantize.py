@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from launch.exit_codes import ExitCode, describe_exit_codes
-from launch.mpi.drain import Drain, EndedAtStart
+from launch.jobs.mpi.drain import Drain, EndedAtStart
 from launch.quantize.options import QuantizeOptions, parse_device_names
-from trtrun.quantizing.settings import DTYPES, FORMATS, KV_CACHES, LAYOUTS, QuantizingSettings
+from trtrun.tools.quantizing.settings import DTYPES, FORMATS, KV_CACHES, LAYOUTS, QuantizingSettings
 
 _DEFAULTS = QuantizingSettings("fp8")
 

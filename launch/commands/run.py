@@ -12,7 +12,7 @@ from launch.batch.options import Part, RunOptions
 from launch.commands.common import load, with_config
 from launch.commands.prompts import given_sampling, parse_part, with_prompts
 from launch.exit_codes import ExitCode, describe_exit_codes
-from launch.mpi.drain import Drain, EndedAtStart, ending_at_once, leave_starting_ranks
+from launch.jobs.mpi.drain import Drain, EndedAtStart, ending_at_once, leave_starting_ranks
 
 
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
@@ -73,7 +73,7 @@ def _run(
     config_path: Path, overrides: Sequence[str], speculation: str | None, options: RunOptions, drain: Drain
 ) -> int:
     """This process's part, once it hears the signals that may end it."""
-    from launch.mpi.job import Job
+    from launch.jobs.mpi.job import Job
 
     job = Job(load(config_path, overrides, speculation), sys.argv[1:], drains=options.keeps_rows)
 

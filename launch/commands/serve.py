@@ -48,7 +48,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     if find_mpi_rank() is not None:
         return _serve_rank(load(config_path, [*overrides, *given], speculation))
     config = load(config_path, [*overrides, *given], speculation, is_front=True)
-    from launch.placement.allocation import is_local
+    from launch.jobs.placement.allocation import is_local
     from launch.serve.application.serve import play_serve
     from launch.serve.engine.keeper import engine_command
     from launch.serve.engine.restarted_engine import RestartedEngine
@@ -66,7 +66,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
 
 def _serve_rank(config: RuntimeConfig) -> int:
     """The part of a rank that a user's own mpirun or srun has started."""
-    from launch.mpi.job import Job
+    from launch.jobs.mpi.job import Job
 
     job = Job(config, sys.argv[1:])
     status = job.enter(lambda: check_served(config))
@@ -79,7 +79,7 @@ def _serve_rank(config: RuntimeConfig) -> int:
 
 def check_served(config: RuntimeConfig) -> None:
     """Raise a TrtrunError for what cannot be served."""
-    from launch.check.preflight import check_job
+    from launch.jobs.check.preflight import check_job
     from trtrun.configuration.topology import make_topology
 
     if config.speculation.forced_acceptance is not None:
@@ -96,7 +96,7 @@ def check_served(config: RuntimeConfig) -> None:
 @click.option("--socket", required=True, help="Where the front listens.")
 def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str | None, socket: str) -> int:
     """The ranks behind `trtrun serve`, which starts this."""
-    from launch.mpi.job import Job
+    from launch.jobs.mpi.job import Job
 
     job = Job(load(config_path, overrides, speculation), sys.argv[1:])
     status = job.enter(lambda: None)  # the front has checked it

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from launch.slurm.script import Array, BatchJob
+    from launch.jobs.slurm.script import Array, BatchJob
 
 SETTINGS = (
     ("--partition", "partition", "NAME", "Partition to run in."),
@@ -32,7 +32,7 @@ SETTINGS = (
 
 def _read_array(context: click.Context, parameter: click.Parameter, value: str | None) -> Array | None:
     """N, or N%M for at most M at once."""
-    from launch.slurm.script import Array
+    from launch.jobs.slurm.script import Array
 
     if value is None:
         return None
@@ -75,8 +75,8 @@ def submit(
     the options here. What is wrong with the command is said now, not when the job starts.
     """
     from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-    from launch.slurm.resources import read_resources
-    from launch.slurm.script import render_script
+    from launch.jobs.slurm.resources import read_resources
+    from launch.jobs.slurm.script import render_script
 
     inner = parse_inner(words, config_path, overrides)
     changes = {name: value for name, value in settings.items() if value is not None}
@@ -101,8 +101,8 @@ def submit(
 
 
 def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
-    from launch.slurm.client import find_jobs
-    from launch.slurm.client import submit as submit_script
+    from launch.jobs.slurm.client import find_jobs
+    from launch.jobs.slurm.client import submit as submit_script
 
     number = submit_script(script, job.folder)
     jobs = find_jobs(str(number))
@@ -117,7 +117,7 @@ def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
 
 
 def _follow(job: str, is_server: bool) -> int:
-    from launch.slurm.follow import follow
+    from launch.jobs.slurm.follow import follow
 
     try:
         return follow(job, is_server=is_server)
@@ -134,8 +134,8 @@ def _follow(job: str, is_server: bool) -> int:
 @click.argument("job")
 def status(job: str) -> int:
     """Show a job's state, nodes, time, log, finished rows, and where it serves. JOB is a number, or ARRAY_TASK."""
-    from launch.slurm.client import find_jobs
-    from launch.slurm.status import show_jobs
+    from launch.commands.slurm_status import show_jobs
+    from launch.jobs.slurm.client import find_jobs
 
     show_jobs(find_jobs(job))
     return 0
@@ -149,7 +149,7 @@ def cancel(job: str, now: bool) -> int:
 
     JOB is a number, or ARRAY_TASK for one task of an array.
     """
-    from launch.slurm.client import SlurmError, end_jobs, find_jobs, signal_scripts
+    from launch.jobs.slurm.client import SlurmError, end_jobs, find_jobs, signal_scripts
 
     jobs = [item for item in find_jobs(job) if not (item.has_ended or item.is_ending)]
     if not jobs:

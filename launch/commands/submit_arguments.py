@@ -23,8 +23,8 @@ from launch.commands.prompts import given_sampling
 from launch.commands.run import run
 from launch.commands.serve import check_extra, check_served, serve, server_overrides
 from launch.commands.train_drafter import train_drafter, train_options
-from launch.slurm.resources import SlurmResources
-from launch.slurm.script import Array, BatchJob, Word, part_output
+from launch.jobs.slurm.resources import SlurmResources
+from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
 from launch.train.job import place_training_ranks, read_training_values
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
@@ -159,7 +159,7 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.checks import check_run, read_input
     from launch.batch.journal import check_output, finished_rows
-    from launch.mpi.job import Job
+    from launch.jobs.mpi.job import Job
 
     if options.resume and not options.keeps_rows:
         raise click.UsageError("--resume needs --output FILE.jsonl, the file to go on with")
@@ -191,7 +191,7 @@ def _check_serve(resources: SlurmResources) -> None:
 def _check_training(inner: Inner, resources: SlurmResources) -> Path:
     """Raise for what `trtrun train-drafter --resume` would refuse; returns the file with a line for each step."""
     from launch.train.checks import check_training
-    from trtrun.training.state import StateFile
+    from trtrun.tools.training.state import StateFile
 
     options = train_options({**inner.parameters, "resume": True})
     if resources.has_local_models:
@@ -201,7 +201,7 @@ def _check_training(inner: Inner, resources: SlurmResources) -> Path:
 
 def _check_weights(resources: SlurmResources) -> None:
     """Raise for weights that can be seen from here and that the job would refuse; tell those that it may refuse."""
-    from launch.check.preflight import check_visible_weights
+    from launch.jobs.check.preflight import check_visible_weights
 
     to_come = set(resources.hosts) - set(resources.named)
     for text in check_visible_weights(resources.config, resources.topology, to_come):

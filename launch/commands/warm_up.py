@@ -26,7 +26,7 @@ def warm_up(config_path: Path, overrides: tuple[str, ...], speculation: str | No
     ends when the job is ready. What is compiled holds for GPUs of one kind and one version of trtrun, torch and Triton.
     """
     from launch.batch.warm_up import CACHES, play_warm_up, without_weights
-    from launch.mpi.job import Job
+    from launch.jobs.mpi.job import Job
 
     if cache is not None:
         for variable, folder in CACHES.items():  # on each rank, before anything reads them
@@ -34,7 +34,7 @@ def warm_up(config_path: Path, overrides: tuple[str, ...], speculation: str | No
     job = Job(without_weights(load(config_path, overrides, speculation)), sys.argv[1:])
 
     def check() -> None:
-        from launch.check.preflight import check_job
+        from launch.jobs.check.preflight import check_job
 
         check_job(job.config, job.topology)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtrun.errors import ConfigError, shorten_path
-from trtrun.models.written_files import find_unfinished
+from trtrun.weights.written_files import find_unfinished
 
 
 def note_tokenizer(output: Path, source: str) -> None:

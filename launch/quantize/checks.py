@@ -11,8 +11,8 @@ from launch.quantize.options import QuantizeOptions
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import ConfigError
-from trtrun.quantizing.directory import check_output, is_finished
-from trtrun.quantizing.texts import check_texts_file
+from trtrun.tools.quantizing.directory import check_output, is_finished
+from trtrun.tools.quantizing.texts import check_texts_file
 
 
 def check_quantization(options: QuantizeOptions) -> QuantizeOptions:

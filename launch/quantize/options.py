@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trtrun.configuration.device_lists import parse_devices
 from trtrun.errors import ConfigError
-from trtrun.quantizing.settings import QuantizingSettings
+from trtrun.tools.quantizing.settings import QuantizingSettings
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A run of `trtrun quantize`, and what the user sees of it: a bar, a table of layers, one line of JSON.
 
-The arithmetic is `trtrun.quantizing`'s.
+The arithmetic is `trtrun.tools.quantizing`'s.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from rich.table import Table
 
 from launch.exit_codes import ExitCode, FailedError
-from launch.mpi.drain import Drain
+from launch.jobs.mpi.drain import Drain
+from launch.jobs.terminal import Bar, output_console
 from launch.quantize.options import QuantizeOptions
-from launch.terminal import Bar, output_console
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
-from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer, identify
-from trtrun.quantizing.directory import check_finished, forget_run, is_finished, read_report
-from trtrun.quantizing.texts import CalibrationTexts, read_texts
 from trtrun.tokens.text import read_tokenizer
+from trtrun.tools.quantizing.checkpoint_quantizer import CheckpointQuantizer, identify
+from trtrun.tools.quantizing.directory import check_finished, forget_run, is_finished, read_report
+from trtrun.tools.quantizing.texts import CalibrationTexts, read_texts
 
 COLUMNS = (
     ("layer", "layer"),

@@ -14,13 +14,13 @@ from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import CheckpointError, ConfigError, reading, shorten_path
 from trtrun.models.config import read_model_config
-from trtrun.models.model_files import hash_model_samples
-from trtrun.models.written_files import check_place
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
-from trtrun.training.data import TrainingData, read_data
-from trtrun.training.loop import check_same_run
-from trtrun.training.methods.table import find_method
-from trtrun.training.state import StateFile
+from trtrun.tools.training.data import TrainingData, read_data
+from trtrun.tools.training.loop import check_same_run
+from trtrun.tools.training.methods.table import find_method
+from trtrun.tools.training.state import StateFile
+from trtrun.weights.model_files import hash_model_samples
+from trtrun.weights.written_files import check_place
 
 LIBRARIES = ("transformers", "matplotlib")
 

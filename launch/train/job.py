@@ -1,6 +1,6 @@
 """The ranks of a training run: one a device, each with both models whole, and none beside them.
 
-It knows devices and how a job is started (`launch.mpi.job`). It does not know what ranks compute.
+It knows devices and how a job is started (`launch.jobs.mpi.job`). It does not know what ranks compute.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.mpi.job import Job
+from launch.jobs.mpi.job import Job
 from parallel.topology import Slot, Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
-from trtrun.configuration.drafting_methods import is_unknown
+from trtrun.configuration.drafting.drafting_methods import is_unknown
 from trtrun.configuration.topology import make_topology
 
 

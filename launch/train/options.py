@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtrun.training.settings import TrainingSettings
+from trtrun.tools.training.settings import TrainingSettings
 
 
 @dataclass(frozen=True)

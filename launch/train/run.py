@@ -1,6 +1,6 @@
 """A training run: models, data and loop put together on each rank, and what the user sees of it.
 
-It knows how a run goes and how it ends. The arithmetic is `trtrun.training`'s.
+It knows how a run goes and how it ends. The arithmetic is `trtrun.tools.training`'s.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from launch.exit_codes import ExitCode, FailedError
-from launch.mpi.drain import Drain
-from launch.mpi.job import finish_mpi
-from launch.mpi.start_progress import DONE, StartProgress
-from launch.terminal import Bar
+from launch.jobs.mpi.drain import Drain
+from launch.jobs.mpi.job import finish_mpi
+from launch.jobs.mpi.start_progress import DONE, StartProgress
+from launch.jobs.terminal import Bar
 from launch.train.checks import describe_models, find_start, read_training_data
 from launch.train.job import place_training_ranks
 from launch.train.options import TrainOptions
@@ -31,12 +31,12 @@ from parallel.watchdog.blame import FIRST_STEP
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import hash_tokenizer_files
-from trtrun.training.curves import draw_curves
-from trtrun.training.loop import DivergedError, TrainingLoop, describe
-from trtrun.training.methods.context import MethodContext
-from trtrun.training.methods.table import DraftTraining, find_method
-from trtrun.training.models import Target, tell_modules
-from trtrun.training.state import StateFile, replace
+from trtrun.tools.training.curves import draw_curves
+from trtrun.tools.training.loop import DivergedError, TrainingLoop, describe
+from trtrun.tools.training.methods.context import MethodContext
+from trtrun.tools.training.methods.table import DraftTraining, find_method
+from trtrun.tools.training.models import Target, tell_modules
+from trtrun.tools.training.state import StateFile, replace
 
 CURVES = "curves.png"
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from launch.exit_codes import FailedError
-from launch.mpi.job import LAST_WORD_SECONDS
+from launch.jobs.mpi.job import LAST_WORD_SECONDS
 from parallel.control import ControlPlane
 from parallel.errors import HeartbeatError, ParallelError
 from parallel.mpi_rank import is_lost_peer
@@ -23,7 +23,7 @@ from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_he
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.configuration.launch_config import LaunchSection
 from trtrun.errors import RankFailedError, TrtrunError
-from trtrun.roles.failures import RankFailures
+from trtrun.rounds.failures import RankFailures
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launch.mpi.parent_death import ending_with_parent
-from launch.mpi.sessions import clear_session
+from launch.jobs.mpi.parent_death import ending_with_parent
+from launch.jobs.mpi.sessions import clear_session
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.mpi.job import finish_mpi
+from launch.jobs.mpi.job import finish_mpi
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import load_config
 from trtrun.models.config import read_model_config

@@ -1,6 +1,6 @@
 """Writes made-up weights into model directories whose names are shapes: `write_weights.py DIRECTORY…`.
 
-They are those of `load_format: dummy` (trtrun/models/dummy_weights.py): the same for the same name. Where a shape
+They are those of `load_format: dummy` (trtrun/loading/dummy_weights.py): the same for the same name. Where a shape
 repeats, layers add nothing to the residual stream, and the output head is the embedding: what follows a token is that
 token. Of a draft with a mask token the first layer looks at all tokens alike and adds what they are, so that a mask
 token, which is nothing itself, becomes the token that stands most often before it. A program of its own, so that what
@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from gpu_bench.models import SHAPES, Shape
+from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.models.config import read_model_config
-from trtrun.models.dummy_weights import DummyWeights
 
 LAYERS_A_FILE = 8
 

@@ -146,7 +146,7 @@ class Server:
             return f"rank {rank}"
         if program.startswith(("mpirun", "prterun")):
             return "mpirun"
-        if "launch.serve.reader.reader" in words:
+        if "launch.serve.application.parser_worker" in words:
             return "reader"
         return "engine" if "serve-engine" in words else program
 

@@ -29,7 +29,7 @@ from forked_commands import ForkedCommands, ranks_below
 from mpi_libraries import find_mpi
 from output_rows import read_rows, without_drafting
 
-from launch.mpi.flavours import FLAVOURS
+from launch.jobs.mpi.flavours import FLAVOURS
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 120

@@ -28,7 +28,7 @@ def fail(*arguments, **options):
     raise ZeroDivisionError("the device is on fire")
 
 if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
-    from trtrun.roles.round import Worker
+    from trtrun.rounds.round import Worker
     Worker.launch_round = fail
 main()
 """

@@ -126,7 +126,7 @@ def test_all_ranks_have_the_configuration_that_rank_0_read(pair: Path, tmp_path:
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from launch.placement.run_config import load_run_config\n"
+        "from launch.jobs.placement.run_config import load_run_config\n"
         "rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
         "path = Path(sys.argv[1]) if rank == 0 else Path('/nowhere/run.yaml')\n"
         "text = load_run_config(path, ['threads=7']).model_dump_json()\n"

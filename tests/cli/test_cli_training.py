@@ -19,7 +19,7 @@ from engines import build_engine
 from output_rows import read_rows, without_drafting
 from safetensors.torch import load_file, save_file
 
-from launch.mpi.start_progress import VARIABLE, StartWatch
+from launch.jobs.mpi.start_progress import VARIABLE, StartWatch
 
 TEXTS = ["def main(", "import os\n", "class Tree:", "for i in range(", "# The", "return ", "if x:\n    ", "try:\n"]
 PROMPTS = [{"prompt": TEXTS[index % 8] * (1 + index // 8)} for index in range(16)]
@@ -219,7 +219,7 @@ def test_a_killed_run_comes_to_the_same_weights(
 def test_what_is_wrong_is_one_line_before_anything_is_written(
     data: Path, config: Configs, trtrun: Run, tmp_path: Path, pair: Path
 ) -> None:
-    """Some of it; tests/unit/training/test_training_input.py has all."""
+    """Some of it; tests/unit/tools/training/test_training_input.py has all."""
     path = config(ONE_PROCESS)
     full = tmp_path / "full"
     full.mkdir()

@@ -15,7 +15,7 @@ import pytest
 from network import SSHD, Host
 from two_hosts import ROOT, Site, own_lines
 
-from launch.mpi.hosts import ANSWER_SECONDS, CONNECT_SECONDS
+from launch.jobs.mpi.hosts import ANSWER_SECONDS, CONNECT_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -21,7 +21,7 @@ from two_hosts import (
     write_rows,
 )
 
-from launch.mpi.flavours import FLAVOURS
+from launch.jobs.mpi.flavours import FLAVOURS
 
 pytestmark = pytest.mark.timeout(400)
 

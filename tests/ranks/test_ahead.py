@@ -17,7 +17,7 @@ from mpi4py import MPI
 from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
-from trtrun.roles import message_exchange
+from trtrun.rounds.exchange import message_exchange
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.policy import NEVER, AheadPolicy
 from trtrun.speculation.ahead.row_texts import Guesses

@@ -22,7 +22,7 @@ from test_split_eagle import DYNAMIC, KINDS, SIMPLE, STATIC
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.kernels.triton.sampling import columns
-from trtrun.roles.hidden_link import HiddenLink
+from trtrun.rounds.exchange.hidden_link import HiddenLink
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.heads import AheadEagleDrafter
 from trtrun.speculation.ahead.policy import AheadPolicy

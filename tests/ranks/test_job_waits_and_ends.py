@@ -22,7 +22,7 @@ from parallel.transports import mpi as transports_mpi
 from parallel.waiting import Waiter
 from trtrun import LLM, SamplingParams
 from trtrun.errors import PlacementError, TrtrunError
-from trtrun.roles.round import Worker
+from trtrun.rounds.round import Worker
 from trtrun.start import job
 from trtrun.wire.packets import VERDICT_TAG
 

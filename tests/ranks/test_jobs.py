@@ -24,8 +24,8 @@ from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.core.outputs import RequestOutput
-from trtrun.roles.launched_round import DecidedRound, LaunchedRound
-from trtrun.roles.round import Worker
+from trtrun.rounds.launched_round import DecidedRound, LaunchedRound
+from trtrun.rounds.round import Worker
 from trtrun.wire.reports import ReportArrays
 
 pytestmark = pytest.mark.mpi

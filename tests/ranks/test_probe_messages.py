@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from topologies import HERE
 
-from launch.placement.links import GROUPS, expect_kinds
+from launch.jobs.placement.links import GROUPS, expect_kinds
 from parallel import probe
 from parallel.communicator import Communicator
 from parallel.control import ControlPlane

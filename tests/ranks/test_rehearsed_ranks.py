@@ -13,7 +13,7 @@ from pipelines import Reference, configuration, noisy_copy, prompt_of, tokens_of
 
 from trtrun import SamplingParams, open_llm
 from trtrun.core.nouns import FIRST_REHEARSED_ROUND
-from trtrun.roles.orchestrator import Orchestrator
+from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.start import policies
 
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))

@@ -17,7 +17,8 @@ from traces import assert_rounds_follow, assert_whole, spans_named
 from trtrun import SamplingParams, open_llm
 from trtrun.api.llm import LLM
 from trtrun.core.nouns import RoundPlan
-from trtrun.roles import message_exchange, served_rank
+from trtrun.rounds import served_rank
+from trtrun.rounds.exchange import message_exchange
 from trtrun.timing.spans import ENGINES, ORCHESTRATOR, RankSpans
 from trtrun.timing.tracing import PhaseTracer
 

@@ -14,8 +14,8 @@ from forked_commands import ranks_below
 from servers import PLAIN, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
-from launch.mpi.library import choose_flavour
-from launch.mpi.mpirun import find_mpirun
+from launch.jobs.mpi.library import choose_flavour
+from launch.jobs.mpi.mpirun import find_mpirun
 from trtrun import LLM, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)

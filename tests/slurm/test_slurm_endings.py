@@ -13,7 +13,7 @@ import pytest
 from batch import ONE_PROCESS, ROOT, Rows, Run, count_lines, read_rows
 from cluster import Cluster, wait_for
 
-from launch.slurm.client import ENDED
+from launch.jobs.slurm.client import ENDED
 
 Config = Callable[..., Path]
 Prompts = Callable[..., Path]

@@ -10,14 +10,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Message
 
-from launch.serve.door.limits import Door
+from launch.serve.admission.limits import Door
+from launch.serve.application.parser_worker import Reader
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.front.front import Front
+from launch.serve.frontend.front import Front
 from launch.serve.metrics import FrontMetrics
-from launch.serve.reader.reader import Reader
-from launch.serve.reading.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
-from launch.serve.reading.readers import Found, Readers, found_of
+from launch.serve.parsing.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
+from launch.serve.parsing.readers import Found, Readers, found_of
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.models.config import read_model_config

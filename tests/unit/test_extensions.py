@@ -20,8 +20,8 @@ from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.errors import ConfigError
+from trtrun.memory.memory_requirements import kv_bytes_per_block
 from trtrun.models.config import read_model_config
-from trtrun.start.memory_requirements import kv_bytes_per_block
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,11 @@ from pipelines import make_llm, prompt_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import Request
-from trtrun.engine import capture
-from trtrun.engine.capture import CudaCapture
+from trtrun.engine.graphs import capture
+from trtrun.engine.graphs.capture import CudaCapture
 from trtrun.first_uses import FirstUses, FirstUseWatch, count_capture, count_compilation
-from trtrun.roles.engine_ranks import EngineRanks
-from trtrun.roles.orchestrator import Orchestrator
+from trtrun.rounds.engine_ranks import EngineRanks
+from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafter import Drafter

@@ -10,9 +10,9 @@ import pytest
 from adapters import edit_adapter, make_adapter
 from checkpoints import make_checkpoint
 
-from trtrun.adapters.lora_config import read_lora_config
-from trtrun.adapters.lora_files import LoraFiles, adaptable_modules
 from trtrun.errors import CheckpointError
+from trtrun.lora.lora_config import read_lora_config
+from trtrun.lora.lora_files import LoraFiles, adaptable_modules
 from trtrun.models.config import read_model_config
 from trtrun.module_patterns import Steps, TooManyStepsError, end_matcher, start_matcher, whole_matcher
 

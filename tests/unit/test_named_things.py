@@ -18,13 +18,13 @@ from starlette.routing import BaseRoute, Route
 from test_docs import NAMED, OF_OTHERS, ROOT, files_by_name, name_of
 
 from launch.cli import cli
+from launch.jobs.slurm.section import SlurmSection
 from launch.serve.application.http_server import make_application, make_metrics_application
 from launch.serve.application.parts import make_parts
 from launch.serve.engine.client import EngineClient
 from launch.serve.http.requests import Keys
-from launch.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig, make_config
-from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.drafting.drafting_methods import METHODS
 
 HOUSES = ("launch", "trtrun", "parallel")
 SOURCES = sorted(path for house in HOUSES for path in (ROOT / house).rglob("*.py"))
@@ -219,8 +219,10 @@ def test_what_is_named_is_there() -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    assert missing_files("as round.py, roles/round.py and device_exchange.py do") == ["device_exchange.py"]
-    assert missing_modules("`trtrun.roles.round`, `speculation.verify`, trtrun.roles.rounds") == ["trtrun.roles.rounds"]
+    assert missing_files("as round.py, rounds/round.py and device_exchange.py do") == ["device_exchange.py"]
+    assert missing_modules("`trtrun.rounds.round`, `speculation.verify`, trtrun.rounds.rounds") == [
+        "trtrun.rounds.rounds"
+    ]
     assert missing_modules("launch.heartbeat_second, `launch.slurm.cpus_per_task`, `server.tool_parsers`") == [
         "launch.heartbeat_second", "server.tool_parsers",
     ]  # fmt: skip

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from launch.cli import cli
 from trtrun import SamplingParams
-from trtrun.engine.working_memory import RoundShape, working_bytes
 from trtrun.errors import CheckpointError
+from trtrun.loading.dummy_weights import DummyWeights
+from trtrun.loading.loading import shard_bytes
+from trtrun.memory.working_memory import RoundShape, working_bytes
 from trtrun.models.config import read_model_config
-from trtrun.models.dummy_weights import DummyWeights
-from trtrun.models.loading import shard_bytes
 
 
 @pytest.fixture(autouse=True)

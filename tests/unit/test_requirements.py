@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OF_EXTRAS = {
     "launch/serve": {"serve", "grpcio", "protobuf"},  # tritonclient brings the last two
     "trtrun/kernels/triton": {"triton"},  # comes with torch for GPUs
-    "trtrun/training": {"train"},
+    "trtrun/tools/training": {"train"},
     "launch/bench/peers": {"transformers", "vllm"},  # the peers themselves, in processes of their own
 }
 

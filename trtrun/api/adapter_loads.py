@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trtrun.api.adapters import AdapterTable
 from trtrun.errors import CheckpointError, InvalidRequestError, TrtrunError, one_line
-from trtrun.roles.orchestrator import Orchestrator
+from trtrun.rounds.orchestrator import Orchestrator
 
 
 @dataclass(slots=True)

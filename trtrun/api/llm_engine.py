@@ -32,15 +32,15 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
 from trtrun.engine.prompt_tiles import tile_width
 from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
+from trtrun.loading.model_settings import mask_token, target_context
+from trtrun.memory.window_rings import most_chunk
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.generation_defaults import sampling_defaults
-from trtrun.roles.orchestrator import RowGain
+from trtrun.rounds.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
-from trtrun.start.model_settings import mask_token, target_context
 from trtrun.start.policies import make_orchestrator
-from trtrun.start.window_rings import most_chunk
 from trtrun.timing.telemetry import RunStatistics
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer, read_shared_tokenizer

@@ -1,8 +1,9 @@
 """What attention is to a model, and which implementation a device gets.
 
 A backend writes new keys and values to the paged KV store and attends over it, for a flattened batch of rows in any
-phase: trtrun.kernels.triton.paged_attention on CUDA, trtrun.kernels.cpu.attention on the CPU, gather.py anywhere. This
-module knows device, dtype and the size of heads. It does not know which token sees what (trtrun.kvcache.segments).
+phase: trtrun.kernels.triton.attention.paged_attention on CUDA, trtrun.kernels.cpu.attention on the CPU, gather.py
+anywhere. This module knows device, dtype and the size of heads. It does not know which token sees what
+(trtrun.kvcache.segments).
 """
 
 from __future__ import annotations

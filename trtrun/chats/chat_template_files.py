@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.errors import CheckpointError, one_line, reading, shorten
-from trtrun.models.checkpoint import read_json
+from trtrun.weights.checkpoint import read_json
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_BYTES = 1 << 20

@@ -15,8 +15,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
-from trtrun.configuration.draft_vocabulary import settle_vocabulary
-from trtrun.configuration.drafting_methods import (
+from trtrun.configuration.drafting.draft_vocabulary import settle_vocabulary
+from trtrun.configuration.drafting.drafting_methods import (
     METHODS,
     NO_DRAFTS,
     DraftModelSection,
@@ -26,6 +26,8 @@ from trtrun.configuration.drafting_methods import (
     needs_heads,
     read_speculation,
 )
+from trtrun.configuration.drafting.speculation_section import DraftSize, SpeculationSection
+from trtrun.configuration.drafting.text_methods import SuffixSection
 from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Line, Number, Section
 from trtrun.configuration.model_paths import ASSET_NAMES, ASSET_PREFIX, find_file, find_model
@@ -33,8 +35,6 @@ from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSectio
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
 from trtrun.configuration.server_config import ServerSection
-from trtrun.configuration.speculation_section import DraftSize, SpeculationSection
-from trtrun.configuration.text_methods import SuffixSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
 from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 

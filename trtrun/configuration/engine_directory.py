@@ -1,7 +1,7 @@
 """What an engine directory says of itself: engine.json, beside config.json and a shard of weights for each rank.
 
-It knows names and numbers. It does not know weights (trtrun.models.engine_shards), or how an engine is built
-(trtrun.building).
+It knows names and numbers. It does not know weights (trtrun.loading.engine_shards), or how an engine is built
+(trtrun.tools.building).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ShardDescription(msgspec.Struct, frozen=True):
         bytes: of the file.
         header_sha256: of its first bytes: a number of the build, the rank, and names, dtypes, shapes and places of all
             tensors.
-        checksums: of each tensor's bytes, by name (trtrun.models.engine_checksums).
+        checksums: of each tensor's bytes, by name (trtrun.loading.engine_checksums).
     """
 
     file: Word

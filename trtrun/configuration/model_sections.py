@@ -14,7 +14,7 @@ from trtrun.configuration.device_lists import parse_devices
 from trtrun.configuration.launch_config import FilePath, Number, Section
 
 LoadFormat = Literal["auto", "dummy"]
-"""Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
+"""Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.loading.dummy_weights)."""
 
 VocabularyWay = Literal["auto", "same", "intersection", "text"]
 

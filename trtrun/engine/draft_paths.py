@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.configuration.speculation_section import DraftSize
+from trtrun.configuration.drafting.speculation_section import DraftSize
 from trtrun.core.nouns import Draft
 from trtrun.engine.block_copies import copy_blocks
 from trtrun.engine.rows import RowState

@@ -14,13 +14,13 @@ import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
-from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, TreeBatch
-from trtrun.engine.graph_cache import MOST_GRAPHS
-from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
-from trtrun.engine.graphs import ForwardGraphs
+from trtrun.engine.graphs.capture import Capture
+from trtrun.engine.graphs.decode_graphs import ForwardGraphs
+from trtrun.engine.graphs.graph_cache import MOST_GRAPHS
+from trtrun.engine.graphs.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
+from trtrun.engine.graphs.mixed_graphs import MixedGraphs, RowsBatch
 from trtrun.engine.hidden_taps import HiddenTaps
-from trtrun.engine.mixed_graphs import MixedGraphs, RowsBatch
 from trtrun.engine.prompt_tiles import PromptTile, even_tiles, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment

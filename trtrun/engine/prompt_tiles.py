@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtrun.core.nouns import PrefillChunk
-from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
+from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE
 from trtrun.kvcache.tile_widths import padded_width, prompt_width
 from trtrun.models.config import ModelConfig
-from trtrun.models.weights import Share
+from trtrun.weights.weight import Share
 
 MOST_EVEN_PADDING = 128
 """Tokens of padding that tiles of one width may have beside those of several: a segment of a forward more takes the

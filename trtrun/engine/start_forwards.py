@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, PromptShape, catch_up_width, catches_up
+from trtrun.engine.graphs.graph_shapes import MOST_FED, GraphShapes, PromptShape, catch_up_width, catches_up
 
 _SHORT_TREES = 6
 """Trees of up to so many tokens, one behind the other, have graphs of all lengths: pacing asks for any, and the last

@@ -1,6 +1,7 @@
 """What a start has found of the speed of a library's products, for later starts on this machine to take over.
 
-It knows shapes and answers. It does not know who asks or multiplies (kernels/triton/matmul.py), or where they are kept.
+It knows shapes and answers. It does not know who asks or multiplies (kernels/triton/matmul/dense.py), or where they are
+kept.
 """
 
 from __future__ import annotations

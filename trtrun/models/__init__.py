@@ -1,5 +1,5 @@
-"""Model families, kinds of heads, and their weights. Importing this package registers every one of them."""
+"""Configurations of models, plans of their layers, and the decoder. Importing this package registers every family."""
 
-from trtrun.models import dflash_layouts, eagle3_layouts, eagle_layouts, llama, medusa_layouts, mistral, qwen2, qwen3
+from trtrun.models import llama, mistral, qwen2, qwen3
 
-__all__ = ["dflash_layouts", "eagle3_layouts", "eagle_layouts", "llama", "medusa_layouts", "mistral", "qwen2", "qwen3"]
+__all__ = ["llama", "mistral", "qwen2", "qwen3"]

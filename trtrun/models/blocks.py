@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from parallel.sharding import column_range
 from trtrun.models.layer_plan import ModelShape
-from trtrun.models.weights import Axis, LinearPlan, Share, StoredTensor, Weight
+from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
     from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
-    from trtrun.models.weight_reader import WeightReader
+    from trtrun.weights.weight_reader import WeightReader
 
 _FLOAT = 4
 

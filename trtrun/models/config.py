@@ -20,14 +20,14 @@ from trtrun.kvcache.formats import KVScheme
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
-from trtrun.models.checkpoint import ITEM_BYTES, read_json
-from trtrun.models.kv_scales import read_kv_scheme
 from trtrun.models.layer_plan import LayerPlan, ModelShape
-from trtrun.models.quantization_config import read_quantization
-from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.rope_config import parse_rope, read_number
-from trtrun.models.weights import Axis, StoredTensor, Weight
 from trtrun.registry import MODEL_FAMILIES
+from trtrun.weights.checkpoint import ITEM_BYTES, read_json
+from trtrun.weights.kv_scales import read_kv_scheme
+from trtrun.weights.quantization_config import read_quantization
+from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
+from trtrun.weights.weight import Axis, StoredTensor, Weight
 
 _MOST = {
     "vocab_size": 2**24,

@@ -25,8 +25,8 @@ from trtrun.linear.adapted import AdaptedLayers
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import Layer
 from trtrun.models.taps import Taps
-from trtrun.models.weights import Share
 from trtrun.tensors import inference
+from trtrun.weights.weight import Share
 
 _FIRST_AND_LAST = 2
 """Layers that together run what all do, where all are alike: the first has nothing to add to the stream, and behind

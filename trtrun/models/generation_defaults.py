@@ -14,7 +14,7 @@ from typing import Any
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, InvalidRequestError
-from trtrun.models.checkpoint import read_json
+from trtrun.weights.checkpoint import read_json
 
 GENERATION_CONFIG = "generation_config.json"
 

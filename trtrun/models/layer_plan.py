@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from parallel.sharding import kv_heads_for_rank, query_heads_for_rank
-from trtrun.models.weights import Axis, Share, Weight
+from trtrun.weights.weight import Axis, Share, Weight
 
 if TYPE_CHECKING:
     import torch
 
     from trtrun.kvcache.segments import AttentionBatch
-    from trtrun.models.weight_reader import WeightReader
+    from trtrun.weights.weight_reader import WeightReader
 
 
 @dataclass(frozen=True)

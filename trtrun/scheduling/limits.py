@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS
-from trtrun.configuration.lookahead_windows import read_sizes
-from trtrun.configuration.speculation_section import MatchRule
-from trtrun.configuration.text_methods import LookaheadSection
+from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.configuration.drafting.lookahead_windows import read_sizes
+from trtrun.configuration.drafting.speculation_section import MatchRule
+from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtrun.configuration.speculation_section import MatchRule
+from trtrun.configuration.drafting.speculation_section import MatchRule
 
 _LENGTHS = (0, 1, 2, 4, 8, 16)
 NUM_KINDS = len(_LENGTHS) + 1

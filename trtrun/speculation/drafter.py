@@ -1,7 +1,7 @@
 """What a drafting method is to a round, and the register of how each is made.
 
 A method is one file in `drafters`, which registers a function here under its name, and an entry in
-`trtrun.configuration.drafting_methods`, which says where it runs. This module knows no method.
+`trtrun.configuration.drafting.drafting_methods`, which says where it runs. This module knows no method.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtrun.configuration.speculation_section import SpeculationSection
+from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.registry import Registry

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trtrun.configuration.dynamic_tree import DynamicTree
-from trtrun.configuration.medusa_choices import Choice, ChoiceTree
+from trtrun.configuration.drafting.dynamic_tree import DynamicTree
+from trtrun.configuration.drafting.medusa_choices import Choice, ChoiceTree
 from trtrun.tensors import kept_range
 
 LEAST = -1e30

@@ -5,10 +5,10 @@ It knows the configuration and a loaded model. It does not know who asks for whi
 
 from __future__ import annotations
 
-from trtrun.adapters.lora_config import hash_adapter_files
-from trtrun.adapters.lora_loading import load_adapter
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import CheckpointError
+from trtrun.lora.lora_config import hash_adapter_files
+from trtrun.lora.lora_loading import load_adapter
 from trtrun.models.decoder import CausalLM
 
 

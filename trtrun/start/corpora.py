@@ -10,7 +10,7 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.text_methods import SuffixSection
+from trtrun.configuration.drafting.text_methods import SuffixSection
 from trtrun.errors import ConfigError, TrtrunError, reading
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.tokens.corpus import read_corpus

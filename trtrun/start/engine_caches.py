@@ -20,7 +20,7 @@ import torch
 
 from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.models.written_files import write_whole
+from trtrun.weights.written_files import write_whole
 
 CACHE = "cache"
 VARIABLE = "TRITON_CACHE_DIR"

@@ -13,29 +13,29 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.engine.capture import Capture, capture_for
-from trtrun.engine.graph_cache import MOST_GRAPHS
-from trtrun.engine.head_rows import HeadRows
+from trtrun.engine.graphs.capture import Capture, capture_for
+from trtrun.engine.graphs.graph_cache import MOST_GRAPHS
+from trtrun.engine.heads.head_rows import HeadRows
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
-from trtrun.engine.working_memory import RoundShape
+from trtrun.heads.heads import HeadsPlan
 from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.sizing import blocks_of_tokens
 from trtrun.kvcache.store import KVStore
+from trtrun.loading.loading import LoadReport
+from trtrun.memory.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
+from trtrun.memory.memory_requirements import HiddenKind, guess_space, path_space, round_shape, target_taps
+from trtrun.memory.window_rings import ring_space
+from trtrun.memory.working_memory import RoundShape
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
-from trtrun.models.heads import HeadsPlan
-from trtrun.models.loading import LoadReport
-from trtrun.roles.exchange import Exchange
-from trtrun.roles.round import Worker
+from trtrun.rounds.exchange.exchange import Exchange
+from trtrun.rounds.round import Worker
 from trtrun.sampling.keyed_ranks import NUM_KINDS
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.start.graph_counts import count_graphs, head_graph_shapes
-from trtrun.start.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
-from trtrun.start.memory_requirements import HiddenKind, guess_space, path_space, round_shape, target_taps
 from trtrun.start.policies import sure_draft_lens
-from trtrun.start.window_rings import ring_space
 
 _FEW_LAYERS = 2
 """Of a model in which layers may take turns in what they run."""

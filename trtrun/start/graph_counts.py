@@ -6,8 +6,8 @@ Pure functions. They know no device and no rank; whether there are graphs at all
 from __future__ import annotations
 
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS
-from trtrun.engine.graph_shapes import GraphShapes
+from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.engine.rows import row_columns
 from trtrun.engine.start_forwards import (
     StartLimits,
@@ -16,8 +16,8 @@ from trtrun.engine.start_forwards import (
     count_target_graphs,
     count_tree_graphs,
 )
+from trtrun.memory.memory_requirements import guess_space, path_space, round_shape
 from trtrun.models.config import ModelConfig
-from trtrun.start.memory_requirements import guess_space, path_space, round_shape
 from trtrun.start.policies import sure_draft_lens
 
 

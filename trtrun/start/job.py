@@ -31,12 +31,12 @@ from trtrun.core.outputs import RankReport, StartReport
 from trtrun.errors import PlacementError
 from trtrun.garbage import leaving_out_what_is
 from trtrun.kvcache.sizing import check_device
-from trtrun.roles.draft_loss import losable_ranks, unawaited_ranks
-from trtrun.roles.engine_ranks import EngineRanks, MpiRanks
-from trtrun.roles.failures import RankFailures
-from trtrun.roles.round import Worker
-from trtrun.roles.served_rank import serve
-from trtrun.roles.solo_ranks import SoloRanks
+from trtrun.rounds.draft_loss import losable_ranks, unawaited_ranks
+from trtrun.rounds.engine_ranks import EngineRanks, MpiRanks
+from trtrun.rounds.failures import RankFailures
+from trtrun.rounds.round import Worker
+from trtrun.rounds.served_rank import serve
+from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.start.rendezvous import start_orchestrator, start_worker
 from trtrun.start.startup import Progress, RankStartup, device_of
 from trtrun.threads import has_free_cores, threads_per_slot

@@ -25,14 +25,14 @@ import msgspec
 import torch
 
 from trtrun import __version__
-from trtrun.adapters.lora_config import hash_adapter_files
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.environment import PACING_FOLDER
+from trtrun.heads.heads import HEADS_FILES
 from trtrun.kernels.cpu.object_cache import cache_folder
-from trtrun.models.heads import HEADS_FILES
-from trtrun.models.model_files import hash_model_files
+from trtrun.lora.lora_config import hash_adapter_files
 from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.round_costs import RoundCosts
+from trtrun.weights.model_files import hash_model_files
 
 _MOST_FILES = 256
 """That are kept; those that were written first go first."""

@@ -98,12 +98,12 @@ class KernelsAhead:
             return
         found = _read(self._mark)
         if found is not None:
-            from trtrun.kernels.triton.matmul import remember_speeds
+            from trtrun.kernels.triton.matmul.dense import remember_speeds
 
             self.working_bytes = found.working_bytes
             remember_speeds(found.speeds)
         else:
-            from trtrun.kernels.triton.compile_processes import CompileProcesses
+            from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
 
             major, minor = torch.cuda.get_device_capability(device)
             self._target = {"backend": "cuda", "arch": 10 * major + minor, "warp_size": 32}
@@ -117,7 +117,7 @@ class KernelsAhead:
         if not triton_works("cuda"):
             play()
             return
-        from trtrun.kernels.triton.collecting import KernelRequest, collecting
+        from trtrun.kernels.triton.attention.collecting import KernelRequest, collecting
 
         started, num_asked = time.monotonic(), 0
 
@@ -153,7 +153,7 @@ class KernelsAhead:
 def _known_speeds() -> list[WeightSpeeds]:
     if not triton_works("cuda"):
         return []
-    from trtrun.kernels.triton.matmul import known_speeds
+    from trtrun.kernels.triton.matmul.dense import known_speeds
 
     return known_speeds()
 

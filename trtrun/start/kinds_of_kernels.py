@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.models.heads import HeadsPlan
-from trtrun.models.quantization_config import configuration_bytes
+from trtrun.heads.heads import HeadsPlan
+from trtrun.weights.quantization_config import configuration_bytes
 
 
 def kinds_of_kernels(

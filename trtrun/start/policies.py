@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
-from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.core.outputs import RankReport
-from trtrun.roles.engine_ranks import EngineRanks
-from trtrun.roles.orchestrator import Orchestrator
+from trtrun.memory.memory_requirements import guess_steps
+from trtrun.rounds.engine_ranks import EngineRanks
+from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
@@ -21,7 +22,6 @@ from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.speculation.round_costs import RoundCosts, assume_costs
 from trtrun.start.kept_pacing import KeptPacing
-from trtrun.start.memory_requirements import guess_steps
 from trtrun.start.rehearsed_rounds import (
     count_measured_rounds,
     count_practised_rounds,

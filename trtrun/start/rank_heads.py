@@ -12,14 +12,14 @@ import torch
 from parallel.communicator import Communicator
 from parallel.groups import Groups
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.heads.heads import HEADS_FILES, HeadsPlan, HeadsTarget
 from trtrun.kvcache.sizing import SlotMemory
+from trtrun.loading.loading import LoadReport, heads_bytes, load_heads
+from trtrun.loading.model_settings import read_target_heads
+from trtrun.loading.target_ends import ends_bytes, load_ends
+from trtrun.memory.memory_requirements import head_working_bytes, kv_bytes_per_block, resolve_dtype
 from trtrun.models.config import ModelConfig
-from trtrun.models.heads import HEADS_FILES, HeadsPlan, HeadsTarget
-from trtrun.models.loading import LoadReport, heads_bytes, load_heads
-from trtrun.models.model_files import hash_model_files
-from trtrun.models.target_ends import ends_bytes, load_ends
-from trtrun.start.memory_requirements import head_working_bytes, kv_bytes_per_block, resolve_dtype
-from trtrun.start.model_settings import read_target_heads
+from trtrun.weights.model_files import hash_model_files
 
 
 def demand_apart(

@@ -15,19 +15,19 @@ from parallel.groups import Groups
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.kvcache.sizing import SlotMemory
-from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.loading import heads_bytes, shard_bytes
-from trtrun.models.model_files import hash_model_files
-from trtrun.start.adapters import adapter_hashes
-from trtrun.start.corpora import corpus_bytes
-from trtrun.start.memory_requirements import (
+from trtrun.loading.loading import heads_bytes, shard_bytes
+from trtrun.memory.memory_requirements import (
     adapter_slots_bytes,
     engine_working_bytes,
     kv_bytes_in_rings,
     resolve_dtype,
     store_bytes_per_block,
 )
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.start.adapters import adapter_hashes
+from trtrun.start.corpora import corpus_bytes
 from trtrun.start.rank_heads import RankHeads, demand_apart
+from trtrun.weights.model_files import hash_model_files
 
 
 class Part(NamedTuple):

@@ -21,11 +21,11 @@ import numpy as np
 from trtrun.core.guide import Guide
 from trtrun.core.nouns import FIRST_REHEARSED_ROUND, PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.roles.engine_ranks import EngineRanks
+from trtrun.loading.model_settings import MADE_UP_LENGTH, MADE_UP_ROUNDS
+from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import most_missed_rounds
 from trtrun.speculation.round_costs import RoundCosts
-from trtrun.start.model_settings import MADE_UP_LENGTH, MADE_UP_ROUNDS
 
 _NUM_TIMED = MADE_UP_ROUNDS - 1
 """Rounds of a kind that count, at most; the first of each, which may be the first use of something, does not."""

@@ -20,8 +20,8 @@ from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.core.outputs import RankReport
 from trtrun.errors import StartError, TrtrunError
-from trtrun.roles.failures import RankFailures
-from trtrun.roles.round import Worker
+from trtrun.rounds.failures import RankFailures
+from trtrun.rounds.round import Worker
 from trtrun.start.startup import Progress, RankStartup
 
 _PROGRESS_INTERVAL = 0.1

@@ -22,7 +22,7 @@ from parallel.topology import Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import RankReport
-from trtrun.engine.head_rows import HeadRows
+from trtrun.engine.heads.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.kernels.chooser import operations_of
@@ -35,12 +35,20 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.linear.adapted import AdaptedLayers
+from trtrun.loading.loading import load_model
+from trtrun.loading.model_settings import row_context
+from trtrun.loading.stored_report import describe_kept, describe_weights
+from trtrun.loading.weight_check import choose_default
+from trtrun.memory.largest_round import measure_largest_round
+from trtrun.memory.memory_requirements import (
+    HiddenKind,
+    adapter_space,
+    most_useful_blocks,
+    resolve_dtype,
+    round_shape,
+)
 from trtrun.models.config import read_model_config
-from trtrun.models.loading import load_model
-from trtrun.models.stored_report import describe_kept, describe_weights
-from trtrun.models.weight_check import choose_default
-from trtrun.models.weights import Share
-from trtrun.roles.round import Worker
+from trtrun.rounds.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.adapters import load_adapters
 from trtrun.start.corpora import load_corpus
@@ -50,18 +58,10 @@ from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.kept_pacing import device_kind
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
-from trtrun.start.largest_round import measure_largest_round
-from trtrun.start.memory_requirements import (
-    HiddenKind,
-    adapter_space,
-    most_useful_blocks,
-    resolve_dtype,
-    round_shape,
-)
-from trtrun.start.model_settings import row_context
 from trtrun.start.rank_heads import RankHeads
 from trtrun.start.rank_parts import RankParts
 from trtrun.start.worker_factory import WorkerFactory
+from trtrun.weights.weight import Share
 
 _logger = logging.getLogger(__name__)
 

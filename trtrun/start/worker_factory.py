@@ -19,30 +19,30 @@ from parallel.topology import Role, Topology
 from parallel.transports.device_gate import KEY_NUMBERS, DeviceGate
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS
-from trtrun.configuration.suffix_options import HybridOptions
-from trtrun.engine.feature_layers import FeatureLayers
-from trtrun.engine.head_rows import HeadRows
-from trtrun.engine.masked_heads import MaskedHeads, MaskedLayers
+from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.engine.heads.feature_layers import FeatureLayers
+from trtrun.engine.heads.head_rows import HeadRows
+from trtrun.engine.heads.masked_heads import MaskedHeads, MaskedLayers
+from trtrun.engine.heads.stored_heads import StoredHeads
 from trtrun.engine.runner import Engine
-from trtrun.engine.stored_heads import StoredHeads
 from trtrun.errors import CheckpointError
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.vocabulary import Spelling
 from trtrun.kvcache.formats import choose_format
+from trtrun.loading.model_settings import mask_token
+from trtrun.memory.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
+from trtrun.memory.window_rings import most_chunk
 from trtrun.models.config import read_model_config
-from trtrun.roles.exchange import DeviceExchange, Exchange
-from trtrun.roles.gated_drafts import GatedDrafts
-from trtrun.roles.hidden_link import HiddenLink
-from trtrun.roles.message_exchange import MessageExchange
-from trtrun.roles.round import Worker
+from trtrun.rounds.exchange.exchange import DeviceExchange, Exchange
+from trtrun.rounds.exchange.gated_drafts import GatedDrafts
+from trtrun.rounds.exchange.hidden_link import HiddenLink
+from trtrun.rounds.exchange.message_exchange import MessageExchange
+from trtrun.rounds.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.translated_rows import Translation
 from trtrun.start.draft_translation import read_draft_vocabularies
-from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
-from trtrun.start.model_settings import mask_token
-from trtrun.start.window_rings import most_chunk
 from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 from trtrun.tokens.text import Tokenizer, read_tokenizer

@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.medusa_choices import ChoiceTree
-from trtrun.configuration.text_methods import LookaheadSection
-from trtrun.start.model_settings import mask_token
+from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.text_methods import LookaheadSection
+from trtrun.loading.model_settings import mask_token
 
 
 def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:

@@ -27,17 +27,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from launch.serve.anthropic import api as anthropic
+from launch.serve.admission.limits import RETRY_SECONDS
+from launch.serve.admission.refusals import Refusal, retry_headers
+from launch.serve.admission.stretches import MeasuredLoop
+from launch.serve.api.anthropic import api as anthropic
+from launch.serve.api.kserve import http_api as kserve
+from launch.serve.api.openai import api as openai
 from launch.serve.application.status import describe_phases, metrics_route
-from launch.serve.door.limits import RETRY_SECONDS
-from launch.serve.door.refusals import Refusal, retry_headers
-from launch.serve.door.stretches import MeasuredLoop
-from launch.serve.front.front import Front
+from launch.serve.frontend.front import Front
 from launch.serve.http.connections import HEAD_SECONDS, Connections
 from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
 from launch.serve.http.tls import TlsPort
-from launch.serve.kserve import http_api as kserve
-from launch.serve.openai import api as openai
 from trtrun import __version__
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError

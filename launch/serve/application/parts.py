@@ -11,28 +11,28 @@ from typing import Any
 
 from starlette.routing import Route
 
-from launch.serve.anthropic.api import MessagesApi
+from launch.serve.admission.limits import Door
+from launch.serve.admission.logits import LogitsLimit
+from launch.serve.api.anthropic.api import MessagesApi
+from launch.serve.api.kserve.grpc_servicer import KServeServicer
+from launch.serve.api.kserve.http_api import KServeHttpApi
+from launch.serve.api.kserve.row_requests import ModelFacts
+from launch.serve.api.kserve.service import KServeService
+from launch.serve.api.openai.adapter_api import AdapterApi
+from launch.serve.api.openai.api import OpenAIApi
+from launch.serve.api.openai.output.formats import find_reasoning_format, find_tool_format
+from launch.serve.api.openai.token_api import TokenApi
 from launch.serve.application.status import StatusBoard, metrics_route
-from launch.serve.door.limits import Door
-from launch.serve.door.logits import LogitsLimit
 from launch.serve.engine.adapters import AdapterBook
 from launch.serve.engine.client import EngineClient
-from launch.serve.front.adapters import AdapterDesk
-from launch.serve.front.front import Front
+from launch.serve.frontend.adapters import AdapterDesk
+from launch.serve.frontend.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.kserve.grpc_servicer import KServeServicer
-from launch.serve.kserve.http_api import KServeHttpApi
-from launch.serve.kserve.row_requests import ModelFacts
-from launch.serve.kserve.service import KServeService
 from launch.serve.metrics import FrontMetrics
-from launch.serve.openai.adapter_api import AdapterApi
-from launch.serve.openai.api import OpenAIApi
-from launch.serve.openai.output.formats import find_reasoning_format, find_tool_format
-from launch.serve.openai.token_api import TokenApi
 from launch.serve.page.routes import page_routes
-from launch.serve.reading.messages import Facts
-from launch.serve.reading.readers import Readers
+from launch.serve.parsing.messages import Facts
+from launch.serve.parsing.readers import Readers
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.chats.chat_template_files import read_chat_template

@@ -16,9 +16,13 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from launch.exit_codes import ExitCode
-from launch.logs import FILE_ONLY
-from launch.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
-from launch.mpi.job import finish_mpi, is_reporting_rank
+from launch.jobs.logs import FILE_ONLY
+from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
+from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
+from launch.jobs.slurm.reach import describe_way, tell_way
+from launch.serve.admission.limits import server_ending
+from launch.serve.admission.stretches import MeasuredLoop
+from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.http_server import (
     HttpServer,
     Listener,
@@ -28,20 +32,16 @@ from launch.serve.application.http_server import (
     make_metrics_application,
 )
 from launch.serve.application.parts import make_parts
-from launch.serve.door.limits import server_ending
-from launch.serve.door.stretches import MeasuredLoop
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
-from launch.serve.front.arrivals import bound_threads
+from launch.serve.frontend.arrivals import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
-from launch.serve.kserve.grpc_server import GrpcServer
-from launch.slurm.reach import describe_way, tell_way
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting.speculation_section import SpeculationSection
+from trtrun.configuration.drafting.suffix_options import SuffixOptions
+from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.configuration.server_config import ServerSection
-from trtrun.configuration.speculation_section import SpeculationSection
-from trtrun.configuration.suffix_options import SuffixOptions
-from trtrun.configuration.text_methods import TokenRecyclingSection
 from trtrun.garbage import leave_out_what_is
 from trtrun.models.generation_defaults import describe_generation_defaults
 
@@ -114,7 +114,7 @@ def play_serve_rank(config: RuntimeConfig) -> int:
         RankFailedError: a rank failed.
     """
     # As above.
-    from launch.check.rank_check import check_before_run
+    from launch.jobs.check.rank_check import check_before_run
     from launch.serve.engine.own_engine import OwnEngine
     from trtrun.api.async_llm import AsyncLLM
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from launch.serve.application.draft_shapes import describe_drafts
 from launch.serve.engine.messages import Ready, Standing, Status
-from launch.serve.front.front import Front
+from launch.serve.frontend.front import Front
 from launch.serve.http.requests import Keys
 from parallel.topology import Role, Topology
 from trtrun import __version__

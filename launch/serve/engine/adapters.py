@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
-from trtrun.adapters.lora_config import hash_adapter_files
+from trtrun.lora.lora_config import hash_adapter_files
 
 AdapterChange = LoadAdapter | DropAdapter
 

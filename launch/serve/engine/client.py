@@ -19,9 +19,9 @@ from itertools import count
 
 import msgspec
 
-from launch.serve.door.limits import engine_starting
-from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.door.stretches import Rests
+from launch.serve.admission.limits import engine_starting
+from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.stretches import Rests
 from launch.serve.engine.adapters import AdapterBook, AdapterChange
 from launch.serve.engine.messages import (
     Abort,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 
-from trtrun.adapters.lora_config import hash_adapter_files
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.models.heads import HEADS_FILES
-from trtrun.models.model_files import hash_model_files
+from trtrun.heads.heads import HEADS_FILES
+from trtrun.lora.lora_config import hash_adapter_files
 from trtrun.tokens.text import hash_tokenizer_files
+from trtrun.weights.model_files import hash_model_files
 
 
 def hash_config(config: RuntimeConfig) -> str:

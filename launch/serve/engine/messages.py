@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from trtrun.configuration.speculation_section import MatchRule
+from trtrun.configuration.drafting.speculation_section import MatchRule
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import TrtrunError, one_line

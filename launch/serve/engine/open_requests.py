@@ -22,7 +22,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from launch.serve.door.refusals import Refusal
+from launch.serve.admission.refusals import Refusal
 from launch.serve.engine.messages import Generate
 from trtrun.core.outputs import CompletionDelta, Logits, merge_deltas
 from trtrun.core.request_statistics import RequestStatistics

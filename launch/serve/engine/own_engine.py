@@ -12,8 +12,8 @@ import signal
 import socket
 
 from launch.exit_codes import ExitCode
-from launch.mpi.drain import end_at_once
-from launch.serve.door.limits import server_ending
+from launch.jobs.mpi.drain import end_at_once
+from launch.serve.admission.limits import server_ending
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.keeper import EngineWatch, is_watched
 from launch.serve.engine.process import open_engine, serve_front

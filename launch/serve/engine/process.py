@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
-from launch.mpi.job import finish_mpi
-from launch.mpi.start_progress import StartProgress
+from launch.jobs.check.rank_check import check_before_run
+from launch.jobs.mpi.job import finish_mpi
+from launch.jobs.mpi.start_progress import StartProgress
+from launch.jobs.terminal import Bar
 from launch.serve.engine.identity import hash_config, hash_files
 from launch.serve.engine.keeper import find_late, is_watched
 from launch.serve.engine.messages import (
@@ -40,7 +41,6 @@ from launch.serve.engine.messages import (
 )
 from launch.serve.engine.outbox import Outbox, Sending
 from launch.serve.engine.unix_socket import connect
-from launch.terminal import Bar
 from parallel.watchdog.heartbeat_server import beat_seconds
 from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
@@ -51,7 +51,7 @@ from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.garbage import leave_out_what_is
-from trtrun.roles.draft_loss import losable_ranks
+from trtrun.rounds.draft_loss import losable_ranks
 
 
 async def describe_engine(llm: AsyncLLM) -> Ready:

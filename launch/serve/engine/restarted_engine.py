@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from launch.exit_codes import FailedError
-from launch.mpi.mpirun import build_environment
+from launch.jobs.mpi.mpirun import build_environment
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.identity import hash_config, hash_files
 from launch.serve.engine.keeper import SILENT_TIMES, EngineKeeper, EngineWatch, RestartLimit, is_watched

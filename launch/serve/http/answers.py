@@ -15,7 +15,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from launch.serve.door.stretches import Rests
+from launch.serve.admission.stretches import Rests
 
 JOINED_BYTES = 1 << 16
 """Of an answer that is sent as one: more than most have."""

@@ -16,8 +16,8 @@ from types import TracebackType
 
 from starlette.requests import Request
 
-from launch.serve.door.limits import RETRY_SECONDS, SHORT_BODY
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.admission.limits import RETRY_SECONDS, SHORT_BODY
+from launch.serve.admission.refusals import Kind, Refusal
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """What is read, with zlib's word for each."""

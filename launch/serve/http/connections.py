@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from launch.serve.door.stretches import MOST_SECONDS
+from launch.serve.admission.stretches import MOST_SECONDS
 from launch.serve.http.old_clients import HalfClosed, may_be_half_closed, without_chunks
 
 HEAD_SECONDS = 20.0

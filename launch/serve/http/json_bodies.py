@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.admission.refusals import Kind, Refusal
 from trtrun.core.values import unique_keys
 from trtrun.errors import InvalidRequestError
 

@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.serve.door.owners import OWNER, owner_of_address
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.admission.owners import OWNER, owner_of_address
+from launch.serve.admission.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, reading
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from types import TracebackType
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.admission.refusals import Kind, Refusal
 
 VERSION = "1"
 """Of every model: there is one."""

@@ -113,10 +113,10 @@ def break_training(module: Any) -> None:
 
 
 BREAKERS = {
-    "trtrun.training.methods.eagle3": break_training,
+    "trtrun.tools.training.methods.eagle3": break_training,
     "trtrun.engine.runner": break_engine,
     "parallel.transports.mpi": break_mpi,
-    "trtrun.models.checkpoint": break_checkpoint,
+    "trtrun.weights.checkpoint": break_checkpoint,
     "torch": break_torch,
 }
 

@@ -32,10 +32,10 @@ from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
 from trtrun.layers.decoder_layer import DecoderLayer
 from trtrun.models.decoder import CausalLM
-from trtrun.models.weight_reader import WeightReader
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.start import engine_maker, job
+from trtrun.weights.weight_reader import WeightReader
 
 RANK, KIND = int(os.environ["HEARTBEAT_RANK"]), os.environ["HEARTBEAT_KIND"]
 EVERY_RANK = -2

@@ -25,7 +25,7 @@ import numpy
 from mpi4py import MPI
 
 import parallel.watchdog.heartbeat
-from launch.mpi.start_progress import DONE, StartProgress
+from launch.jobs.mpi.start_progress import DONE, StartProgress
 from parallel import abort
 from parallel.control import ControlPlane
 from parallel.mpi_rank import is_lost_peer, outlives_ranks
@@ -34,7 +34,7 @@ from parallel.waiting import wait_until
 from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from trtrun.roles.failures import RankFailures
+from trtrun.rounds.failures import RankFailures
 
 DRAFTS = int(os.environ.get("LOSS_DRAFTS", "1"))
 ROUNDS = int(os.environ.get("LOSS_ROUNDS", "200"))

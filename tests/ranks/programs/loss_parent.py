@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from launch.mpi.library import choose_flavour
-from launch.mpi.mpirun import Launch, build_command, build_environment
-from launch.mpi.output_filter import OutputFilter
-from launch.mpi.rank_ends import RankEnds
-from launch.mpi.start_progress import StartWatch
-from launch.mpi.supervise import supervise
+from launch.jobs.mpi.library import choose_flavour
+from launch.jobs.mpi.mpirun import Launch, build_command, build_environment
+from launch.jobs.mpi.output_filter import OutputFilter
+from launch.jobs.mpi.rank_ends import RankEnds
+from launch.jobs.mpi.start_progress import StartWatch
+from launch.jobs.mpi.supervise import supervise
 from parallel.topology import Topology
 from trtrun.configuration.launch_config import LaunchSection
 

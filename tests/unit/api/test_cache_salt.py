@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from fronts import TOKENIZER, NoEngine, make_front
 from pipelines import make_llm, prompt_of
 
-from launch.serve.door.owners import OWNER
+from launch.serve.admission.owners import OWNER
 from trtrun import LLM, SamplingParams
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError

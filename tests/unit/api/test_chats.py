@@ -18,7 +18,7 @@ from launch.batch.complete import complete_rows
 from launch.batch.input import InputRows
 from launch.batch.options import RunOptions, SampledShare
 from launch.batch.ordered import open_writer
-from launch.mpi.job import Job
+from launch.jobs.mpi.job import Job
 from trtrun import LLM, Chat, SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError
 

@@ -20,7 +20,7 @@ from trtrun.attention.backend import HostAttention
 from trtrun.core.outputs import RequestOutput
 from trtrun.engine import prompt_logprobs
 from trtrun.errors import InvalidRequestError
-from trtrun.roles.launched_round import VerdictCopy
+from trtrun.rounds.launched_round import VerdictCopy
 from trtrun.scheduling.batch import Completion, RunningBatch
 from trtrun.start import engine_maker
 

@@ -18,7 +18,7 @@ from trtrun.errors import InvalidRequestError
 from trtrun.guiding import builds
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.roles.solo_ranks import SoloRanks
+from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.scheduling import guide_books
 from trtrun.scheduling.guide_books import MOST_AHEAD
 

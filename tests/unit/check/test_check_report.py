@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from launch.check.report import CheckReport, LinkReport, print_report, report_json
+from launch.jobs.check.report import CheckReport, LinkReport, print_report, report_json
 from parallel.communicator import SumTiming
 from parallel.probe import Timing
 

@@ -16,7 +16,7 @@ from engines import build_engine
 from hub_caches import COMMIT, OTHER_COMMIT, fill_cache
 from huggingface_hub import constants
 
-from launch.check.inventory import RankInventory, find_misfits, take_inventory
+from launch.jobs.check.inventory import RankInventory, find_misfits, take_inventory
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, make_config
 
@@ -188,14 +188,14 @@ def test_a_quantization_that_one_rank_alone_has_is_told(pair: Path) -> None:
 
 
 def test_too_small_a_device_is_told_with_the_numbers(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 31)
+    monkeypatch.setattr("launch.jobs.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 31)
     scheduler = {"max_batch_size": 128, "max_num_tokens": 1024}
     ranks, topology = collect_all(config_of(pair, kv_cache={"max_tokens": 10**9}, scheduler=scheduler))
     problems = find_misfits(ranks, topology)
     assert len(problems) == 3
     assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: kv_cache.max_tokens 1000000000 (of which ")
     assert "are free beside the weights" in problems[1] and "tokens fit" in problems[1]
-    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 26)
+    monkeypatch.setattr("launch.jobs.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 26)
     problems = find_misfits(collect_all(config_of(pair, scheduler=scheduler))[0], topology)
     assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: the largest round needs ")
 

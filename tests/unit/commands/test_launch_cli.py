@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import click
 import pytest
 
-import launch.mpi.job
+import launch.jobs.mpi.job
 from launch.cli import guarded, leave
 from launch.exit_codes import MEANINGS, ExitCode, FailedError, describe_exit_codes, status_of_signal
 from parallel import abort
@@ -83,12 +83,12 @@ def test_other_ranks_speak_only_after_rank_0_had_its_chance(
     waits: list[float | str] = []
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-    monkeypatch.setattr(launch.mpi.job, "time", SimpleNamespace(sleep=waits.append))
-    monkeypatch.setattr(launch.mpi.job, "join_world", lambda: waits.append("MPI's start"))
+    monkeypatch.setattr(launch.jobs.mpi.job, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(launch.jobs.mpi.job, "join_world", lambda: waits.append("MPI's start"))
     assert find_mpi_rank() is not None
-    launch.mpi.job.print_error("wrong")
+    launch.jobs.mpi.job.print_error("wrong")
     assert capsys.readouterr().err == "trtrun: wrong\n"
-    assert waits == ([] if rank == 0 else ["MPI's start", launch.mpi.job.LAST_WORD_SECONDS])
+    assert waits == ([] if rank == 0 else ["MPI's start", launch.jobs.mpi.job.LAST_WORD_SECONDS])
 
 
 def test_exit_codes_are_distinct_and_every_one_is_in_the_help() -> None:

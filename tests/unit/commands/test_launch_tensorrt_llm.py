@@ -13,9 +13,11 @@ from engines import build_engine
 from hub_caches import fill_cache
 from huggingface_hub import constants
 
-from launch import tensorrt_llm_build, tensorrt_llm_convert, tensorrt_llm_quantize
-from launch.pasted_words import mend_words, naming_options
-from launch.tensorrt_llm import (
+from launch.compat.tensorrt_llm import build as tensorrt_llm_build
+from launch.compat.tensorrt_llm import convert as tensorrt_llm_convert
+from launch.compat.tensorrt_llm import quantize as tensorrt_llm_quantize
+from launch.compat.tensorrt_llm.pasted_words import mend_words, naming_options
+from launch.compat.tensorrt_llm.run import (
     make_runtime_config,
     parse_arguments,
     parse_choices,

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from launch.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE
-from launch.terminal import NEWS_VARIABLE, Bar, output_console
+from launch.jobs.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE
+from launch.jobs.terminal import NEWS_VARIABLE, Bar, output_console
 
 
 def draw() -> None:
@@ -98,8 +98,8 @@ def test_without_a_terminal_a_long_work_says_now_and_then_how_far_it_is(
 
 def test_a_bar_that_stands_still_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TERMINAL_VARIABLE, "60")
-    monkeypatch.setattr("launch.terminal.SECOND", 0.01)
-    monkeypatch.setattr("launch.terminal.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("launch.jobs.terminal.SECOND", 0.01)
+    monkeypatch.setattr("launch.jobs.terminal.SILENT_SECONDS", 0.0)
     heard = Told(r"\] 3 of 9, \d+ s")
     monkeypatch.setattr("sys.stderr", heard)
     with Bar("loading") as bar:

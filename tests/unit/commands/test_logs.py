@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.logs import LAUNCHER, find_speaker, quiet_libraries
+from launch.jobs.logs import LAUNCHER, find_speaker, quiet_libraries
 from parallel.mpi_rank import MpiRank
 from parallel.topology import Topology
 
@@ -22,7 +22,7 @@ LINE = re.compile(
 SETUP = """
 import logging, os, sys, threading, warnings
 from pathlib import Path
-from launch.logs import FILE_ONLY, Speaker, set_up_logging, quiet_libraries
+from launch.jobs.logs import FILE_ONLY, Speaker, set_up_logging, quiet_libraries
 verbosity, directory = int(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None
 quiet_libraries(verbosity)
 set_up_logging(Speaker("node1", "target", 2), verbosity, directory)
@@ -47,7 +47,7 @@ def said(text: str) -> list[tuple[str, str, str]]:
     for line in text.splitlines():
         match = LINE.fullmatch(line)
         assert match is not None or line.startswith("    "), line
-        if match is not None and match[2] != "launch.logs":
+        if match is not None and match[2] != "launch.jobs.logs":
             records.append((match[1], match[2], match[3]))
     return records
 
@@ -139,9 +139,9 @@ def test_setting_up_again_ends_what_was_set_up_before(tmp_path: Path) -> None:
 def test_what_nothing_catches_is_in_the_file_with_its_stack(tmp_path: Path, code: str, told: str) -> None:
     done = python(code, 0, tmp_path)
     text = (tmp_path / "rank-002-target-node1.log").read_text()
-    assert f" CRITICAL launch.logs: {told}\n    Traceback (most recent call last):\n" in text
+    assert f" CRITICAL launch.jobs.logs: {told}\n    Traceback (most recent call last):\n" in text
     assert "    ZeroDivisionError: " in text
-    assert "ZeroDivisionError" in done.stderr and "launch.logs" not in done.stderr
+    assert "ZeroDivisionError" in done.stderr and "launch.jobs.logs" not in done.stderr
 
 
 def test_on_a_terminal_a_line_takes_the_place_of_a_progress_bar() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from launch.tensorrt_llm_quantize import make_options, parse_arguments
+from launch.compat.tensorrt_llm.quantize import make_options, parse_arguments
 
 GIVEN = ["--model_dir", "model", "--output_dir", "out"]
 

@@ -12,11 +12,11 @@ from checkpoints import make_checkpoint
 from hub_caches import COMMIT, OTHER_COMMIT, fill_cache, name_commit
 from huggingface_hub import constants
 
-from launch.placement.run_config import is_model_here, make_run_config
+from launch.jobs.placement.run_config import is_model_here, make_run_config
 from trtrun.configuration.config import RuntimeConfig, make_config, make_one_device_config
 from trtrun.configuration.hub_cache import HubName, name_of_model, read_hub_name
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.models.checkpoint import Checkpoint, NoWeightsError, read_json
+from trtrun.weights.checkpoint import Checkpoint, NoWeightsError, read_json
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = "some-org/Small.Model_1"

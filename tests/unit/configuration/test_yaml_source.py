@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.placement.devices import Allocation, fill_counts
+from launch.jobs.placement.devices import Allocation, fill_counts
 from trtrun.configuration.config import load_config, make_config
 from trtrun.configuration.yaml_source import MOST_DEPTH, MOST_VALUES, apply_override, parse_yaml
 from trtrun.errors import ConfigError

@@ -24,7 +24,7 @@ from trtrun.engine.prompt_tiles import (
     tile_width,
     tiles_by_width,
 )
-from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
+from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE
 from trtrun.kvcache.tile_widths import most_padding, padding
 
 chunks_of_rows = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 200)), min_size=1, max_size=6).map(

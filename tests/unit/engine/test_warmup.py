@@ -16,11 +16,11 @@ from checkpoints import make_checkpoint
 from pipelines import prompt_of
 
 from trtrun.attention.backend import HostAttention
-from trtrun.configuration.speculation_section import DraftSize
+from trtrun.configuration.drafting.speculation_section import DraftSize
 from trtrun.core.nouns import RoundPlan
 from trtrun.engine import warmup
 from trtrun.engine.forwards import Forwards
-from trtrun.engine.graphs import ForwardGraphs
+from trtrun.engine.graphs.decode_graphs import ForwardGraphs
 from trtrun.engine.start_forwards import Prompts
 from trtrun.engine.warmup import _chunk, warm_up
 from trtrun.speculation.ahead.chains import NUM_RANKED
@@ -113,8 +113,8 @@ def test_without_graphs_a_start_on_a_gpu_runs_rounds_of_every_size_that_has_kern
 ) -> None:
     """By how many places are written, and by how queries are dealt out: kernels are compiled for both."""
     pytest.importorskip("triton")
-    from trtrun.kernels.triton.attention_tiles import choose_tiling
-    from trtrun.kernels.triton.paged_store import _tokens_at_once
+    from trtrun.kernels.triton.attention.attention_tiles import choose_tiling
+    from trtrun.kernels.triton.attention.paged_store import _tokens_at_once
 
     heads, kv_heads, max_tokens, max_rows, longest, depth = 24, 8, 3000, 40, 1500, 4
     paths, nodes = (22, 40) if is_tree else (1, depth)

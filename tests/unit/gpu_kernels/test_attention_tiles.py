@@ -7,7 +7,13 @@ import torch
 from gpus import needs_gpu
 from paged import check_tilings
 
-from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_SPLIT, Tiling, choose_tiling, tiling_of_codes
+from trtrun.kernels.triton.attention.attention_tiles import (
+    LARGEST_TILE,
+    MOST_SPLIT,
+    Tiling,
+    choose_tiling,
+    tiling_of_codes,
+)
 
 H200 = 132
 """Multiprocessors."""

@@ -13,7 +13,7 @@ from triton import knobs
 
 from trtrun.first_uses import FirstUses, FirstUseWatch
 from trtrun.kernels import chooser
-from trtrun.kernels.triton import compilations
+from trtrun.kernels.triton.compilation import compilations
 
 Hook = Callable[..., Any]
 

@@ -33,7 +33,7 @@ LENGTH = 40
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(
     features: int, inputs: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    from trtrun.kernels.triton.matmul import TritonMatmul
+    from trtrun.kernels.triton.matmul.dense import TritonMatmul
 
     torch.manual_seed(features)
     weight = (torch.randn(features, inputs, device="cuda") / inputs**0.5).to(dtype)
@@ -60,7 +60,7 @@ def test_a_row_of_a_product_with_8_bits_has_the_same_bits_in_any_company(
     features: int, inputs: int, has_bias: bool, rounds: bool, dtype: torch.dtype
 ) -> None:
     from trtrun.kernels.torch.fp8 import quantize
-    from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+    from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
 
     torch.manual_seed(features)
     held = quantize((torch.randn(features, inputs, device="cuda") / inputs**0.5).to(dtype))
@@ -78,8 +78,8 @@ def test_a_row_of_a_product_with_8_bits_has_the_same_bits_in_any_company(
 @pytest.mark.parametrize("rounds", [True, False], ids=["fp8", "weight only"])
 def test_tiles_of_a_product_with_8_bits_cannot_be_seen_in_it(rounds: bool) -> None:
     from trtrun.kernels.torch.fp8 import quantize
-    from trtrun.kernels.triton.fp8_matmul import Tile, chain_product
     from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.matmul.fp8_matmul import Tile, chain_product
 
     torch.manual_seed(1)
     held = quantize(torch.randn(1000, 4096, device="cuda").bfloat16())
@@ -95,7 +95,7 @@ def test_tiles_of_a_product_with_8_bits_cannot_be_seen_in_it(rounds: bool) -> No
 
 
 def test_a_library_that_splits_sums_is_found_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtrun.kernels.triton import matmul
+    from trtrun.kernels.triton.matmul import dense as matmul
 
     weight = torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16)
 
@@ -118,7 +118,7 @@ def test_a_library_that_splits_sums_is_found_and_left_out(monkeypatch: pytest.Mo
 def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
     heads: int, kv_heads: int, head_dim: int, context: int, queries: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     torch.manual_seed(context + queries)
     blocks = -(-(context + queries) // 16)

@@ -56,7 +56,7 @@ def test_paged_attention_equals_gathered_attention(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     torch.manual_seed(heads * rows + queries)
     count = rows * blocks + 1
@@ -81,7 +81,7 @@ def test_paged_attention_equals_gathered_attention(
 
 def test_split_contexts_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, in no more memory for partial results than their bound."""
-    from trtrun.kernels.triton import paged_attention
+    from trtrun.kernels.triton.attention import paged_attention
 
     torch.manual_seed(5)
     rows, queries, heads, blocks = 9, 5, 8, 256
@@ -136,8 +136,8 @@ def test_rotating_on_the_way_to_the_store(
     head_dim: int, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torch rotates, bit for bit, in the store and behind it."""
-    from trtrun.kernels.triton import paged_store
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention import paged_store
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     monkeypatch.setattr(paged_store, "_tokens_at_once", lambda heads: at_once)
     query_key, value = random(9, 7, head_dim, dtype=dtype)[:, 1:7], random(9, 2, head_dim, dtype=dtype)
@@ -178,7 +178,7 @@ def test_what_is_rounded_in_the_kernel_that_makes_it(size: int, dtype: torch.dty
 
 @pytest.mark.parametrize("num_blocks", [40, 40_000])
 def test_copies_within_a_store_of_more_numbers_than_32_bits_count(num_blocks: int) -> None:
-    from trtrun.kernels.triton import store_copies
+    from trtrun.kernels.triton.attention import store_copies
 
     store = torch.zeros((2, 2, num_blocks, 8, 16, 128), dtype=torch.bfloat16, device="cuda")
     last = num_blocks - 1

@@ -69,7 +69,7 @@ def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype:
 
 @pytest.mark.parametrize(("features", "inputs", "with_bias"), [(70, 130, True), (3, 64, False), (300, 400, True)])
 def test_the_product_in_blocks(features: int, inputs: int, with_bias: bool) -> None:
-    from trtrun.kernels.triton.fp8_block_matmul import TritonFp8BlockMatmul
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 
     torch.manual_seed(features)
     sizes = 3.0 ** (torch.arange(features) // 128 - 1).unsqueeze(1) * 5.0 ** (torch.arange(inputs) // 128)
@@ -84,9 +84,9 @@ def test_the_product_in_blocks(features: int, inputs: int, with_bias: bool) -> N
 
 
 def test_tiles_of_a_product_in_blocks_cannot_be_seen_in_it() -> None:
-    from trtrun.kernels.triton.fp8_block_matmul import chain_block_product
-    from trtrun.kernels.triton.fp8_matmul import Tile
     from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import chain_block_product
+    from trtrun.kernels.triton.matmul.fp8_matmul import Tile
 
     torch.manual_seed(1)
     held, x = quantize(torch.randn(300, 384)), round_activations(torch.randn(20, 384).half(), "group")
@@ -99,7 +99,7 @@ def test_a_model_whose_norms_and_activations_round_in_groups_is_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And only what attention gathered is rounded by a kernel of its own."""
-    from trtrun.kernels.triton import fp8_block_matmul
+    from trtrun.kernels.triton.matmul import fp8_block_matmul
     from trtrun.kernels.triton.operations import TritonOperations
 
     path = make_checkpoint(tmp_path, hidden_size=256, intermediate_size=320)

@@ -69,7 +69,7 @@ def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype:
 @BIASES
 @pytest.mark.parametrize(("features", "inputs"), [(24, 60), (1000, 688), (5000, 64), (70, 2050), (2048, 2048)])
 def test_products_on_a_gpu_are_right(features: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.fp8_block_matmul import TritonFp8BlockMatmul
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 
     held = held_as_blocks(features, inputs)
     bias = random(features, seed=3, dtype=dtype) if has_bias else None
@@ -101,7 +101,7 @@ def test_products_on_a_gpu_are_right(features: int, inputs: int, has_bias: bool,
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(
     features: int, inputs: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    from trtrun.kernels.triton.fp8_block_matmul import TritonFp8BlockMatmul
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 
     held, x = held_as_blocks(features, inputs), random(2048, inputs, seed=1, dtype=dtype)
     product = TritonFp8BlockMatmul(**held, bias=random(features, seed=2, dtype=dtype) if has_bias else None)
@@ -114,9 +114,9 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(
 
 @needs_fp8
 def test_tiles_of_a_product_cannot_be_seen_in_it() -> None:
-    from trtrun.kernels.triton.fp8_block_matmul import chain_block_product
-    from trtrun.kernels.triton.fp8_matmul import Tile
     from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import chain_block_product
+    from trtrun.kernels.triton.matmul.fp8_matmul import Tile
 
     held, x = held_as_blocks(1000, 4096), round_activations(random(40, 4096, seed=1), "group")
     tiles = [
@@ -130,7 +130,7 @@ def test_tiles_of_a_product_cannot_be_seen_in_it() -> None:
 
 @needs_fp8
 def test_what_is_not_finite_spoils_its_own_row_alone() -> None:
-    from trtrun.kernels.triton.fp8_block_matmul import TritonFp8BlockMatmul
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 
     product, x = TritonFp8BlockMatmul(**held_as_blocks(70, 400), bias=None), random(4, 400, seed=2)
     expected = product(x)
@@ -150,9 +150,9 @@ def test_products_of_few_rows_have_the_bits_of_the_general_kernel(
     features: int, inputs: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
     """One tile and many more than there are programs; steps, tiles and blocks that the weight does not fill."""
-    from trtrun.kernels.triton.fp8_block_matmul import chain_block_product
     from trtrun.kernels.triton.fp8_rounding import round_activations
     from trtrun.kernels.triton.fp8_stream.block_product import StreamedBlockProduct
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import chain_block_product
 
     held, bias = held_as_blocks(features, inputs), random(features, seed=2, dtype=dtype) if has_bias else None
     product = StreamedBlockProduct(held["codes"], held["block_scale"], bias)
@@ -168,7 +168,7 @@ def test_products_of_few_rows_have_the_bits_of_the_general_kernel(
 def test_a_graph_of_many_takes_that_kernel_and_has_the_bits_of_single_calls() -> None:
     """Kernels begin before those before them have ended: rows and their scales must be there, and shared memory."""
     from trtrun.kernels.triton import fused
-    from trtrun.kernels.triton.fp8_block_matmul import TritonFp8BlockMatmul
+    from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 
     shapes = [(3072, 2048), (2048, 2048), (8192, 2048), (2048, 4096)]
     layers = [TritonFp8BlockMatmul(**held_as_blocks(*shape), bias=None) for shape in shapes]

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 from trtrun.kernels.rounded_rows import RoundedRows
-from trtrun.kernels.triton import fp8_matmul
+from trtrun.kernels.triton.matmul import fp8_matmul
 
 
 @pytest.mark.parametrize(

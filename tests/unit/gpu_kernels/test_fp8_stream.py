@@ -29,9 +29,9 @@ def never(*arguments: object) -> torch.Tensor:
 )
 def test_products(features: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
     """One tile and many more than there are programs; steps and tiles that the weight does not fill."""
-    from trtrun.kernels.triton.fp8_matmul import chain_product
     from trtrun.kernels.triton.fp8_rounding import round_activations
     from trtrun.kernels.triton.fp8_stream.product import StreamedProduct
+    from trtrun.kernels.triton.matmul.fp8_matmul import chain_product
 
     torch.manual_seed(features)
     held = quantize((torch.randn(features, inputs, device="cuda") / inputs**0.5).to(dtype))
@@ -48,7 +48,7 @@ def test_products(features: int, inputs: int, has_bias: bool, dtype: torch.dtype
 @needs_hopper
 def test_a_graph_of_many_takes_it_and_has_the_bits_of_single_calls() -> None:
     """Kernels begin before those before them have ended: rows must be there, and shared memory."""
-    from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+    from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
 
     torch.manual_seed(1)
     shapes = [(3072, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
@@ -82,9 +82,9 @@ def test_a_graph_of_many_takes_it_and_has_the_bits_of_single_calls() -> None:
 def test_where_it_does_not_do_the_other_kernel_multiplies(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trtrun.kernels.triton.fp8_matmul import chain_product
     from trtrun.kernels.triton.fp8_rounding import round_activations
     from trtrun.kernels.triton.fp8_stream import product, suitability
+    from trtrun.kernels.triton.matmul.fp8_matmul import chain_product
 
     def broken(self: object, x: RoundedRows) -> torch.Tensor:
         if fault == "compiler":

@@ -27,12 +27,12 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 from trtrun.kernels.torch import int4
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.collecting import collecting
-from trtrun.kernels.triton.compile_processes import CompileProcesses
+from trtrun.kernels.triton.attention.collecting import collecting
+from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
 from trtrun.kernels.triton.fp8_rounding import empty_rows
 from trtrun.kernels.triton.fp8_stream import block_product, product
 from trtrun.kernels.triton.int4_stream import product as int4_product
-from trtrun.kernels.triton.prompts import attention
+from trtrun.kernels.triton.attention.prompts import attention
 
 early_launch._options = lambda device: {"EARLY": True, "launch_pdl": True}
 for module in (block_product, product, int4_product, attention):

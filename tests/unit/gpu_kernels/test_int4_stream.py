@@ -46,9 +46,9 @@ def weight_of(held: dict[str, torch.Tensor], inputs: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 def test_products(features: int, inputs: int, size: int, has_bias: bool, dtype: torch.dtype) -> None:
     """One tile and many more than there are programs; steps that the weight does not fill; groups of all sizes."""
-    from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul, chain_product
     from trtrun.kernels.triton.int4_stream.product import StreamedProduct
     from trtrun.kernels.triton.int4_stream.tiles import height_of
+    from trtrun.kernels.triton.matmul.int4_matmul import TritonInt4Matmul, chain_product
 
     torch.manual_seed(features)
     held = make_weight(features, inputs, size, dtype)
@@ -69,7 +69,7 @@ def test_products(features: int, inputs: int, size: int, has_bias: bool, dtype: 
 @needs_hopper
 def test_a_graph_of_many_takes_it_and_has_the_bits_of_single_calls() -> None:
     """Kernels begin before those before them have ended: rows must be there, and shared memory."""
-    from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul
+    from trtrun.kernels.triton.matmul.int4_matmul import TritonInt4Matmul
 
     torch.manual_seed(1)
     shapes = [(3072, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]

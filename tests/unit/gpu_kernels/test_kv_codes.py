@@ -63,7 +63,7 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     shape: tuple[int, ...], window: int | None, dtype: torch.dtype, kv_format: ByteKV
 ) -> None:
     """In rounds and prompts, with padding; and what is written has the bits of torch's operations."""
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     heads, kv_heads, head_dim, block_size, rows, queries, blocks = shape
     torch.manual_seed(queries)
@@ -97,8 +97,8 @@ def test_attention_over_codes_has_the_same_bits_however_it_is_dealt_out(
     shape: tuple[int, ...], dtype: torch.dtype, kv_format: ByteKV
 ) -> None:
     """Of several shares each, one of them with the most."""
-    from trtrun.kernels.triton.kv_codes import KeptNumbers
-    from trtrun.kernels.triton.paged_attention import _attend_rows
+    from trtrun.kernels.triton.attention.kv_codes import KeptNumbers
+    from trtrun.kernels.triton.attention.paged_attention import _attend_rows
 
     heads, _, head_dim, _, rows, queries, blocks = shape
     torch.manual_seed(3)
@@ -120,8 +120,8 @@ def test_attention_over_codes_has_the_same_bits_however_it_is_dealt_out(
 def test_tokens_and_blocks_are_copied_with_their_scales(kv_format: ByteKV) -> None:
     """As torch's operations do it, with blocks of an odd number of tokens, too."""
     from trtrun.kernels.torch.operations import TorchOperations
-    from trtrun.kernels.triton import store_copies
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention import store_copies
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]], device=DEVICE)
     for block_size, head_dim in ((5, 24), (16, 10), (16, 64)):

@@ -31,7 +31,7 @@ COUNT = 700
 def test_a_line_has_the_same_bits_in_any_company(
     outputs: tuple[int, ...], inputs: int, rank: int, dtype: torch.dtype
 ) -> None:
-    from trtrun.kernels.triton.low_rank import TritonLowRank
+    from trtrun.kernels.triton.matmul.low_rank import TritonLowRank
 
     torch.manual_seed(rank)
     device = torch.device("cuda")
@@ -76,9 +76,9 @@ def test_beside_the_products_the_bits_are_those_of_one_behind_the_other(
     added to. With and without a graph, whose replays meet other numbers and other slots each time."""
     from trtrun.kernels.torch.graph_capture import capturing
     from trtrun.kernels.torch.low_rank import LowRank
-    from trtrun.kernels.triton import low_rank as module
     from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
-    from trtrun.kernels.triton.matmul import TritonMatmul
+    from trtrun.kernels.triton.matmul import low_rank as module
+    from trtrun.kernels.triton.matmul.dense import TritonMatmul
 
     branches, beside_others = [], module.beside
 

@@ -10,8 +10,8 @@ from gpus import needs_gpu
 pytest.importorskip("triton")
 
 from trtrun.kernels.library_speeds import Speeds
-from trtrun.kernels.triton import matmul
-from trtrun.kernels.triton.matmul import TritonMatmul
+from trtrun.kernels.triton.matmul import dense as matmul
+from trtrun.kernels.triton.matmul.dense import TritonMatmul
 
 PLACES = range(len(matmul._ROWS))
 

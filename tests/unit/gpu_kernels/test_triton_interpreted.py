@@ -39,7 +39,7 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_product_with_codes_of_4_bits(size: int, rows: int, has_bias: bool) -> None:
     """That of the dense weight, which nobody rounds here; features fill no tile."""
     from trtrun.kernels.torch.int4 import pack
-    from trtrun.kernels.triton.int4_matmul import chain_product
+    from trtrun.kernels.triton.matmul.int4_matmul import chain_product
 
     torch.manual_seed(size + rows)
     groups = 640 // size
@@ -57,7 +57,7 @@ def test_the_product_with_codes_of_4_bits(size: int, rows: int, has_bias: bool) 
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "features", "inputs"), [(1, 70, 64), (17, 130, 200), (70, 64, 128), (0, 8, 64)])
 def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.matmul import chain_product
+    from trtrun.kernels.triton.matmul.dense import chain_product
 
     torch.manual_seed(features)
     weight, x = torch.randn(features, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
@@ -70,7 +70,7 @@ def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
 def test_copies_within_the_store(dtype: torch.dtype) -> None:
     """Those of torch, of blocks and of tokens; a block that is copied to itself stays."""
-    from trtrun.kernels.triton import store_copies
+    from trtrun.kernels.triton.attention import store_copies
 
     source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]])
     store = torch.randint(-100, 100, (3, 2, 9, 2, 5, 12)).to(dtype)
@@ -98,7 +98,7 @@ def test_attention_is_right_and_the_same_alone(
     queries: int, first: int, window: int | None, dtype: torch.dtype
 ) -> None:
     """Over one share of keys and several, in a round, in a prompt, and with a wider block table."""
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     torch.manual_seed(first)
     heads, kv_heads, head_dim, blocks = 4, 2, 24, -(-(first + queries) // 16)
@@ -122,7 +122,7 @@ def test_attention_is_right_and_the_same_alone(
 
 def test_nodes_of_trees_are_found_where_they_are() -> None:
     """As if they were laid out at their places: two rows of two paths, one of which ends early."""
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     torch.manual_seed(1)
     nodes = torch.tensor([0, 1, 2, 0, 3, 3, 4, 5, 6, 4, 7, 0])
@@ -145,8 +145,8 @@ def test_nodes_of_trees_are_found_where_they_are() -> None:
 
 @pytest.mark.parametrize("queries", [4, 17])
 def test_queries_that_stand_at_one_place_see_the_same_keys(queries: int) -> None:
-    """As of drafts whose tokens see each other (layers/dflash_head.py): each writes the same key and value there."""
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    """As of drafts whose tokens see each other (heads/dflash_head.py): each writes the same key and value there."""
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     torch.manual_seed(queries)
     heads, kv_heads, head_dim = 4, 2, 24
@@ -197,8 +197,8 @@ def test_rotating_on_the_way_to_the_store_has_the_same_bits(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two segments, padding, heads whose size is no power of two; and queries that lie apart from the values."""
-    from trtrun.kernels.triton import paged_store
-    from trtrun.kernels.triton.paged_attention import PagedAttention
+    from trtrun.kernels.triton.attention import paged_store
+    from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     monkeypatch.setattr(paged_store, "_tokens_at_once", lambda heads: at_once)
     torch.manual_seed(2)
@@ -224,7 +224,7 @@ def test_rotating_on_the_way_to_the_store_has_the_same_bits(
 
 def test_the_product_with_8_bits() -> None:
     from trtrun.kernels.torch.int8 import quantize
-    from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
+    from trtrun.kernels.triton.matmul.int8_matmul import TritonInt8Matmul
 
     torch.manual_seed(1)
     tensors, x = quantize(torch.randn(70, 130)), torch.randn(5, 130).to(torch.float16)
@@ -276,7 +276,7 @@ def test_a_model_whose_norms_and_activations_round_is_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And only what attention gathered is rounded by a kernel of its own."""
-    from trtrun.kernels.triton import fp8_matmul
+    from trtrun.kernels.triton.matmul import fp8_matmul
     from trtrun.kernels.triton.operations import TritonOperations
 
     path, batch = make_checkpoint(tmp_path), [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 3, 4, 100])]]
@@ -301,7 +301,7 @@ def test_a_model_whose_norms_and_activations_round_is_the_same_model(
 @pytest.mark.parametrize(("features", "inputs"), [(70, 130), (3, 64)])
 def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, rounds: bool) -> None:
     from trtrun.kernels.torch.fp8 import TorchFp8Matmul, quantize
-    from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+    from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
 
     torch.manual_seed(features)
     weight, x = quantize(torch.randn(features, inputs)), torch.randn(70, inputs).to(torch.float16)

@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 from tensorrt_llm_checkpoints import write_ranks
 
 from trtrun import SamplingParams
-from trtrun.conversion.hugging_face_writer import write_hugging_face
-from trtrun.conversion.rank_writer import write_ranks as write_rank_files
-from trtrun.conversion.source import open_source
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.byte_codes import CodeKind, as_scales, from_codes, scales_of, to_codes
 from trtrun.kvcache.formats import ByteKV, KVScheme, choose_format
 from trtrun.kvcache.store import KVStore
+from trtrun.memory.memory_requirements import kv_bytes_per_block, reads_in_place
 from trtrun.models.config import read_model_config
-from trtrun.models.kv_scales import load_kv_scales
-from trtrun.models.rank_files import open_checkpoint
-from trtrun.start.memory_requirements import kv_bytes_per_block, reads_in_place
+from trtrun.tools.conversion.hugging_face_writer import write_hugging_face
+from trtrun.tools.conversion.rank_writer import write_ranks as write_rank_files
+from trtrun.tools.conversion.source import open_source
+from trtrun.weights.kv_scales import load_kv_scales
+from trtrun.weights.rank_files import open_checkpoint
 
 CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("kind", ["fp8", "int8"])

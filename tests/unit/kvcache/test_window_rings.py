@@ -10,13 +10,13 @@ import torch
 from checkpoints import make_checkpoint
 from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 
-from launch.placement.memory import JobMemory
+from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
+from trtrun.memory.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
+from trtrun.memory.window_rings import describe_rings, most_chunk, ring_space
 from trtrun.models.config import read_model_config
-from trtrun.start.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
-from trtrun.start.window_rings import describe_rings, most_chunk, ring_space
 
 WINDOW = 48
 ALL: dict[str, Any] = {"architecture": "MistralForCausalLM", "sliding_window": WINDOW, "num_hidden_layers": 5}

@@ -22,8 +22,8 @@ from trtrun.kernels.torch.fp8 import SMALLEST_SCALE, round_activations
 from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul, quantize, round_in_groups
 from trtrun.linear.quantization import QUANTIZATIONS, find_quantization
 from trtrun.linear.quantization.base import Tensors
+from trtrun.loading.loading import shard_bytes
 from trtrun.models.config import read_model_config
-from trtrun.models.loading import shard_bytes
 
 SHAPES = [(64, 2), (1, 8), (24, 60), (128, 1000), (300, 256), (1000, 688), (70, 65)]
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, find_quantization
+from trtrun.loading.loading import shard_bytes
 from trtrun.models.config import read_model_config
-from trtrun.models.loading import shard_bytes
 from trtrun.tensors import dtype_name
 
 

@@ -12,7 +12,7 @@ from paged import CPU
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import TensorSlice, TensorSpec, count_bytes
-from trtrun.models.weights import HeldWeight
+from trtrun.weights.weight import HeldWeight
 
 DENSE = QUANTIZATIONS.get("none")
 

@@ -17,19 +17,19 @@ from pipelines import configuration, make_llm
 from quantized_checkpoints import FORMATS, edit_quantization, make_pair
 from safetensors.torch import load_file
 
-from launch.plan.weight_files import inspect_files
+from launch.jobs.plan.weight_files import inspect_files
 from trtrun import tensors
 from trtrun.kernels.torch import fp8_block
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.linear.stored import byte_layouts, layout
 from trtrun.linear.stored.layout import StoredLinear
+from trtrun.loading.loading import shard_bytes
+from trtrun.loading.stored_report import describe_stored
 from trtrun.models.config import read_model_config
-from trtrun.models.loading import shard_bytes
-from trtrun.models.model_files import hash_model_files
-from trtrun.models.stored_report import describe_stored
-from trtrun.models.weights import HeldWeight, Share
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
+from trtrun.weights.model_files import hash_model_files
+from trtrun.weights.weight import HeldWeight, Share
 
 DENSE = QUANTIZATIONS.get("none")
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]

@@ -29,9 +29,9 @@ from trtrun.linear.stored import layout
 from trtrun.linear.stored.byte_layouts import Fp8Layout, Int8Layout
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.linear.stored.settings import ModuleNames
+from trtrun.loading.weight_check import check_model_weights, check_split
 from trtrun.models.config import read_model_config
-from trtrun.models.weight_check import check_model_weights, check_split
-from trtrun.models.weights import Share
+from trtrun.weights.weight import Share
 
 DOWN = "model.layers.1.mlp.down_proj"
 

@@ -31,9 +31,9 @@ from trtrun.linear.quantization.base import (
     TensorSpec,
     WeightSource,
 )
+from trtrun.loading.loading import shard_bytes
+from trtrun.loading.weight_check import check_model_weights, choose_default
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.loading import shard_bytes
-from trtrun.models.weight_check import check_model_weights, choose_default
 
 DENSE = QUANTIZATIONS.get("none")
 IGNORED = ("lm_head", *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"), "model.layers.1.mlp.down_proj")

@@ -11,12 +11,12 @@ import pytest
 from checkpoints import make_checkpoint
 from pipelines import configuration
 
+from launch.serve.api.openai.types import read_chat, read_completion
 from launch.serve.application import parts
+from launch.serve.application.parser_worker import Reader
 from launch.serve.engine.client import EngineClient
 from launch.serve.http.requests import Keys
-from launch.serve.openai.types import read_chat, read_completion
-from launch.serve.reader.reader import Reader
-from launch.serve.reading.messages import HEAD_BYTES, Facts, Read, Task, pack, unpack
+from launch.serve.parsing.messages import HEAD_BYTES, Facts, Read, Task, pack, unpack
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.models.generation_defaults import describe_generation_defaults, read_generation_defaults

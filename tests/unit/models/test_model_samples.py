@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoints import make_checkpoint
 
-from trtrun.models.model_files import hash_model_samples
+from trtrun.weights.model_files import hash_model_samples
 
 
 def test_a_copy_is_the_same_model_and_other_weights_are_another(tmp_path: Path) -> None:

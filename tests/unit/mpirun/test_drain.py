@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from launch.mpi.drain import Drain, EndedAtStart
+from launch.jobs.mpi.drain import Drain, EndedAtStart
 
 
 def interrupt() -> None:

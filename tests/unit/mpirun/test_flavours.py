@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from mpi_libraries import find_mpi
 
-import launch.mpi.library
-from launch.mpi.flavours import FLAVOURS, MPICH, OPENMPI, OPENMPI4, Flavour
-from launch.mpi.library import (
+import launch.jobs.mpi.library
+from launch.jobs.mpi.flavours import FLAVOURS, MPICH, OPENMPI, OPENMPI4, Flavour
+from launch.jobs.mpi.library import (
     LIBRARY_VARIABLE,
     Choice,
     Library,
@@ -20,7 +20,7 @@ from launch.mpi.library import (
     find_library,
     identify_program,
 )
-from launch.mpi.mpirun import find_mpirun
+from launch.jobs.mpi.mpirun import find_mpirun
 from trtrun.errors import PlacementError
 
 VERSIONS = {
@@ -79,7 +79,7 @@ def test_the_library_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_asking_does_not_load_mpi_into_this_process() -> None:
-    code = "import os, sys, launch.mpi.library as f; print(f.choose_flavour('auto', os.environ).flavour.name);"
+    code = "import os, sys, launch.jobs.mpi.library as f; print(f.choose_flavour('auto', os.environ).flavour.name);"
     code += "print([name for name in sys.modules if name.split('.')[0] in ('mpi4py', 'torch')])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.splitlines()[1] == "[]"
@@ -89,7 +89,7 @@ def test_asking_does_not_load_mpi_into_this_process() -> None:
 def a_library(monkeypatch: pytest.MonkeyPatch) -> Library:
     """What mpi4py loads: a library that is in no table."""
     library = Library("Some MPI 1.0", "/opt/some/lib/libmpi.so", None)
-    monkeypatch.setattr(launch.mpi.library, "_ask_library", lambda python, environment: library)
+    monkeypatch.setattr(launch.jobs.mpi.library, "_ask_library", lambda python, environment: library)
     return library
 
 
@@ -107,7 +107,7 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             raise PlacementError("cannot open")
         return library
 
-    monkeypatch.setattr(launch.mpi.library, "_ask_library", ask)
+    monkeypatch.setattr(launch.jobs.mpi.library, "_ask_library", ask)
     with pytest.raises(PlacementError, match=r"launch\.mpi is mpich, but mpi4py loads Open MPI v5\.0\.11 \(/venv/lib"):
         choose_flavour("mpich", {})
 

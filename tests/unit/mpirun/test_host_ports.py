@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from ports import lets_in
 
-from launch.mpi import host_ports
-from launch.mpi.host_ports import HostPorts
-from launch.mpi.peers import user_of_peer
-from launch.mpi.shared_memory import BYTES_A_RANK, has_room
+from launch.jobs.mpi import host_ports
+from launch.jobs.mpi.host_ports import HostPorts
+from launch.jobs.mpi.peers import user_of_peer
+from launch.jobs.mpi.shared_memory import BYTES_A_RANK, has_room
 
 LISTENER = """
 import socket, sys

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import launch.mpi.hosts
-from launch.mpi.flavours import FLAVOURS, MPICH, OPENMPI
-from launch.mpi.hosts import check_hosts, describe_host, is_placed, remote_hosts, uses_ssh
+import launch.jobs.mpi.hosts
+from launch.jobs.mpi.flavours import FLAVOURS, MPICH, OPENMPI
+from launch.jobs.mpi.hosts import check_hosts, describe_host, is_placed, remote_hosts, uses_ssh
 from parallel.topology import Topology
 from trtrun.configuration.launch_config import LaunchSection
 from trtrun.errors import PlacementError
@@ -106,7 +106,7 @@ def test_why_a_host_cannot_take_part(ssh: Path, script: str, said: str) -> None:
 
 
 def test_a_host_that_never_answers(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.mpi.hosts, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(launch.jobs.mpi.hosts, "ANSWER_SECONDS", 0.2)
     replace(ssh, "exec sleep 600")
     with pytest.raises(PlacementError, match=r"host south does not answer within 0\.2 s"):
         check_hosts(["south"], [], {})

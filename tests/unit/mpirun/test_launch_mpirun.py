@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import launch.mpi.job
-import launch.mpi.mpirun
-from launch.mpi.flavours import FLAVOURS
-from launch.mpi.job import Job
-from launch.mpi.library import Choice, Library
-from launch.mpi.mpirun import Launch, build_command, build_environment, find_mpirun, show_command
+import launch.jobs.mpi.job
+import launch.jobs.mpi.mpirun
+from launch.jobs.mpi.flavours import FLAVOURS
+from launch.jobs.mpi.job import Job
+from launch.jobs.mpi.library import Choice, Library
+from launch.jobs.mpi.mpirun import Launch, build_command, build_environment, find_mpirun, show_command
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.configuration.config import make_config
@@ -133,7 +133,7 @@ TWO_HOSTS = Topology.from_devices(["b/cpu:1"], ["a/cpu:1", "b/cpu:0", "b/cpu:2"]
 
 @pytest.fixture
 def any_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.mpi.mpirun, "find_mpirun", lambda flavour, library, configured: "mpirun")
+    monkeypatch.setattr(launch.jobs.mpi.mpirun, "find_mpirun", lambda flavour, library, configured: "mpirun")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 

@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.start_progress import OVER
-from launch.mpi.supervise import _Orders
+from launch.jobs.mpi.start_progress import OVER
+from launch.jobs.mpi.supervise import _Orders
 
 PARENT = """
 import os, sys
-import launch.mpi.supervise
-from launch.mpi.output_filter import OutputFilter
-from launch.mpi.rank_ends import RankEnds
-from launch.mpi.start_progress import StartWatch
-from launch.mpi.supervise import supervise
-launch.mpi.supervise.DRAIN_GRACE_SECONDS = 0.1
+import launch.jobs.mpi.supervise
+from launch.jobs.mpi.output_filter import OutputFilter
+from launch.jobs.mpi.rank_ends import RankEnds
+from launch.jobs.mpi.start_progress import StartWatch
+from launch.jobs.mpi.supervise import supervise
+launch.jobs.mpi.supervise.DRAIN_GRACE_SECONDS = 0.1
 drain_seconds = float(sys.argv[2]) if sys.argv[2] else None
 command = [sys.executable, "-c", sys.argv[1]]
 output, steps = OutputFilter(lambda rank: f"draft rank {rank} (cpu:0)"), None
 if "MAY_LOSE_RANKS" in os.environ:
-    launch.mpi.supervise.OVER_GRACE_SECONDS = 0.1
+    launch.jobs.mpi.supervise.OVER_GRACE_SECONDS = 0.1
     output.ends, steps = RankEnds(), StartWatch(output.describe, 2, 600.0, "the start")
 sys.exit(supervise(command, os.environ, output, drain_seconds, steps))
 """
@@ -244,8 +244,8 @@ def test_the_job_ends_when_its_parent_is_killed() -> None:
 
 def test_a_rank_that_does_not_call_mpi_ends_with_its_launcher() -> None:
     rank = (
-        "import time; from launch.mpi.parent_death import end_with_parent; end_with_parent(); print('up', flush=True);"
-        "time.sleep(600)"
+        "import time; from launch.jobs.mpi.parent_death import end_with_parent; end_with_parent();"
+        "print('up', flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"

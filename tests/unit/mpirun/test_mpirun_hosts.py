@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-import launch.mpi.job
-from launch.mpi.flavours import FLAVOURS
-from launch.mpi.hosts import may_be_elsewhere
-from launch.mpi.job import Job
+import launch.jobs.mpi.job
+from launch.jobs.mpi.flavours import FLAVOURS
+from launch.jobs.mpi.hosts import may_be_elsewhere
+from launch.jobs.mpi.job import Job
 from trtrun.configuration.config import make_config
 from trtrun.configuration.launch_config import LaunchSection
 
@@ -45,8 +45,8 @@ def test_hosts_that_mpirun_is_told_beside_the_configuration_may_be_others(
 ) -> None:
     """Their ranks need ports, and their daemons those of mpirun, whether the variables are the user's or the YAML's."""
     told: list[bool] = []
-    monkeypatch.setattr(launch.mpi.job, "supervise", lambda *words: told.append(words[-1]) or 0)
-    monkeypatch.setattr(launch.mpi.job, "remove_stale_folders", lambda environment: None)
+    monkeypatch.setattr(launch.jobs.mpi.job, "supervise", lambda *words: told.append(words[-1]) or 0)
+    monkeypatch.setattr(launch.jobs.mpi.job, "remove_stale_folders", lambda environment: None)
 
     def job(**section: object) -> Job:
         target = {"model": "asset:target", "devices": ["cpu:0"]}

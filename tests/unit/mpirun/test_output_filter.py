@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.mpi.output_filter import OutputFilter
+from launch.jobs.mpi.output_filter import OutputFilter
 
 LINE = "-" * 74 + "\n"
 ABORT = (

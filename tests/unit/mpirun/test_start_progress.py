@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.start_progress import DONE, EXPENDABLE, OVER, StartWatch
+from launch.jobs.mpi.start_progress import DONE, EXPENDABLE, OVER, StartWatch
 from parallel.watchdog.blame import SILENT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,7 +142,7 @@ def test_in_the_start_of_mpi_all_are_silent_and_the_stopped_one_is_named(watch: 
 def test_a_rank_marks_its_steps_and_repeats_them_only_where_a_parent_reads() -> None:
     code = (
         "import os, sys\n"
-        "from launch.mpi.start_progress import StartProgress, say_hello\n"
+        "from launch.jobs.mpi.start_progress import StartProgress, say_hello\n"
         "say_hello()\n"
         "with StartProgress() as teller:\n"
         "    teller.tell(3, 'reading\\n\\x1emodels')\n"

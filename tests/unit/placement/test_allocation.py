@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.placement.allocation import MOST_HOSTS, expand_hosts, find_allocation, find_local, is_local
-from launch.placement.devices import Allocation
+from launch.jobs.placement.allocation import MOST_HOSTS, expand_hosts, find_allocation, find_local, is_local
+from launch.jobs.placement.devices import Allocation
 from trtrun.errors import ConfigError
 
 names = st.from_regex(r"[a-z][a-z0-9]{0,3}(-[a-z])?", fullmatch=True)

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from launch.placement.run_config import load_run_config
+from launch.jobs.placement.run_config import load_run_config
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import is_counts
 from trtrun.configuration.model_paths import ASSET_PREFIX
 from trtrun.configuration.topology import make_topology
 from trtrun.configuration.yaml_source import parse_yaml
+from trtrun.loading.loading import shard_bytes
+from trtrun.memory.memory_requirements import resolve_dtype
 from trtrun.models.config import read_model_config
-from trtrun.models.loading import shard_bytes
-from trtrun.start.memory_requirements import resolve_dtype
 from trtrun.start.startup import device_of
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "launch" / "configs"

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from launch.placement.devices import Allocation, check_granted, count_host_slots, fill_counts, list_devices, spell_hosts
+from launch.jobs.placement.devices import (
+    Allocation,
+    check_granted,
+    count_host_slots,
+    fill_counts,
+    list_devices,
+    spell_hosts,
+)
 from parallel.topology import Role, Topology
 from trtrun.errors import ConfigError
 

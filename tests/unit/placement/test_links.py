@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.placement.links import (
+from launch.jobs.placement.links import (
     Carries,
     Kind,
     Transport,

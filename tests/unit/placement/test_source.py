@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from checkpoints import make_tokenizer
 
-from launch.placement import run_config
-from launch.placement.run_config import (
+from launch.jobs.placement import run_config
+from launch.jobs.placement.run_config import (
     check_started_together,
     check_world_size,
     load_run_config,

@@ -14,14 +14,14 @@ from pipelines import configuration
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 from triton import knobs
 
-from launch.placement.memory import JobMemory
-from launch.plan import measured_starts, start, start_ranks
-from launch.plan.start import StartPlan, plan_start
+from launch.jobs.placement.memory import JobMemory
+from launch.jobs.plan import measured_starts, start, start_ranks
+from launch.jobs.plan.start import StartPlan, plan_start
 from parallel.groups import open_groups
 from trtrun import LLM
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
-from trtrun.kernels.triton import compile_processes
+from trtrun.kernels.triton.compilation import compile_processes
 from trtrun.start import startup
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.startup import RankStartup

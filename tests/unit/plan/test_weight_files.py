@@ -10,10 +10,10 @@ import torch
 from checkpoints import make_checkpoint
 from pipelines import configuration
 
-from launch.plan.weight_files import Disk, cached_bytes, find_disk, inspect_files
+from launch.jobs.plan.weight_files import Disk, cached_bytes, find_disk, inspect_files
 from parallel.transports.solo import SoloCommunicator
+from trtrun.loading.loading import load_model
 from trtrun.models.config import read_model_config
-from trtrun.models.loading import load_model
 
 MOUNTS = r"""21 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 30 21 0:40 / /models rw shared:5 - nfs4 store:/models rw

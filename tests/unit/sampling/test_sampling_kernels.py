@@ -23,10 +23,10 @@ from sampling_rows import (
     on_device,
 )
 
-from trtrun.engine import graphs as graphs_module
-from trtrun.engine.capture import capture_for
-from trtrun.engine.graph_shapes import GraphShapes
-from trtrun.engine.graphs import ForwardGraphs
+from trtrun.engine.graphs import decode_graphs as graphs_module
+from trtrun.engine.graphs.capture import capture_for
+from trtrun.engine.graphs.decode_graphs import ForwardGraphs
+from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream, gumbel, uniforms

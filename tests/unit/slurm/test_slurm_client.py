@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import cli
-from launch.slurm import follow as slurm_follow
-from launch.slurm.client import SEPARATOR, SlurmError, SlurmJob, check_name, find_jobs, read_job, submit
-from launch.slurm.follow import Tail, describe_end, describe_state, follow
-from launch.slurm.status import count_rows, describe
+from launch.commands.slurm_status import count_rows, describe
+from launch.jobs.slurm import follow as slurm_follow
+from launch.jobs.slurm.client import SEPARATOR, SlurmError, SlurmJob, check_name, find_jobs, read_job, submit
+from launch.jobs.slurm.follow import Tail, describe_end, describe_state, follow
 
 
 def job_of(state: str, **changes: str) -> SlurmJob:

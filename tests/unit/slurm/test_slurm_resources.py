@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.slurm.resources import SlurmResources, count_gres_gpus, read_resources
+from launch.jobs.slurm.resources import SlurmResources, count_gres_gpus, read_resources
 from trtrun.errors import ConfigError
 
 

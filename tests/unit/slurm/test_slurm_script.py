@@ -15,8 +15,8 @@ from checkpoints import make_checkpoint
 
 from launch.batch.merge import part_path
 from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-from launch.slurm.resources import read_resources
-from launch.slurm.script import Array, parse_time, part_output, quote_directive, render_script
+from launch.jobs.slurm.resources import read_resources
+from launch.jobs.slurm.script import Array, parse_time, part_output, quote_directive, render_script
 from trtrun.errors import CheckpointError, ConfigError
 
 HARMFUL = """a 'b' "c" $(touch bad) `touch bad` \\ ; touch bad & #x"""

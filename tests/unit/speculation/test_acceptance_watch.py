@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from pipelines import make_llm, noisy_copy, prompt_of, useless_draft
 
 from trtrun import SamplingParams
-from trtrun.roles import orchestrator
+from trtrun.rounds import orchestrator
 from trtrun.speculation import acceptance_watch, pacing
 from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.round_costs import RoundCosts

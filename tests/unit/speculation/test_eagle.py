@@ -15,7 +15,7 @@ from medusa_heads import Proposals
 from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
-from launch.placement.memory import JobMemory
+from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.speculation.drafters.eagle import EagleDrafter

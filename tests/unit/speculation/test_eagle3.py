@@ -16,10 +16,10 @@ from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole
 from own_kv_format import own_kv_format
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
-from launch.placement.memory import JobMemory
+from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
-from trtrun.engine.stored_heads import StoredHeads
+from trtrun.engine.heads.stored_heads import StoredHeads
 from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters import eagle as eagle_drafter

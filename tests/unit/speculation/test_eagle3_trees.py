@@ -14,12 +14,13 @@ from medusa_heads import Proposals
 from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
-from launch.placement.memory import JobMemory
+from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
+from trtrun.memory import memory_requirements
 from trtrun.speculation import head_trees
 from trtrun.speculation.drafters.eagle import EagleDrafter
-from trtrun.start import engine_maker, memory_requirements
+from trtrun.start import engine_maker
 
 COUNT = 30
 SAMPLING = mixed_sampling(COUNT)

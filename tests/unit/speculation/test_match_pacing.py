@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from pipelines import make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.configuration.speculation_section import MatchRule
+from trtrun.configuration.drafting.speculation_section import MatchRule
 from trtrun.scheduling.matches import MatchRecord, OwnMatch, kind_of
 from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.round_costs import assume_costs

@@ -17,7 +17,7 @@ from lookups import check_greedy, check_sampled, generate
 from pipelines import make_llm
 
 from trtrun import SamplingParams
-from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.speculation.drafters import DRAFTERS, ngram

@@ -17,20 +17,20 @@ from gpus import needs_gpu
 from permuted import permuted_copy
 from pipelines import Reference, configuration, make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
-from launch.check.preflight import check_tokenizers
+from launch.jobs.check.preflight import check_tokenizers
 from parallel.groups import open_groups
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
+from trtrun.memory.largest_round import chained_round, largest_rounds
+from trtrun.memory.memory_requirements import round_shape
 from trtrun.models.config import read_model_config
 from trtrun.speculation.drafters.translated_model import TranslatedDrafter
 from trtrun.speculation.translated_rows import TranslatedRows
 from trtrun.start import engine_maker
 from trtrun.start.graph_counts import count_graphs
-from trtrun.start.largest_round import chained_round, largest_rounds
-from trtrun.start.memory_requirements import round_shape
 from trtrun.start.startup import RankStartup
 from trtrun.tokens.vocabularies import read_vocabularies
 

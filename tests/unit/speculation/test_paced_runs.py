@@ -19,8 +19,8 @@ from parallel.watchdog.activity import Activity
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
-from trtrun.roles.engine_ranks import EngineRanks
-from trtrun.roles.solo_ranks import SoloRanks
+from trtrun.rounds.engine_ranks import EngineRanks
+from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.speculation.pacing import Pacer
 from trtrun.start import rehearsed_rounds
 from trtrun.timing.spans import RankSpans

@@ -20,7 +20,7 @@ from ahead_rounds import CPU, MAX_ROWS, AheadRounds, load, verdict_of
 from checkpoints import make_checkpoint, make_draft
 from pipelines import Reference, make_llm, noisy_copy, prompt_of, tokens_of
 
-from launch.check.preflight import check_models
+from launch.jobs.check.preflight import check_models
 from trtrun import SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.core.nouns import Request, RoundPlan
@@ -29,6 +29,7 @@ from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.store import KVStore
+from trtrun.loading.model_settings import mask_token
 from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.distributions import distributions_of
@@ -36,7 +37,6 @@ from trtrun.sampling.random import Stream
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters.parallel_model import ParallelDrafter
-from trtrun.start.model_settings import mask_token
 
 MASK = 198
 KINDS: list[dict[str, Any]] = [

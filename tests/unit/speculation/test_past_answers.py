@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint
 from lookups import COUNT, KINDS, SCHEDULER, check_greedy, check_sampled, repeated_prompts
 from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
 
-from launch.placement.memory import JobMemory
+from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.speculation.suffixes.answers import PastAnswers

@@ -16,8 +16,8 @@ import torch
 from checkpoints import make_checkpoint
 from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
 
-from launch.check.preflight import check_models
-from launch.placement.memory import JobMemory
+from launch.jobs.check.preflight import check_models
+from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan

@@ -16,9 +16,9 @@ from lookups import COUNT, check_greedy, check_sampled
 from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of, useless_draft
 from suffixes_by_hand import expected_paths, rules, texts_of
 
-from launch.placement.memory import JobMemory
+from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RowAdmission
 from trtrun.errors import ConfigError

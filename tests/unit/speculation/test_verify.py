@@ -9,7 +9,7 @@ from sampling_reference import admission
 
 from trtrun.core.nouns import RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.roles.launched_round import VerdictCopy
+from trtrun.rounds.launched_round import VerdictCopy
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify

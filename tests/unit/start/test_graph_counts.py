@@ -23,20 +23,21 @@ from parallel.transports.solo import SoloCommunicator
 from trtrun.attention.backend import HostAttention
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
-from trtrun.engine import forwards, graph_shapes
+from trtrun.engine import forwards
+from trtrun.engine.graphs import graph_shapes
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.tile_widths import prompt_width
+from trtrun.loading.loading import load_model
+from trtrun.loading.model_settings import mask_token
+from trtrun.memory.largest_round import SilentExchange, chained_round, largest_rounds, small_round
+from trtrun.memory.memory_requirements import guess_space, guess_steps, round_shape
 from trtrun.models.config import read_model_config
-from trtrun.models.loading import load_model
 from trtrun.sampling.keyed_ranks import _KINDS, NUM_KINDS, KeyedRanks
 from trtrun.sampling.likeliest import likeliest
 from trtrun.speculation.drafters import DRAFTERS, DrafterContext
 from trtrun.start import engine_maker
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.graph_counts import count_graphs
-from trtrun.start.largest_round import SilentExchange, chained_round, largest_rounds, small_round
-from trtrun.start.memory_requirements import guess_space, guess_steps, round_shape
-from trtrun.start.model_settings import mask_token
 from trtrun.start.startup import RankStartup
 
 CPU = torch.device("cpu")

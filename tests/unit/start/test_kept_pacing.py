@@ -13,7 +13,7 @@ from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.core.nouns import RoundPlan
-from trtrun.roles.solo_ranks import SoloRanks
+from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.start import kept_pacing, policies, rehearsed_rounds

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 from triton import knobs
 
 from trtrun.kernels.library_speeds import Speeds, WeightSpeeds
-from trtrun.kernels.triton import compile_processes, matmul
+from trtrun.kernels.triton.compilation import compile_processes
+from trtrun.kernels.triton.matmul import dense as matmul
 from trtrun.start import kernels_ahead
 from trtrun.start.kernels_ahead import KernelsAhead, has_mark, mark_file
 

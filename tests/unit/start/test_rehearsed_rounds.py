@@ -12,7 +12,7 @@ from pipelines import Reference, configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.core.nouns import RoundPlan
-from trtrun.roles.solo_ranks import SoloRanks
+from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start import policies, rehearsed_rounds
 from trtrun.start.policies import count_first_rounds

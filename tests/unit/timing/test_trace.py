@@ -19,7 +19,7 @@ from traces import assert_rounds_follow, assert_whole
 from parallel.control import Report
 from parallel.watchdog.activity import Activity
 from trtrun import SamplingParams
-from trtrun.roles.engine_ranks import MpiRanks
+from trtrun.rounds.engine_ranks import MpiRanks
 from trtrun.timing.phase_clock import DeviceSpans, HostPhases, HostSpans
 from trtrun.timing.spans import ENGINES, ORCHESTRATOR, ClockOffset, IdleTime, Span, SpanLog, read_spans
 from trtrun.timing.tracing import Answer, PhaseTracer, RankTracer, Request, clock_offset, encode_request

@@ -14,9 +14,9 @@ from checkpoints import make_checkpoint
 from fronts import NoEngine, make_front
 from pipelines import make_llm
 
-from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.reader.reader import Reader
-from launch.serve.reading.messages import Facts, Refused, Task
+from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.application.parser_worker import Reader
+from launch.serve.parsing.messages import Facts, Refused, Task
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.errors import CheckpointError, ConfigError, LibraryPanicError, RustLibrary, reading

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizer_layouts import BYTES, LAYOUTS, SPECIAL, TEXTS, layout
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from launch.serve.openai.answer_parts import TokenTexts
+from launch.serve.api.openai.answer_parts import TokenTexts
 from trtrun.tokens.decoders import chain as chains
 from trtrun.tokens.decoders.elements import REPLACEMENT, Step
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer, TokenText

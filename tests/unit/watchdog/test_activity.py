@@ -122,7 +122,7 @@ def test_only_code_that_serves_to_wait_waits_for_peers() -> None:
     package = Path(parallel.__file__).parent
     for waits in ("link.py", "waiting.py", "control.py", "transports/mpi.py", "transports/nccl.py"):
         assert (package / waits).is_file() and waits_for_peers(str(package / waits))
-    for works in ("watchdog/heartbeat.py", "watchdog/activity.py", "../trtrun/roles/round.py"):
+    for works in ("watchdog/heartbeat.py", "watchdog/activity.py", "../trtrun/rounds/round.py"):
         assert not waits_for_peers(str(package / works))
 
 

@@ -9,16 +9,17 @@ import torch
 from trtrun.kernels.rounded_rows import RoundedRows, Rounding
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
-from trtrun.kernels.triton import draft_trees, row_tokens, store_copies, support
+from trtrun.kernels.triton import draft_trees, row_tokens, support
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import likeliest as likeliest_kernels
-from trtrun.kernels.triton.fp8_block_matmul import TritonFp8BlockMatmul
-from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
-from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul
-from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
-from trtrun.kernels.triton.low_rank import TritonLowRank
-from trtrun.kernels.triton.matmul import TritonMatmul
-from trtrun.kernels.triton.paged_attention import PagedAttention
+from trtrun.kernels.triton.attention import store_copies
+from trtrun.kernels.triton.attention.paged_attention import PagedAttention
+from trtrun.kernels.triton.matmul.dense import TritonMatmul
+from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
+from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
+from trtrun.kernels.triton.matmul.int4_matmul import TritonInt4Matmul
+from trtrun.kernels.triton.matmul.int8_matmul import TritonInt8Matmul
+from trtrun.kernels.triton.matmul.low_rank import TritonLowRank
 from trtrun.kernels.triton.sampling import acceptance, token_masks
 from trtrun.kvcache.formats import PLAIN, KVFormat
 

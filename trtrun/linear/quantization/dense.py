@@ -6,7 +6,7 @@ Products, by device and dtype:
 - CPU, bfloat16 and float32 elsewhere: oneDNN with the weight packed once (trtrun.kernels.cpu.onednn_matmul).
 - CPU, float16, and builds of torch without oneDNN: `F.linear`.
 - CUDA, bfloat16 and float16, with Triton: a kernel and cuBLASLt that give a row the same bits in any company
-  (trtrun.kernels.triton.matmul).
+  (trtrun.kernels.triton.matmul.dense).
 - anything else: `F.linear` (cuBLAS on CUDA).
 
 It knows one weight and its products. It does not know how these work.

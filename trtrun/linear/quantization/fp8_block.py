@@ -10,7 +10,7 @@ A rank of a tensor-parallel group has blocks of its own slices: cuts at multiple
 
 Products, by device:
 
-- CUDA with Triton, on GPUs that multiply E4M3 (8.9, and from 9.0 on): trtrun.kernels.triton.fp8_block_matmul.
+- CUDA with Triton, on GPUs that multiply E4M3 (8.9, and from 9.0 on): trtrun.kernels.triton.matmul.fp8_block_matmul.
 - anything else: torch's operations (trtrun.kernels.torch.fp8_block), right anywhere.
 
 It knows one weight and its products. It does not know how these work, nor files.

@@ -6,7 +6,7 @@ calibration data, loses too much for targets. Made-up weights are rounded to nea
 
 Products, by device:
 
-- CUDA with Triton, on GPUs of compute capability 9.0: trtrun.kernels.triton.int4_matmul, which rounds no weight.
+- CUDA with Triton, on GPUs of compute capability 9.0: trtrun.kernels.triton.matmul.int4_matmul, which rounds no weight.
 - anything else: torch's operations (trtrun.kernels.torch.int4), right anywhere.
 
 It knows one weight and its products. It does not know how these work, nor files.

@@ -7,7 +7,7 @@ acceptance by it, the output of a run nothing.
 
 Products, x @ (codes * scale).T + bias, by device:
 
-- CUDA with Triton: trtrun.kernels.triton.int8_matmul.
+- CUDA with Triton: trtrun.kernels.triton.matmul.int8_matmul.
 - CPU with AVX-512 BF16: trtrun.kernels.cpu.byte_matmul.
 - anything else: torch's operations (trtrun.kernels.torch.int8), right anywhere.
 

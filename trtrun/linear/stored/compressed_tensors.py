@@ -2,7 +2,7 @@
 
 Source: compressed-tensors' quant_scheme and compressors. Of groups that mean the same module a name goes before an
 expression, and that before a class. What the file says of keys and values (kv_cache_scheme) is read elsewhere
-(trtrun/models/kv_scales.py); a file may say nothing else.
+(trtrun/weights/kv_scales.py); a file may say nothing else.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.ahead.fan_out import FanOut

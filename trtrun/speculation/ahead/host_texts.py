@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.suffixes.search import SuffixSearch
 from trtrun.tensors import inference

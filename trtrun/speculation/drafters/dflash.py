@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtrun.configuration.head_methods import DFlashSection
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.head_methods import DFlashSection
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream

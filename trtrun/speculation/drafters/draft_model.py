@@ -11,7 +11,7 @@ from typing import Generic
 
 import torch
 
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.guiding.walk import Walk

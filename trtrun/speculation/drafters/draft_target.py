@@ -7,7 +7,7 @@ This module knows which drafter a rank needs. It does not know how any of them d
 
 from __future__ import annotations
 
-from trtrun.configuration.drafting_methods import DraftModelSection
+from trtrun.configuration.drafting.drafting_methods import DraftModelSection
 from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter

@@ -23,9 +23,9 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from trtrun.configuration.dynamic_tree import DynamicTree
-from trtrun.configuration.medusa_choices import ChoiceTree
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.dynamic_tree import DynamicTree
+from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import distributions_of

@@ -3,7 +3,8 @@
 Beside the draft the target computes a window of guesses of what comes further on, each from guesses of the round before
 (Jacobi iteration). A guess that went through N - 1 rounds ends an n-gram; a pool of them, the row's own, proposes what
 may follow the row's newest token, and so does the row's text. It needs no model. The window is part of the draft tree,
-whose shape trtrun.configuration.lookahead_windows has: a guess that is right at its place is kept like any draft token.
+whose shape trtrun.configuration.drafting.lookahead_windows has: a guess that is right at its place is kept like any
+draft token.
 
 Guesses are what the target would choose at their places, with a row's own random numbers: texts of a seed are a
 function of what stands before, so that sampled rows converge as greedy ones do. Penalties and bans are left out.
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
-from trtrun.configuration.text_methods import LookaheadSection
+from trtrun.configuration.drafting.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
+from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.likeliest import argmax

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtrun.configuration.head_methods import MedusaSection
-from trtrun.configuration.medusa_choices import ChoiceTree
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.head_methods import MedusaSection
+from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
 from trtrun.guiding.row_guides import RowGuides

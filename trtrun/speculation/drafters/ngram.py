@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from trtrun.configuration.text_methods import PromptLookupSection
+from trtrun.configuration.drafting.text_methods import PromptLookupSection
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, LookupDrafter, distinct
 from trtrun.speculation.protocols import Rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.guiding.walk import Walk
 from trtrun.sampling.distributions import distributions_of

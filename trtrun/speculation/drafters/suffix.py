@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trtrun.configuration.text_methods import SuffixSection
+from trtrun.configuration.drafting.text_methods import SuffixSection
 from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, LookupDrafter

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtrun.configuration.medusa_choices import ChoiceTree
-from trtrun.configuration.text_methods import TokenRecyclingSection
+from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.errors import ConfigError
 from trtrun.sampling.likeliest import likeliest

@@ -15,7 +15,7 @@ from typing import Generic
 import torch
 from torch.nn.functional import pad
 
-from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import distributions_of

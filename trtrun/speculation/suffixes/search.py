@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtrun.configuration.suffix_options import SuffixOptions
+from trtrun.configuration.drafting.suffix_options import SuffixOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.found_paths import Continuations
 from trtrun.speculation.protocols import Texts

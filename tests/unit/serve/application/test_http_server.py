@@ -14,12 +14,12 @@ import httpx
 import pytest
 from fronts import NoEngine, WatchedTokenizer, make_front
 
+from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.application.http_server import make_application, make_metrics_application
 from launch.serve.application.status import metrics_route
-from launch.serve.front.front import Front
+from launch.serve.frontend.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.openai.api import OpenAIApi
 from trtrun.configuration.config import make_config
 from trtrun.errors import ConfigError
 

@@ -14,11 +14,11 @@ from engine_messages import LIMITS, run
 from quantized_checkpoints import make_pair
 from starlette.requests import Request
 
+from launch.serve.admission.limits import Door
 from launch.serve.application import status as board
 from launch.serve.application.status import StatusBoard
-from launch.serve.door.limits import Door
 from launch.serve.engine.messages import Ready, Standing, Status
-from launch.serve.front.front import Front
+from launch.serve.frontend.front import Front
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontMetrics
 from trtrun.configuration.config import make_config

@@ -11,7 +11,7 @@ from typing import Any
 from engine_messages import LIMITS, SAMPLING, delta_of
 
 from launch.exit_codes import ExitCode
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.engine import unix_socket as engine_socket
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.identity import hash_config, hash_files

@@ -12,7 +12,7 @@ from adapters import edit_adapter, make_adapter
 from checkpoints import make_checkpoint
 from engine_messages import SAMPLING, run
 
-from launch.serve.door.refusals import Refusal
+from launch.serve.admission.refusals import Refusal
 from launch.serve.engine.adapters import AdapterBook
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.messages import AdapterChanged, DropAdapter, LoadAdapter, Message, MessageStream

@@ -26,7 +26,7 @@ from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError
 from trtrun.guiding.builds import GuideBuilds
 from trtrun.guiding.grammars import Grammars
-from trtrun.roles.round import Worker
+from trtrun.rounds.round import Worker
 
 LIMITS = {"heartbeat_seconds": 1.0, "adapter_seconds": 0.5}
 

@@ -15,7 +15,7 @@ from engine_messages import LIMITS, run
 from played_engines import KILLED, Play, Played, Process, dying, read, serve
 
 from launch.exit_codes import ExitCode, FailedError
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.engine import keeper as engine_keeper
 from launch.serve.engine.messages import Ended
 from trtrun import __version__

@@ -14,17 +14,17 @@ from engine_messages import run
 from fronts import NoEngine, WatchedTokenizer, make_front
 from tritonclient.grpc import service_pb2
 
+from launch.serve.admission.refusals import Refusal
+from launch.serve.api.kserve import grpc_servicer
+from launch.serve.api.kserve.grpc_server import MESSAGE_OVERHEAD, MOST_MESSAGE_BYTES, GrpcServer, most_message_bytes
+from launch.serve.api.kserve.grpc_servicer import KServeServicer
+from launch.serve.api.kserve.http_api import KServeHttpApi
+from launch.serve.api.kserve.row_requests import ModelFacts
+from launch.serve.api.kserve.service import KServeService
+from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.application.http_server import HttpServer, listen, make_application
-from launch.serve.door.refusals import Refusal
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.kserve import grpc_servicer
-from launch.serve.kserve.grpc_server import MESSAGE_OVERHEAD, MOST_MESSAGE_BYTES, GrpcServer, most_message_bytes
-from launch.serve.kserve.grpc_servicer import KServeServicer
-from launch.serve.kserve.http_api import KServeHttpApi
-from launch.serve.kserve.row_requests import ModelFacts
-from launch.serve.kserve.service import KServeService
-from launch.serve.openai.api import OpenAIApi
 from trtrun.configuration.config import make_config
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from launch.serve.admission.stretches import MeasuredLoop
 from launch.serve.application import http_server
 from launch.serve.application.http_server import HttpServer, listen
-from launch.serve.door.stretches import MeasuredLoop
 from launch.serve.http import connections
 from launch.serve.http import tls as tls_port
 from launch.serve.http.tls import TlsPort

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from engine_messages import delta_of, run
 
-from launch.serve.kserve import logits
-from launch.serve.kserve.logits import first_positions, stack_logits
-from launch.serve.kserve.row_requests import RowRequest
-from launch.serve.kserve.runs import _Completion
-from launch.serve.kserve.tensors import MOST_WHOLE_BYTES, Tensor, write_bytes, write_parts
+from launch.serve.api.kserve import logits
+from launch.serve.api.kserve.logits import first_positions, stack_logits
+from launch.serve.api.kserve.row_requests import RowRequest
+from launch.serve.api.kserve.runs import _Completion
+from launch.serve.api.kserve.tensors import MOST_WHOLE_BYTES, Tensor, write_bytes, write_parts
 from trtrun.core.outputs import Logits
 from trtrun.core.sampling_params import SamplingParams
 

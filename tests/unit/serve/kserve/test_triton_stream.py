@@ -12,16 +12,16 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.limits import READ_HERE
+from launch.serve.admission.limits import READ_HERE
+from launch.serve.api.kserve import grpc_server
+from launch.serve.api.kserve.grpc_messages import FINAL
+from launch.serve.api.kserve.grpc_server import GrpcServer
+from launch.serve.api.kserve.grpc_stream import InferStream
+from launch.serve.api.kserve.models import DRAFT, MODELS
+from launch.serve.api.kserve.places import Places
+from launch.serve.api.kserve.requests import InferResponse
+from launch.serve.api.kserve.service import NOTHING, Begun
 from launch.serve.http.bodies import Bodies
-from launch.serve.kserve import grpc_server
-from launch.serve.kserve.grpc_messages import FINAL
-from launch.serve.kserve.grpc_server import GrpcServer
-from launch.serve.kserve.grpc_stream import InferStream
-from launch.serve.kserve.models import DRAFT, MODELS
-from launch.serve.kserve.places import Places
-from launch.serve.kserve.requests import InferResponse
-from launch.serve.kserve.service import NOTHING, Begun
 from launch.serve.metrics import FrontMetrics
 from trtrun.configuration.server_config import ServerSection
 

@@ -14,7 +14,7 @@ from engine_messages import LIMITS, delta_of
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.engine import messages
 from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
 from launch.serve.metrics.families import FrontTotals

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from launch.serve.openai.output import deepseek
-from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
-from launch.serve.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.api.openai.output import deepseek
+from launch.serve.api.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
+from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 
 
 def parse(parsing: Parsing, parts: Sequence[str]) -> list[Event]:

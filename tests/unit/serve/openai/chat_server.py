@@ -24,7 +24,7 @@ from launch.serve.application.http_server import make_application
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.process import serve_front
 from launch.serve.http.requests import Keys
-from launch.serve.reading.messages import Facts
+from launch.serve.parsing.messages import Facts
 from trtrun import AsyncLLM
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.tokens.text import read_tokenizer

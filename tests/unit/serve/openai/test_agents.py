@@ -11,13 +11,13 @@ import pytest
 import templates
 from chat_server import ChatServer
 
-from launch.serve.door.refusals import Refusal
-from launch.serve.openai.calls import CallItem
-from launch.serve.openai.output.events import Arguments, CallBegin
-from launch.serve.openai.responses.custom_inputs import CustomInput
-from launch.serve.openai.responses.items import read_items
-from launch.serve.openai.responses.output import OutputItems
-from launch.serve.openai.responses.requests import read_response
+from launch.serve.admission.refusals import Refusal
+from launch.serve.api.openai.calls import CallItem
+from launch.serve.api.openai.output.events import Arguments, CallBegin
+from launch.serve.api.openai.responses.custom_inputs import CustomInput
+from launch.serve.api.openai.responses.items import read_items
+from launch.serve.api.openai.responses.output import OutputItems
+from launch.serve.api.openai.responses.requests import read_response
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.chats.messages import NO_TEXT
 from trtrun.errors import InvalidRequestError

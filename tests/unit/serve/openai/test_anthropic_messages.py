@@ -14,8 +14,8 @@ from chat_server import MARKS, ChatServer
 from message_events import put_together
 from tool_chats import CITY, COMPACT
 
-from launch.serve.anthropic.requests import read_message
-from launch.serve.door.refusals import Refusal
+from launch.serve.admission.refusals import Refusal
+from launch.serve.api.anthropic.requests import read_message
 
 pytestmark = pytest.mark.timeout(240)
 HEADERS = {"anthropic-version": "2023-06-01", "x-api-key": "-", "anthropic-beta": "claude-code-20250219"}

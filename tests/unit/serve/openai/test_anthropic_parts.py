@@ -10,12 +10,12 @@ import pytest
 from message_events import put_together
 from starlette.requests import Request
 
-from launch.serve.anthropic.blocks import Blocks
-from launch.serve.anthropic.conversations import read_conversation
-from launch.serve.anthropic.requests import read_message
-from launch.serve.door.refusals import Refusal
+from launch.serve.admission.refusals import Refusal
+from launch.serve.api.anthropic.blocks import Blocks
+from launch.serve.api.anthropic.conversations import read_conversation
+from launch.serve.api.anthropic.requests import read_message
+from launch.serve.api.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
 from launch.serve.http.requests import Keys
-from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
 from trtrun.chats.messages import NO_TEXT
 
 

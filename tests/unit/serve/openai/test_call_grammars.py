@@ -12,13 +12,13 @@ import pytest
 from chat_server import MARKS
 from checkpoints import make_tokenizer
 
-from launch.serve.openai.output import deepseek
-from launch.serve.openai.output.call_rules import Wanted
-from launch.serve.openai.output.events import Arguments, CallBegin, Reasoning
-from launch.serve.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.openai.output.grammars import as_lark, write_grammar
-from launch.serve.openai.output.parsing import ChoiceParser, Parsing
-from launch.serve.openai.output.schemas import without_notes
+from launch.serve.api.openai.output import deepseek
+from launch.serve.api.openai.output.call_rules import Wanted
+from launch.serve.api.openai.output.events import Arguments, CallBegin, Reasoning
+from launch.serve.api.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
+from launch.serve.api.openai.output.grammars import as_lark, write_grammar
+from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.api.openai.output.schemas import without_notes
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.tools import read_tools
 from trtrun.core.guide import Guide

@@ -8,15 +8,15 @@ import random
 import pytest
 from call_texts import CALL, CALLS, CITY, CITY_JSON, END, END_CALLS, SCHEMAS_AS_JSON, SEP, TEXTS, call, parse
 
-from launch.serve.openai.output import deepseek
-from launch.serve.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text
-from launch.serve.openai.output.formats import (
+from launch.serve.api.openai.output import deepseek
+from launch.serve.api.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from launch.serve.api.openai.output.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     find_reasoning_format,
     find_tool_format,
 )
-from launch.serve.openai.output.parsing import ChatText, ChoiceParser, Parsing
+from launch.serve.api.openai.output.parsing import ChatText, ChoiceParser, Parsing
 
 
 @pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)

@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 
-from launch.serve.openai.output.events import CallBegin, Event, Reasoning, Text, joined
-from launch.serve.openai.output.json_values import CallObject, ValueEnd
-from launch.serve.openai.output.machine import Machine, find_mark
-from launch.serve.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.api.openai.output.events import CallBegin, Event, Reasoning, Text, joined
+from launch.serve.api.openai.output.json_values import CallObject, ValueEnd
+from launch.serve.api.openai.output.machine import Machine, find_mark
+from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 
 NEAR_CALLS = [
     ("hermes", '<tool_call>{"a":['),

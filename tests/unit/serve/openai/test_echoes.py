@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from launch.serve.front.front import Usage
-from launch.serve.openai.answers import CompletionAnswer
-from launch.serve.openai.calls import Answering
-from launch.serve.openai.chat_answers import ChatAnswer
+from launch.serve.api.openai.answers import CompletionAnswer
+from launch.serve.api.openai.calls import Answering
+from launch.serve.api.openai.chat_answers import ChatAnswer
+from launch.serve.frontend.front import Usage
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta, PromptLogprobs

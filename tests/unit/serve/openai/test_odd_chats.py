@@ -14,8 +14,8 @@ import templates
 from chat_server import MARKS
 from checkpoints import make_tokenizer
 
-from launch.serve.reader.reader import Reader
-from launch.serve.reading.messages import Facts, Read, Refused, Reply, Task, pack
+from launch.serve.application.parser_worker import Reader
+from launch.serve.parsing.messages import Facts, Read, Refused, Reply, Task, pack
 from trtrun.tokens.text import read_tokenizer
 
 Steps = tuple[str | int, ...]

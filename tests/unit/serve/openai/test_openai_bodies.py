@@ -13,13 +13,13 @@ from engine_messages import delta_of, run
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front, request_of
 from starlette.requests import Request
 
-from launch.serve.door.limits import READ_HERE
-from launch.serve.door.refusals import Refusal
+from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.refusals import Refusal
+from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.front.front import Front
+from launch.serve.frontend.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.openai.api import OpenAIApi
 
 
 class InboxEngine(NoEngine):

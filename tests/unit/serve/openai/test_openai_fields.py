@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from launch.serve.door.refusals import Refusal
-from launch.serve.openai.fields import BY_NAME, FIELDS, Endpoint, Field, Treatment, fields_of
-from launch.serve.openai.taking import take_fields as take
-from launch.serve.openai.types import SAMPLING_FIELDS
+from launch.serve.admission.refusals import Refusal
+from launch.serve.api.openai.fields import BY_NAME, FIELDS, Endpoint, Field, Treatment, fields_of
+from launch.serve.api.openai.taking import take_fields as take
+from launch.serve.api.openai.types import SAMPLING_FIELDS
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "serve.md"
 BEGINNING, END = "<!-- fields: tests/unit/serve/openai/test_openai_fields.py -->\n", "<!-- end of fields -->\n"

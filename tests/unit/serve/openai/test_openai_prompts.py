@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launch.serve.door.refusals import Refusal, refusing
-from launch.serve.openai.prompts import PromptMaker
-from launch.serve.openai.types import read_chat, read_completion
+from launch.serve.admission.refusals import Refusal, refusing
+from launch.serve.api.openai.prompts import PromptMaker
+from launch.serve.api.openai.types import read_chat, read_completion
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.sampling_params import MOST_TOKENS

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.openai.calls import Encoding
-from launch.serve.openai.types import COMPLETION_TOKENS, read_chat, read_completion
+from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.api.openai.calls import Encoding
+from launch.serve.api.openai.types import COMPLETION_TOKENS, read_chat, read_completion
 from trtrun.chats.rendering import Rendering
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from checkpoints import make_tokenizer
 
-from launch.serve.openai.output.call_rules import Wanted
-from launch.serve.openai.output.events import Arguments
-from launch.serve.openai.output.grammars import write_grammar
-from launch.serve.openai.output.lark import Lark
-from launch.serve.openai.output.parameter_rules import parameter_rules
-from launch.serve.openai.output.parameters import ALL_TYPES, as_json, types_of
-from launch.serve.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.api.openai.output.call_rules import Wanted
+from launch.serve.api.openai.output.events import Arguments
+from launch.serve.api.openai.output.grammars import write_grammar
+from launch.serve.api.openai.output.lark import Lark
+from launch.serve.api.openai.output.parameter_rules import parameter_rules
+from launch.serve.api.openai.output.parameters import ALL_TYPES, as_json, types_of
+from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 from trtrun.chats.tools import Choice, read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError

@@ -1,10 +1,10 @@
 """The product of few rows that are rounded in groups with a weight of 8 bits in blocks, read by the bulk copy engine:
 as product.py, which see, whose way of copying it shares.
 
-A result has the bits of the general kernel (trtrun.kernels.triton.fp8_block_matmul): the matrix units sum up a group of
-128 inputs; times the scales of weight and rows, that is added up in float32, in the order of the inputs. Scales of rows
-come with the rows, those of the weight are read two steps ahead: a wait for either would be as long as a step. A tile
-has one scale for a group, of a weight that has one for each 128 by 128 numbers.
+A result has the bits of the general kernel (trtrun.kernels.triton.matmul.fp8_block_matmul): the matrix units sum up a
+group of 128 inputs; times the scales of weight and rows, that is added up in float32, in the order of the inputs.
+Scales of rows come with the rows, those of the weight are read two steps ahead: a wait for either would be as long as a
+step. A tile has one scale for a group, of a weight that has one for each 128 by 128 numbers.
 
 It knows tensors; it does not know who takes it (suitability.py).
 """

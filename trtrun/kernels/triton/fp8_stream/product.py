@@ -5,9 +5,10 @@ Such a product takes as long as its weight takes to read. Each multiprocessor ha
 tile of the weight and keeps most of the shared memory full of steps that are on their way. The first of them it asks
 for before the kernels before it have ended (early_launch.py): a weight depends on nothing.
 
-A result has the bits of the general kernel (trtrun.kernels.triton.fp8_matmul): the matrix units sum up 128 inputs, and
-groups of them are added up in float32, in the order of the inputs. But here the next groups are multiplied while one is
-added, where the general kernel waits for each; with few features, and so few programs, that is what bounds it.
+A result has the bits of the general kernel (trtrun.kernels.triton.matmul.fp8_matmul): the matrix units sum up 128
+inputs, and groups of them are added up in float32, in the order of the inputs. But here the next groups are multiplied
+while one is added, where the general kernel waits for each; with few features, and so few programs, that is what bounds
+it.
 
 It knows tensors; it does not know who takes it (suitability.py).
 """

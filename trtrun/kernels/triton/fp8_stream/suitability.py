@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from trtrun.kernels.rounded_rows import GROUP, RoundedRows
-from trtrun.kernels.triton.collecting import is_collecting
+from trtrun.kernels.triton.attention.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 from trtrun.kernels.triton.support import multiprocessors
 

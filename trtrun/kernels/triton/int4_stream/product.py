@@ -6,8 +6,8 @@ way. The first of them it asks for before the kernels before it have ended (earl
 nothing (copying.py). Two or four groups of four warps widen codes (words.py) and multiply (sums.py), so that some widen
 while the matrix units work for others.
 
-A result has the bits of the general kernel (trtrun.kernels.triton.int4_matmul): the matrix units sum up the inputs of a
-group, and groups are added up in float32, in the order of the inputs.
+A result has the bits of the general kernel (trtrun.kernels.triton.matmul.int4_matmul): the matrix units sum up the
+inputs of a group, and groups are added up in float32, in the order of the inputs.
 
 It knows tensors; it does not know who takes it (suitability.py).
 """

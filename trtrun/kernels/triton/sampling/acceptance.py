@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton.compilation.source_keys import settle_keys
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
     LOG_MIN_P,
@@ -28,7 +29,6 @@ from trtrun.kernels.triton.sampling.lines import (
 )
 from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials, to_uniform
 from trtrun.kernels.triton.sampling.token_choice import best_of, inverse_total, sum_weights
-from trtrun.kernels.triton.source_keys import settle_keys
 
 _SEED = tl.constexpr(columns.SEED)
 

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton.compilation.source_keys import settle_keys
 from trtrun.kernels.triton.sampling import columns
-from trtrun.kernels.triton.source_keys import settle_keys
 
 PIECE = 4096
 """Tokens of one program: 32 programs for each line of a vocabulary of 128k."""

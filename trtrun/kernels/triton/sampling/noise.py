@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.source_keys import settle_keys
+from trtrun.kernels.triton.compilation.source_keys import settle_keys
 
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton.compilation.source_keys import settle_keys
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import NUM_INTEGERS, NUM_NUMBERS, SMALL
-from trtrun.kernels.triton.source_keys import settle_keys
 
 _TOKENS = 1024
 _PIECE = 2048

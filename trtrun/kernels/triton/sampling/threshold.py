@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton.compilation.source_keys import settle_keys
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
     IMPOSSIBLE,
@@ -34,7 +35,6 @@ from trtrun.kernels.triton.sampling.lines import (
     line_of,
     peak_of,
 )
-from trtrun.kernels.triton.source_keys import settle_keys
 
 CANDIDATES = 8192
 """Tokens that the last search holds in registers."""

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton.compilation.source_keys import settle_keys
 from trtrun.kernels.triton.likeliest import likeliest
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
@@ -27,7 +28,6 @@ from trtrun.kernels.triton.sampling.lines import (
     peak_of,
 )
 from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials
-from trtrun.kernels.triton.source_keys import settle_keys
 
 _SEED = tl.constexpr(columns.SEED)
 UNIT = tl.constexpr(2.0**40)

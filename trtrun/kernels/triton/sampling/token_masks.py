@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.source_keys import settle_keys
+from trtrun.kernels.triton.compilation.source_keys import settle_keys
 
 _PIECE = 2048
 

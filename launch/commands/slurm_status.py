@@ -1,0 +1,90 @@
+"""`trtrun status`: what Slurm says of a job, how many of its rows are finished, and where its server listens.
+
+It prints. It changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from launch.batch.merge import part_path
+from launch.jobs.slurm.client import SlurmJob, read_record
+from launch.jobs.slurm.follow import describe_end, describe_state
+from launch.jobs.slurm.reach import find_served
+
+
+def show_jobs(jobs: Sequence[SlurmJob]) -> None:
+    """Print a paragraph for each job, and the sum of an array's rows."""
+    record = read_record(str(jobs[0].number))
+    for job in jobs:
+        print("\n".join(describe(job, record)))
+    counts = [count_rows(file) for file in (_output(job, record) for job in jobs) if file is not None]
+    if len(jobs) > 1 and len(jobs) == record.get("parts"):
+        print(f"rows of all: {sum(counts)} of {record.get('rows')} done")
+
+
+def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
+    """The lines about one job.
+
+    Args:
+        job: what Slurm says.
+        record: what `trtrun submit` wrote down.
+    """
+    is_server = record.get("server") is True
+    yield f"{describe_end(job, is_server) if job.has_ended else describe_state(job)}"
+    yield f"  name     {job.name}"
+    yield f"  nodes    {job.nodes or f'{job.num_nodes}, none yet'}"
+    yield f"  elapsed  {job.elapsed}"
+    if job.restarts:
+        yield f"  starts   {job.restarts + 1}"
+    if job.log is not None:
+        yield f"  log      {job.log}"
+    if is_server and job.is_running:
+        yield from describe_served(job)
+    output = _output(job, record)
+    if output is not None:
+        total = f" of {record.get('rows')}" if record.get("parts") is None else ""
+        yield f"  output   {output}"
+        yield f"  rows     {count_rows(output)}{total} done"
+    steps = record.get("steps")
+    if isinstance(steps, str):
+        yield f"  steps    {_count_lines(Path(steps)) or 0} done"
+
+
+def describe_served(job: SlurmJob) -> Iterator[str]:
+    """Where a job's server listens, and how it is reached."""
+    try:
+        log = job.log.read_text(encoding="utf-8", errors="replace") if job.log is not None else ""
+    except OSError:
+        log = ""
+    served = find_served(log)
+    yield f"  served   {served.url if served is not None else 'not yet: see the log'}"
+    if served is not None and served.way is not None:
+        yield f"  reach    {served.way}"
+
+
+def count_rows(output: Path) -> int:
+    """Finished rows of a run: in its working file, or in the output file where that is in place."""
+    for file in (output.with_name(f"{output.name}.partial"), output):
+        found = _count_lines(file)
+        if found is not None:
+            return found
+    return 0
+
+
+def _count_lines(file: Path) -> int | None:
+    """Of a file; None where it cannot be read."""
+    try:
+        return file.read_bytes().count(b"\n")
+    except OSError:
+        return None
+
+
+def _output(job: SlurmJob, record: Mapping[str, object]) -> Path | None:
+    output, parts = record.get("output"), record.get("parts")
+    if not isinstance(output, str):
+        return None
+    if isinstance(parts, int) and job.task is not None:
+        return part_path(output, job.task, parts)
+    return Path(output)

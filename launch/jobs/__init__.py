@@ -1,0 +1,1 @@
+"""Jobs of several ranks: devices, mpirun, Slurm, checks and plans."""

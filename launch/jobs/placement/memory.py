@@ -1,0 +1,203 @@
+"""What each rank of a job needs: bytes of weights and of KV blocks, from both models' config.json.
+
+The numbers come from the functions that the engines use at start. It knows models and devices by name. It does not know
+what a host can give: callers say how much is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel.topology import Slot, Topology
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_sections import ModelSection
+from trtrun.errors import ConfigError
+from trtrun.heads.heads import HeadsPlan
+from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks, default_fraction
+from trtrun.loading.loading import heads_bytes, shard_bytes
+from trtrun.loading.model_settings import read_target_heads, row_context
+from trtrun.memory.memory_requirements import (
+    adapter_slots_bytes,
+    engine_working_bytes,
+    kv_bytes_in_rings,
+    most_useful_blocks,
+    resolve_dtype,
+    store_bytes_per_block,
+)
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.start.corpora import corpus_bytes
+from trtrun.start.rank_heads import demand_apart
+from trtrun.start.startup import device_of
+from trtrun.weights.checkpoint import NoWeightsError
+
+
+@dataclass(frozen=True)
+class ModelShards:
+    """One engine's model, split over `tp_size` ranks."""
+
+    section: ModelSection
+    model: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks of the engine."""
+        return len(self.section.devices)
+
+    def shard_bytes(self, index: int | None, device: torch.device) -> int:
+        """Bytes of one rank's weights; 0 where `index` is None, on a rank that does not hold the engine."""
+        if index is None:
+            return 0
+        return shard_bytes(self.model, index, self.tp_size, self.dtype, device, self.section.quantization)
+
+    def block_bytes(self, index: int | None, config: RuntimeConfig, heads: HeadsPlan | None = None) -> int:
+        """Bytes of one KV block on one rank, that of `heads` beside the engine among them; 0 where `index` is None."""
+        if index is None:
+            return 0
+        return store_bytes_per_block(config, self.model, heads, self.tp_size, self.dtype)
+
+
+@dataclass(frozen=True)
+class JobMemory:
+    """What each rank of a job holds of both models, whatever its host can give.
+
+    Attributes:
+        config, topology: of the job.
+        draft: None without one.
+        target: of the run.
+        context: most tokens of one request.
+        heads: that draft from what the target computes, on its ranks or on one of their own; None without, or where
+            they are not on this host.
+    """
+
+    config: RuntimeConfig
+    topology: Topology
+    draft: ModelShards | None
+    target: ModelShards
+    context: int
+    heads: HeadsPlan | None = None
+
+    @classmethod
+    def read(cls, config: RuntimeConfig, topology: Topology) -> JobMemory:
+        """Read both models' config.json.
+
+        Raises:
+            TrtrunError: one of them cannot be read, or is shorter than scheduler.max_seq_len.
+        """
+        target = _read_shards(config.target)
+        draft = _read_shards(config.draft) if config.draft is not None else None
+        try:
+            heads = read_target_heads(config, target.model)
+        except NoWeightsError:
+            heads = None
+        return cls(config, topology, draft, target, row_context(config, target.model), heads)
+
+    @property
+    def heads_on_target(self) -> HeadsPlan | None:
+        """Heads that the target's ranks share."""
+        return None if self.config.heads_apart else self.heads
+
+    def heads_apart(self, slot: Slot) -> SlotMemory | None:
+        """What heads on a rank of their own need, on that rank; None elsewhere."""
+        if self.heads is None or not self.config.heads_apart or slot.draft_index is None:
+            return None
+        return demand_apart(self.config, self.context, self.target.model, self.heads, device_of(slot))
+
+    def shard_bytes(self, rank: int) -> tuple[int, int]:
+        """Bytes of the draft's weights, or of the heads or the corpus, and of the target's on one rank."""
+        slot = self.topology.slot(rank)
+        if slot is None:
+            return 0, 0
+        device = device_of(slot)
+        drafted = self.draft.shard_bytes(slot.draft_index, device) if self.draft is not None else 0
+        if (apart := self.heads_apart(slot)) is not None:
+            drafted += apart.shard_bytes
+        if self.heads_on_target is not None and slot.target_index is not None:
+            drafted += heads_bytes(self.heads_on_target, slot.target_index, self.target.tp_size, self.target.dtype)
+        if slot.target_index is not None:
+            drafted += corpus_bytes(self.config)
+        verified = self.target.shard_bytes(slot.target_index, device)
+        drafted += self._adapter_bytes("draft", self.draft, slot.draft_index)
+        return drafted, verified + self._adapter_bytes("target", self.target, slot.target_index)
+
+    def _adapter_bytes(self, role: str, shards: ModelShards | None, index: int | None) -> int:
+        """Bytes of an engine's slots for adapters on one rank of it."""
+        if shards is None or index is None:
+            return 0
+        return adapter_slots_bytes(self.config, role, shards.section, shards.model, index)
+
+    def block_bytes(self, rank: int) -> int:
+        """Bytes of one KV block on one rank, in both engines' stores and in the heads'."""
+        slot = self.topology.slot(rank)
+        if slot is None:
+            return 0
+        drafted = self.draft.block_bytes(slot.draft_index, self.config) if self.draft is not None else 0
+        if (apart := self.heads_apart(slot)) is not None:
+            drafted += apart.bytes_per_block
+        return drafted + self.target.block_bytes(slot.target_index, self.config, self.heads_on_target)
+
+    def ring_bytes(self, rank: int) -> int:
+        """Of layers with a window on one rank, whatever the number of blocks; `working_bytes` counts them, too."""
+        slot = self.topology.slot(rank)
+        engines = () if slot is None else ((self.draft, slot.draft_index), (self.target, slot.target_index))
+        return sum(
+            kv_bytes_in_rings(self.config, engine.model, engine.tp_size, engine.dtype)
+            for engine, index in engines
+            if engine is not None and index is not None
+        )
+
+    def working_bytes(self, rank: int) -> int:
+        """Upper bound, by shapes, of what rounds need on one rank beside weights and KV. GPUs measure it at start."""
+        slot = self.topology.slot(rank)
+        if slot is None:
+            return 0
+        if (apart := self.heads_apart(slot)) is not None:
+            return apart.working_bytes
+        device, total = device_of(slot), 0
+        for role, engine, index in (
+            ("draft", self.draft, slot.draft_index),
+            ("target", self.target, slot.target_index),
+        ):
+            if engine is not None and index is not None:
+                arguments = (self.config, self.context, role, engine.section, engine.model, index, device)
+                total += engine_working_bytes(*arguments, self.heads if role == "target" else None)
+        return total
+
+    def count_blocks(self, rank: int, free_bytes: int, where: str) -> int:
+        """KV blocks that a rank with a device can hold by itself.
+
+        A GPU's rank measures its rounds at start: their upper bound here makes the answer smaller, but refuses nothing;
+        rings, whose bytes are known, do.
+
+        Raises:
+            ConfigError: the weights, a round or the KV store do not fit into `free_bytes`.
+        """
+        slot = self.topology.slot(rank)
+        assert slot is not None
+        try:
+            return self._count_blocks(rank, free_bytes, self.working_bytes(rank), where)
+        except ConfigError:
+            if not slot.device.startswith("cuda"):
+                raise
+            return self._count_blocks(rank, free_bytes, self.ring_bytes(rank), where)
+
+    def _count_blocks(self, rank: int, free_bytes: int, working_bytes: int, where: str) -> int:
+        slot = self.topology.slot(rank)
+        assert slot is not None
+        cache = self.config.kv_cache
+        return count_kv_blocks(
+            free_bytes,
+            SlotMemory(sum(self.shard_bytes(rank)), self.block_bytes(rank), working_bytes, self.ring_bytes(rank)),
+            fraction=cache.free_memory_fraction or default_fraction(slot.device),
+            block_size=cache.block_size,
+            max_tokens=cache.max_tokens,
+            most_useful=most_useful_blocks(self.config, self.context),
+            where=where,
+        )
+
+
+def _read_shards(section: ModelSection) -> ModelShards:
+    model = read_model_config(section.model)
+    return ModelShards(section, model, resolve_dtype(section, model))

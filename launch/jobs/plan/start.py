@@ -1,0 +1,230 @@
+"""How long a start will take, from the command to ready, by phase and why: what is known is counted, what was measured
+elsewhere is called an estimate and names what was measured, and the rest is told as work, without seconds.
+
+It knows the order of a start (trtrun/start/startup.py). It does not know how bytes, graphs and marks are found
+(start_ranks.py, weight_files.py), or what anything takes on this machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from launch.jobs.placement.memory import JobMemory
+from launch.jobs.plan import measured_starts as measured
+from launch.jobs.plan.measured_starts import Measured, Seconds
+from launch.jobs.plan.start_ranks import Kernels, RankStart, RankStarts, of_all
+from launch.jobs.plan.start_work import describe_cpu_kernels, describe_weights, shorten_start
+from launch.jobs.plan.weight_files import ModelFiles, inspect_files
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.start.kept_pacing import KeptPacing
+from trtrun.start.kernels_ahead import count_processes
+from trtrun.start.policies import count_first_rounds
+
+_MEASURED_ROUNDS = "measured rounds"
+_NO_TIME = (0.0, 0.0)
+_LEAST_BLOCKS = 2  # what limits of rounds here do not depend on
+
+
+@dataclass(frozen=True)
+class StartPhase:
+    """Something that a start does.
+
+    Attributes:
+        name: of the phase.
+        work: what is done, for this job.
+        seconds: an estimate, from and to; None where nothing was measured that it could be told from.
+        basis: what was measured; empty without an estimate, or where nothing is to be done.
+    """
+
+    name: str
+    work: str
+    seconds: Seconds | None = None
+    basis: str = ""
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """What a start will take.
+
+    Attributes:
+        ranks: those with a device, in order.
+        kernels: see `RankStart`, of all ranks together.
+        phases: in their order.
+        seconds: of all phases that have an estimate; None where that is too little of them.
+        shorter: what would make the start shorter, where anything would.
+    """
+
+    ranks: tuple[RankStart, ...]
+    kernels: Kernels
+    phases: tuple[StartPhase, ...]
+    seconds: Seconds | None
+    shorter: tuple[str, ...]
+
+
+def plan_start(memory: JobMemory, here: Collection[str], absent: Collection[str], nccl: bool) -> StartPlan:
+    """Tell what starting a job will take; see `RankStarts`.
+
+    Raises:
+        TrtrunError: a model's weights cannot be looked at for another reason than that they are not here.
+    """
+    config = memory.config
+    sections = {"draft": config.draft, "target": config.target}
+    shards = {"draft": memory.draft, "target": memory.target}
+    files = {
+        role: inspect_files(section, of_role.model, for_target=role == "target")
+        for role, section in sections.items()
+        if section is not None and (of_role := shards[role]) is not None
+    }
+    starts = RankStarts(memory, files, here, absent, nccl)
+    ranks = starts.look()
+    on_gpus = any(slot.device.startswith("cuda") for slot in memory.topology.slots)
+    kernels = of_all(ranks)
+    phases = [
+        *_begin(memory, on_gpus=on_gpus, nccl=nccl),
+        _weights(memory, files, ranks, kernels, here),
+        *(_gpu_phases(memory, starts, ranks, kernels) if on_gpus else _cpu_phases(memory)),
+        *_rounds(memory, starts),
+    ]
+    known = [phase.seconds for phase in phases if phase.seconds is not None]
+    total = round(sum(low for low, _ in known), 1), round(sum(high for _, high in known), 1)
+    # Without imports, which come first everywhere, the rest would be read as the whole.
+    seconds = total if phases[0].seconds is not None else None
+    measures = any(phase.name == _MEASURED_ROUNDS and phase.seconds != _NO_TIME for phase in phases)
+    shorter = shorten_start(memory, starts, files, kernels, measures_rounds=measures)
+    return StartPlan(ranks, kernels, tuple(phases), seconds, tuple(shorter))
+
+
+def print_start(console: Console, plan: StartPlan) -> None:
+    """Show what starting takes, behind what the job takes."""
+    table = Table(title=None)
+    for name in ("until it is ready", "what is done", "about", "as measured of"):
+        table.add_column(name, ratio={"what is done": 2, "as measured of": 1}.get(name))
+    for phase in plan.phases:
+        table.add_row(phase.name, phase.work, _format(phase.seconds), phase.basis)
+    console.print(table)
+    unmeasured = [phase.name for phase in plan.phases if phase.seconds is None]
+    beside = f", and beside that {', '.join(unmeasured)}, of which there is no figure" if unmeasured else ""
+    if plan.seconds is not None:
+        print(f"ready after about {_format(plan.seconds)}{beside}: an estimate by docs/performance.md")
+    for advice in plan.shorter:
+        print(f"shorter: {advice}")
+
+
+def _format(seconds: Seconds | None) -> str:
+    if seconds is None:
+        return "-"
+    low, high = (f"{value:.1f}" for value in seconds)
+    return f"{high} s" if low == high else f"{low} to {high} s"
+
+
+def _estimate(name: str, work: str, found: Measured) -> StartPhase:
+    return StartPhase(name, work, found.seconds, found.basis)
+
+
+def _begin(memory: JobMemory, *, on_gpus: bool, nccl: bool) -> Iterator[StartPhase]:
+    """Until the ranks know each other."""
+    count, work = memory.topology.world_size, "torch, trtrun and the configuration"
+    if on_gpus:
+        yield _estimate("imports", work, measured.IMPORTS)
+    else:
+        yield StartPhase("imports", work, None, measured.CPU_RUN)
+    if count > 1:
+        groups = [shards.tp_size for shards in (memory.draft, memory.target) if shards and shards.tp_size > 1]
+        sums = f", NCCL {' and '.join(f'{size} GPUs' for size in groups)}" if on_gpus and nccl and groups else ""
+        yield StartPhase("links", f"MPI connects {count} processes{sums}", None, measured.TWO_GPUS if sums else "")
+
+
+def _weights(
+    memory: JobMemory,
+    files: Mapping[str, ModelFiles],
+    ranks: Collection[RankStart],
+    kernels: Kernels,
+    here: Collection[str],
+) -> StartPhase:
+    work = describe_weights(memory, files, ranks, here)
+    if all(of_role.is_made_up for of_role in files.values()) and kernels != "none":
+        both = {"found": [measured.MADE_UP_WARM], "missing": [measured.MADE_UP_COLD]}
+        return _range("weights", work, both.get(kernels, [measured.MADE_UP_WARM, measured.MADE_UP_COLD]))
+    return StartPhase("weights", work)
+
+
+def _range(name: str, work: str, found: list[Measured]) -> StartPhase:
+    seconds = min(item.seconds[0] for item in found), max(item.seconds[1] for item in found)
+    return StartPhase(name, work, seconds, found[-1].basis)
+
+
+def _gpu_phases(
+    memory: JobMemory, starts: RankStarts, ranks: Collection[RankStart], kernels: Kernels
+) -> Iterator[StartPhase]:
+    yield _compilation(memory, starts, ranks, kernels)
+    if kernels == "found":
+        yield StartPhase("largest round", "its memory is known from an earlier start", (0.0, 0.0))
+    else:
+        unless = ", unless an earlier start has left what it found" if kernels == "unknown" else ""
+        phase = _estimate("largest round", f"run once for the memory that it takes{unless}", measured.LARGEST_ROUND)
+        yield _or_nothing(phase) if kernels == "unknown" else phase
+    graphs = Counter(rank.graphs for rank in ranks)
+    if set(graphs) == {0}:
+        why = "cuda_graphs is off" if not memory.config.cuda_graphs else "sums over ranks go without NCCL"
+        yield StartPhase("graphs", f"no CUDA graphs ({why}); all kernels run once")
+        return
+    told = [f"{rank.graphs} on rank {rank.rank}" for rank in ranks]
+    work = f"all kernels once, and CUDA graphs: {', '.join(told)}"
+    yield _estimate("graphs", work, measured.graph_seconds(max(graphs)))
+
+
+def _or_nothing(phase: StartPhase) -> StartPhase:
+    assert phase.seconds is not None
+    return StartPhase(phase.name, phase.work, (0.0, phase.seconds[1]), phase.basis)
+
+
+def _compilation(memory: JobMemory, starts: RankStarts, ranks: Collection[RankStart], kernels: Kernels) -> StartPhase:
+    if kernels == "none":
+        return StartPhase("kernels", "nothing is compiled, as there is no Triton here: torch's run", (0.0, 0.0))
+    if kernels == "found":
+        return StartPhase("kernels", "those of this very job are in Triton's cache", (0.0, 0.0))
+    topology = memory.topology
+    if kernels == "unknown":
+        hosts = {slot.host for slot in topology.slots if not starts.is_visible(slot)}
+        where = f"on {', '.join(sorted(hosts))}" if any(hosts) else "not on this host"
+        work = f"not known here whether Triton's cache has them: the GPUs are {where}. Compiled side by side where not"
+        return _or_nothing(_estimate("kernels", work, measured.COMPILED))
+    lacking = [str(rank.rank) for rank in ranks if rank.kernels == "missing"]
+    count = min(count_processes(len(topology.slots_of_host(slot.host))) for slot in topology.slots)
+    which = f"rank{'s' if len(lacking) > 1 else ''} {', '.join(lacking)}"
+    work = f"Triton's cache has none of a start like this for {which}: compiled in {count} processes a rank"
+    if count < measured.NUM_PROCESSES:
+        took = f"{measured.COMPILED.seconds[0]:g} s with more processes: {measured.COMPILED.basis}"
+        return StartPhase("kernels", work, None, took)
+    return _estimate("kernels", work, measured.COMPILED)
+
+
+def _cpu_phases(memory: JobMemory) -> Iterator[StartPhase]:
+    dtypes = {shards.dtype for shards in (memory.draft, memory.target) if shards is not None}
+    yield StartPhase("kernels", describe_cpu_kernels(has_own=bool(dtypes & {torch.bfloat16, torch.float32})))
+    yield StartPhase("KV store", "its size follows from shapes; forwards of one row run once, without CUDA graphs")
+
+
+def _rounds(memory: JobMemory, starts: RankStarts) -> Iterator[StartPhase]:
+    config, draft = memory.config, memory.draft
+    draft_context = draft.model.max_position_embeddings if draft is not None else None
+    limits = SchedulerLimits.of(config, memory.context, draft_context, _LEAST_BLOCKS)
+    practised, paced = count_first_rounds(config, limits)
+    if practised:
+        yield _estimate("rounds of each kind", f"{practised}, for their first use", measured.KINDS_OF_ROUNDS)
+    if not paced:
+        return
+    kinds = starts.device_kinds()
+    if kinds is not None and KeptPacing.of(config, kinds).read()[0] is not None:
+        yield StartPhase(_MEASURED_ROUNDS, "none: an earlier run has left what rounds cost", _NO_TIME)
+        return
+    unless = ", unless an earlier run has left it" if kinds is None else ""
+    work = f"up to {paced}, for what rounds cost (speculation.pacing){unless}"
+    phase = _estimate(_MEASURED_ROUNDS, work, measured.MEASURED_ROUNDS)
+    yield _or_nothing(phase) if unless else phase

@@ -1,0 +1,152 @@
+"""`trtrun submit --follow`: the logs of a job as they grow, its states as they change, and its exit status at the end.
+
+It reads files and asks Slurm. It changes nothing: a job that is no longer followed goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from launch.exit_codes import ExitCode
+from launch.jobs.slurm.client import SlurmError, SlurmJob, find_jobs
+
+READ_SECONDS = 0.25
+"""Between two looks at the logs."""
+
+FIRST_ASK_SECONDS, LAST_ASK_SECONDS = 0.5, 5.0
+"""Between two questions to Slurm: soon after a change, then less and less often, because the controller serves all."""
+
+SETTLE_SECONDS = 1.0
+"""A shared file system shows the end of a log later than Slurm tells the end of the job."""
+
+MOST_FAILURES = 10
+"""Questions in a row that Slurm may leave unanswered: a controller that is busy or restarts is no reason to give up."""
+
+CHUNK_BYTES = 1 << 20
+
+
+class Tail:
+    """One log, from where the reader got to.
+
+    Args:
+        path: of the log, which may not exist yet.
+        prefix: before each of its lines; with a prefix only whole lines are shown.
+    """
+
+    def __init__(self, path: Path, prefix: str = "") -> None:
+        self._path = path
+        self._prefix = prefix.encode()
+        self._offset = 0
+        self._rest = b""
+
+    def read(self, is_last: bool = False) -> bytes:
+        """What came since the last call.
+
+        Args:
+            is_last: hold no torn line back.
+        """
+        data = b"".join(iter(self._read_chunk, b""))
+        if not self._prefix:
+            return data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if is_last and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        return b"".join(self._prefix + line + b"\n" for line in lines)
+
+    def _read_chunk(self) -> bytes:
+        try:
+            with open(self._path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0  # the log was begun anew
+                file.seek(self._offset)
+                data = file.read(CHUNK_BYTES)
+        except OSError:
+            return b""
+        self._offset += len(data)
+        return data
+
+
+def follow(job: str, find: Callable[[str], list[SlurmJob]] = find_jobs, is_server: bool = False) -> int:
+    """Show a job's logs and states until it ends; return its exit status, of an array the first that is not 0.
+
+    Args:
+        job: its number.
+        find: what Slurm says of it.
+        is_server: whether it serves, and so has no rows.
+
+    Raises:
+        SlurmError: Slurm does not answer, or has forgotten the job.
+        KeyboardInterrupt: the user has seen enough.
+    """
+    tails: dict[str, Tail] = {}
+    told: dict[str, str] = {}
+    pause, next_ask, failures = FIRST_ASK_SECONDS, 0.0, 0
+    jobs: list[SlurmJob] = []
+    while True:
+        if time.monotonic() >= next_ask:
+            try:
+                jobs, failures = find(job), 0
+            except SlurmError:
+                failures += 1
+                if failures > MOST_FAILURES:
+                    raise
+            is_changed = _tell_states(jobs, told)
+            pause = FIRST_ASK_SECONDS if is_changed else min(pause * 1.5, LAST_ASK_SECONDS)
+            next_ask = time.monotonic() + pause
+            for item in jobs:
+                if item.log is not None and not item.is_waiting:
+                    tails.setdefault(item.label, Tail(item.log, f"[{item.task}] " if item.task is not None else ""))
+        _show(tails)
+        if jobs and all(item.has_ended for item in jobs):
+            break
+        time.sleep(READ_SECONDS)
+    time.sleep(SETTLE_SECONDS)
+    _show(tails, is_last=True)
+    for item in jobs:
+        print(f"trtrun: {describe_end(item, is_server)}", file=sys.stderr, flush=True)
+    return next((item.exit_status for item in jobs if item.exit_status), ExitCode.DONE)
+
+
+def describe_state(job: SlurmJob) -> str:
+    """A job's state as one line."""
+    where = f" on {job.nodes}" if job.nodes and job.is_running else ""
+    why = f" ({job.reason})" if job.reason else ""
+    again = f", start {job.restarts + 1}" if job.restarts else ""
+    return f"job {job.label} is {job.state}{where}{why}{again}"
+
+
+def describe_end(job: SlurmJob, is_server: bool = False) -> str:
+    """How a job ended, as one line."""
+    why = f" ({job.reason})" if job.reason and job.reason != "NonZeroExitCode" else ""
+    left = "some requests were cut off" if is_server else "not all is done; the same command goes on with it"
+    drained = f": drained, {left}" if _is_drained(job) else ""
+    return f"job {job.label} {job.state}{why} after {job.elapsed}, exit status {job.exit_status}{drained}"
+
+
+def _is_drained(job: SlurmJob) -> bool:
+    return job.state == "FAILED" and job.exit_status == ExitCode.DRAINED
+
+
+def _tell_states(jobs: Sequence[SlurmJob], told: dict[str, str]) -> bool:
+    """Say what changed since the last call."""
+    is_changed = False
+    for item in jobs:
+        line = describe_state(item)
+        if told.get(item.label) != line:
+            told[item.label] = line
+            is_changed = True
+            if not (item.has_ended or item.is_ending):
+                print(f"trtrun: {line}", file=sys.stderr, flush=True)
+    return is_changed
+
+
+def _show(tails: Mapping[str, Tail], is_last: bool = False) -> None:
+    for tail in tails.values():
+        data = tail.read(is_last)
+        if data:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()

@@ -1,0 +1,224 @@
+"""What a configuration needs of Slurm: nodes, ranks on each, GPUs of each. Known before there is an allocation.
+
+Counted devices are placed on hosts with made-up names, as they will be placed on the allocation's when the job runs. It
+does not know sbatch (script.py), and it starts nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.jobs.placement.allocation import is_local
+from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
+from launch.jobs.placement.run_config import DEFAULT_HOST, Read, is_model_here, make_run_config
+from launch.jobs.slurm.section import SlurmSection, read_slurm_section
+from parallel.topology import Topology
+from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
+from trtrun.configuration.topology import make_topology
+from trtrun.errors import ConfigError, shorten
+from trtrun.threads import CORES_OF_CUDA_SLOT
+
+PREFIX = "node-"
+"""Of made-up names: node-1 stands for the first node of the allocation, and so on."""
+
+MANY_CPUS = 1024
+"""A CPU slot of its own for everyone: the job asks for as many cores as it has ranks, so that is what it will find."""
+
+
+@dataclass(frozen=True)
+class SlurmResources:
+    """What a job takes, and of which nodes.
+
+    Attributes:
+        config: of the run; its model directories are those of this host.
+        slurm: what the configuration says of the batch job.
+        topology: the ranks, on hosts that the configuration names, and made-up ones.
+        hosts: all of them. Where none is named, they stand for the allocation's nodes in its order.
+        named: those that the configuration names.
+        nodes: nodes to ask for.
+        gpus: GPUs of each node, 0 for none.
+        has_local_models: whether the model directories are the same on every host, so that they can be checked here.
+    """
+
+    config: RuntimeConfig
+    slurm: SlurmSection
+    topology: Topology
+    hosts: tuple[str, ...]
+    named: tuple[str, ...]
+    nodes: int
+    gpus: int
+    has_local_models: bool
+
+    @property
+    def tasks_per_node(self) -> int:
+        """The most ranks of any node."""
+        return max(Counter(self.topology.host(rank) for rank in range(self.topology.world_size)).values())
+
+    @property
+    def cpus_per_task(self) -> int | None:
+        """CPU cores of each rank: those of `launch.slurm`, else as many as the slots compute on; None where neither
+        says more than Slurm's own, one."""
+        if self.slurm.cpus_per_task is not None:
+            return self.slurm.cpus_per_task
+        threads = self.config.threads or 1
+        cores = [threads if slot.device.startswith("cpu") else CORES_OF_CUDA_SLOT for slot in self.topology.slots]
+        return most if (most := max(cores)) > 1 else None
+
+    @property
+    def lacks_cores(self) -> bool:
+        """Whether nothing says how many cores a job of one process on the CPU takes."""
+        is_asked = self.cpus_per_task is not None or self.config.threads is not None or self.slurm.exclusive
+        return self.topology.world_size == 1 and not self.gpus and not is_asked
+
+
+def read_resources(
+    path: Path,
+    overrides: Sequence[str],
+    changes: Mapping[str, object] | None = None,
+    place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
+    read: Read = read_values,
+) -> SlurmResources:
+    """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
+
+    Args:
+        path: the YAML file.
+        overrides: `key.path=value` strings.
+        changes: keys of launch.slurm that command line options set.
+        place_ranks: who sits where.
+        read: of the path and the overrides makes what the file holds.
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+    """
+    values, slurm = _read_slurm(read(path, overrides), changes or {}, str(path))
+    values = spell_hosts(values)
+    named = tuple(_named_hosts(values))
+    # Devices without a host are those of the node that the batch script runs on: the allocation's first.
+    values = spell_hosts(values, home=(*named, f"{PREFIX}1")[0])
+    values, hosts = _fill(values, named, slurm, str(path))
+    values, has_local_models = _settle_models(values)
+    config = make_run_config({"values": values, "base": str(path.resolve().parent), "where": str(path)})
+    used = {host_of(device) for device in (*config.target.devices, *config.draft_devices)}
+    used_hosts = tuple(host for host in hosts if host in used)
+    if config.launch.orchestrator_host is None:
+        # Rank 0 is on the host where the batch script runs, where that has a device.
+        launch = config.launch.model_copy(update={"orchestrator_host": used_hosts[0]})
+        config = config.model_copy(update={"launch": launch})
+    topology = place_ranks(config)
+    nodes = slurm.nodes or len(used_hosts)
+    if nodes != len(used_hosts):
+        raise ConfigError(
+            f"{path}: launch.slurm.nodes: {nodes} nodes are to be asked for, but the devices use {len(used_hosts)}: "
+            "leave the key out, or change the devices"
+        )
+    gpus = _count_gpus(topology)
+    resources = SlurmResources(config, slurm, topology, used_hosts, named, nodes, gpus, has_local_models)
+    _check_gres(resources, str(path))
+    return resources
+
+
+def count_gres_gpus(gres: str | None) -> int | None:
+    """GPUs in a value of sbatch's --gres, such as "gpu:a100:4,shard:1"; None where it names no GPU."""
+    if gres is None:
+        return None
+    counts = [
+        int(match[1] or 1)
+        for item in gres.split(",")
+        if (match := re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z_][\w.-]*)?(?::([0-9]{1,4}))?(?:\(.*\))?", item.strip()))
+    ]
+    return sum(counts) if counts else None
+
+
+def _fill(
+    values: dict[str, Any], named: tuple[str, ...], slurm: SlurmSection, where: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values with counts filled from hosts that are named, and made up where those are too few; and all hosts."""
+    counted = _most_nodes(values)
+    if not counted:
+        return values, named or (f"{PREFIX}1",)
+    made_up = tuple(f"{PREFIX}{number + 1}" for number in range(max(counted, slurm.nodes or 0)))
+    hosts = named + made_up[len(named) :]
+    allocation = Allocation(hosts, count_gres_gpus(slurm.gres), MANY_CPUS, "launch.slurm")
+    try:
+        return fill_counts(values, lambda: allocation), hosts
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_gres(resources: SlurmResources, where: str) -> None:
+    granted = count_gres_gpus(resources.slurm.gres)
+    if granted is not None and granted < resources.gpus:
+        raise ConfigError(
+            f"{where}: launch.slurm.gres: {resources.slurm.gres!r} asks for {granted} GPUs a node, but the "
+            f"devices need {resources.gpus}: leave the key out, or ask for gpu:{resources.gpus}"
+        )
+
+
+def _count_gpus(topology: Topology) -> int:
+    """GPUs that each node must have: Slurm numbers them from 0, so the highest number counts."""
+    numbers = [int(slot.device.partition(":")[2]) for slot in topology.slots if slot.device.startswith("cuda")]
+    return 1 + max(numbers, default=-1)
+
+
+def _read_slurm(
+    values: dict[str, Any], changes: Mapping[str, object], where: str
+) -> tuple[dict[str, Any], SlurmSection]:
+    """The values with some keys of launch.slurm set, and what launch.slurm then says."""
+    launch = values.get("launch") or {}
+    slurm = launch.get("slurm") or {} if isinstance(launch, dict) else {}
+    for name, section in (("launch", launch), ("launch.slurm", slurm)):
+        if not isinstance(section, dict):
+            raise ConfigError(f"{where}: {name}: must be a section with keys, not {shorten(section)}")
+    slurm = {**slurm, **changes}
+    return {**values, "launch": {**launch, "slurm": slurm}}, read_slurm_section(slurm, where)
+
+
+def _most_nodes(values: Mapping[str, Any]) -> int:
+    """The most nodes that one engine counts, 0 where nothing is counted."""
+    sections = [section for section in (values.get(name) for name in ENGINES) if isinstance(section, dict)]
+    counts = [section["devices"] for section in sections if is_counts(section.get("devices"))]
+    # No more than can be filled: `fill_counts` says what is wrong with a number beyond.
+    return max((min(max(1, _whole(count.get("nodes", 1))), MOST_DEVICES) for count in counts), default=0)
+
+
+def _named_hosts(values: Mapping[str, Any]) -> list[str]:
+    """Hosts that the devices name, in the order that Slurm gives them to a job: numbers in names count as numbers."""
+    hosts = {host_of(device) for devices in list_devices(values).values() for device in devices}
+    return sorted(hosts - {""}, key=_natural)
+
+
+def _natural(host: str) -> list[tuple[str, int]]:
+    return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", host)]
+
+
+def _whole(value: object) -> int:
+    """The number, or 0 for what is none: the configuration's check says what is wrong with it."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _settle_models(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Replace models that have a path for each host by a path of this host, and tell whether there was none such.
+
+    A path of another host cannot be looked at from here. The small pair stands in for it, so that the rest of the
+    configuration can be checked.
+    """
+    settled = dict(values)
+    is_same_everywhere = True
+    for name in ENGINES:
+        section = values.get(name)
+        model = section.get("model") if isinstance(section, dict) else None
+        if not isinstance(section, dict) or not isinstance(model, dict):
+            continue
+        is_same_everywhere = False
+        own = next((path for host, path in model.items() if host != DEFAULT_HOST and is_local(host)), None)
+        path = own or model.get(DEFAULT_HOST)
+        if not is_model_here(path):
+            path = f"asset:{name}"
+        settled[name] = {**section, "model": path}
+    return settled, is_same_everywhere

@@ -1,0 +1,91 @@
+"""The `launch.slurm` section of the YAML file: names, types and ranges of what a batch job asks for.
+
+The runtime keeps the section unread; the commands of `trtrun` check it here. It does not know what the values lead to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from launch.jobs.placement.allocation import MOST_HOSTS
+from trtrun.configuration.launch_config import Line, Lines, Number, Section
+from trtrun.configuration.section_check import check_section
+
+
+def _number_to_text(value: object) -> object:
+    """A plain number is minutes to Slurm, which takes texts."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
+class SlurmSection(Section):
+    """What `trtrun submit` writes into the batch script. What is left out is the cluster's own default.
+
+    Attributes:
+        partition, account, qos, constraint, reservation, nodelist: sbatch's option of the same name.
+        time: time limit as sbatch takes it, such as `2:00:00`, `2-12:00:00` or minutes.
+        job_name: the job's name.
+        nodes: nodes to ask for. Left out: what the devices need.
+        cpus_per_task: CPU cores of each rank. Left out: `threads`, where that is set, at least 2 for a GPU; else the
+            cluster's default, most often 1.
+        memory: memory of each node, such as `64G`.
+        gres: generic resources of each node, such as `gpu:a100:4`. Left out: the GPUs that the devices need.
+        exclusive: take whole nodes.
+        output: the log's path; `%j` is the job's number, `%A` and `%a` an array's and its task's.
+        setup: shell lines to run first on the first node, such as `module load cuda`.
+        launcher: what starts the ranks inside the job.
+        srun_mpi: value of srun's `--mpi` where the launcher is srun.
+        requeue: put the job back into the queue when it was drained before it was done.
+        signal_seconds: how long before the time limit Slurm warns the job, so that it drains.
+        extra: further sbatch options as they stand, such as `--mail-type=END`.
+    """
+
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    reservation: Line | None = None
+    nodelist: Line | None = None
+    time: Annotated[Line, BeforeValidator(_number_to_text)] | None = None
+    job_name: Line = "trtrun"
+    nodes: Annotated[int, Number, Field(ge=1, le=MOST_HOSTS)] | None = None
+    cpus_per_task: Annotated[int, Number, Field(ge=1, le=65536)] | None = None
+    memory: Annotated[Line, BeforeValidator(_number_to_text)] | None = None
+    gres: Line | None = None
+    exclusive: bool = False
+    output: Line = "trtrun-%j.log"
+    setup: Lines = ()
+    launcher: Literal["mpirun", "srun"] = "mpirun"
+    srun_mpi: Line | None = None
+    requeue: bool = False
+    signal_seconds: Annotated[int, Number, Field(ge=1, le=65535)] = 120
+    extra: Lines = ()
+
+
+def read_slurm_section(values: object, where: str) -> SlurmSection:
+    """Make the section of what stands under `launch.slurm`.
+
+    Args:
+        values: the mapping.
+        where: what to call the file in messages.
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+    """
+    return check_section(SlurmSection, values, where, ("launch", "slurm"))
+
+
+def check_slurm_section(values: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError where a YAML file's mapping has a `launch.slurm` that is wrong; one that is not there is right.
+
+    Args:
+        values: the whole file.
+        where: what to call it in messages.
+    """
+    launch = values.get("launch")
+    if isinstance(launch, dict) and "slurm" in launch:
+        read_slurm_section(launch["slurm"], where)

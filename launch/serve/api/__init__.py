@@ -1,0 +1,1 @@
+"""The protocols that clients speak: of OpenAI, Anthropic, and Triton (KServe)."""

@@ -1,0 +1,296 @@
+"""KServe's protocol over gRPC: its calls, with the service of tritonclient's protocol files; and what every call
+happens within: an id, a key, a log line, and errors as statuses.
+
+A call reads as it works: message → tensors → a run → messages. A client that cancels, or goes away, cancels its call,
+which lets its rows go. It knows gRPC, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.owners import OWNER, owner_of_address
+from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal
+from launch.serve.api.kserve.grpc_messages import (
+    CALL,
+    FAILED,
+    Context,
+    Sent,
+    no_message,
+    read_head,
+    write_config,
+    write_in_turns,
+    write_metadata,
+    write_statistics,
+)
+from launch.serve.api.kserve.grpc_stream import InferStream
+from launch.serve.api.kserve.models import MODELS
+from launch.serve.api.kserve.places import Places, PlacesByCaller
+from launch.serve.api.kserve.requests import find_model, fixed_models, no_shared_memory
+from launch.serve.api.kserve.service import Begun, KServeService
+from launch.serve.api.kserve.tensors import MOST_WHOLE_BYTES
+from launch.serve.http.bodies import BODY_SECONDS, Bodies
+from launch.serve.http.connections import SPARE_SECONDS, STALLED_SECONDS
+from launch.serve.http.requests import REQUEST_ID, Keys, choose_id
+from launch.serve.metrics import FrontMetrics
+from launch.serve.parsing.readers import ReadAnswer
+
+_STATUS: Mapping[Kind, grpc.StatusCode] = {
+    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Kind.UNAUTHORIZED: grpc.StatusCode.UNAUTHENTICATED,
+    Kind.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    Kind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.FAILED: grpc.StatusCode.INTERNAL,
+    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Kind.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+logger = logging.getLogger(__name__)
+
+
+class ObservedCall:
+    """What one call happens within. Its log line has nothing of its content."""
+
+    def __init__(self, metrics: FrontMetrics, keys: Keys | None, context: Context, name: str) -> None:
+        self._metrics = metrics
+        self._keys = keys
+        self._context = context
+        self._name = name
+        self._began = time.perf_counter()
+        self._request_id = ""
+        self._status = grpc.StatusCode.OK
+
+    async def __aenter__(self) -> None:
+        sent = _texts_of(self._context)
+        self._request_id = choose_id(sent.get(REQUEST_ID, ""))
+        await self._context.send_initial_metadata(((REQUEST_ID, self._request_id),))
+        OWNER.set(owner_of_address(self._context.peer()))
+        if self._keys is not None:
+            try:
+                self._keys.check_header(sent.get("authorization", ""))
+            except Refusal as refusal:
+                await self._refuse(refusal)
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]  # a stream's, of which the first one ended the others
+        if isinstance(error, asyncio.CancelledError):
+            self._status = grpc.StatusCode.CANCELLED
+            self._log()
+            return
+        if isinstance(error, Refusal):
+            await self._refuse(error)
+        elif isinstance(error, TimeoutError):
+            logger.info("a client has read nothing for %g s, and is left", STALLED_SECONDS)
+            await self._abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was read for {STALLED_SECONDS:g} s")
+        elif isinstance(error, Exception):
+            logger.error("%s failed", self._name, exc_info=error)
+            self._metrics.count_refusal(500)
+            await self._abort(grpc.StatusCode.INTERNAL, FAILED)
+        self._log()
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        self._metrics.count_refusal(HTTP_STATUS[refusal.kind])
+        if refusal.retry_after is not None:
+            self._context.set_trailing_metadata((("retry-after", str(refusal.retry_after)),))
+        await self._abort(_STATUS[refusal.kind], str(refusal))
+
+    async def _abort(self, status: grpc.StatusCode, line: str) -> None:
+        self._status = status
+        self._log()
+        await self._context.abort(status, line)
+
+    def _log(self) -> None:
+        seconds = time.perf_counter() - self._began
+        logger.info("%s: gRPC %s: %s after %.3f s", self._request_id, self._name, self._status.name, seconds)
+
+
+def check_message(message: Any) -> None:
+    """Raise a Refusal for what came in place of a message."""
+    if message is None:
+        raise no_message()
+
+
+async def read_message(context: Context, seconds: float) -> Any:
+    """The message of a call that has one.
+
+    Raises:
+        Refusal: it is none, or not there in time.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            message = await context.read()
+    except TimeoutError:
+        raise Refusal(Kind.TIMEOUT, f"the call's message was not there within {seconds:g} s") from None
+    if message is grpc.aio.EOF:
+        raise Refusal(Kind.INVALID, "the call has no message")
+    check_message(message)
+    return message
+
+
+def caller_of(context: Context) -> tuple[str, str]:
+    """Who calls: the connection, and the key, as a proxy may bring calls of several clients through one connection."""
+    return context.peer(), _texts_of(context).get("authorization", "")
+
+
+def _texts_of(context: Context) -> dict[str, str]:
+    """What a call says of itself, but for bytes."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+Handler = Callable[..., Awaitable[Any]]
+
+STUBS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), lambda message: fixed_models(message.model_name)),
+    **dict.fromkeys(("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"), lambda message: no_shared_memory()),
+    "SystemSharedMemoryStatus": lambda message: service_pb2.SystemSharedMemoryStatusResponse(),
+    "SystemSharedMemoryUnregister": lambda message: service_pb2.SystemSharedMemoryUnregisterResponse(),
+    "CudaSharedMemoryStatus": lambda message: service_pb2.CudaSharedMemoryStatusResponse(),
+    "CudaSharedMemoryUnregister": lambda message: service_pb2.CudaSharedMemoryUnregisterResponse(),
+    "TraceSetting": lambda message: Refusal(Kind.INVALID, "there are no traces of single requests here"),
+    "LogSettings": lambda message: Refusal(
+        Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir"
+    ),
+}
+"""Calls for what there is not: what each is told, or why it is refused. There are no regions of shared memory, so there
+is nothing to unregister."""
+
+
+def _call(needs_key: bool = True) -> Callable[[Handler], Handler]:
+    """What every call with one response goes through: an id, a key, its log line, and errors as statuses.
+
+    Its one message is asked for behind the key, and has its time: calls are counted, and strangers may begin some.
+    """
+
+    def wrap(handler: Handler) -> Handler:
+        async def checked(servicer: KServeServicer, messages: Any, context: Context) -> Any:
+            async with servicer.observing(context, handler.__name__, needs_key):
+                message = await read_message(context, BODY_SECONDS if needs_key else SPARE_SECONDS)
+                return await handler(servicer, message, context)
+
+        checked.__name__, checked.__doc__ = handler.__name__, handler.__doc__
+        return checked
+
+    return wrap
+
+
+class KServeServicer:
+    """The calls. Their names are the protocol's."""
+
+    def __init__(self, service: KServeService, keys: Keys, bodies: Bodies) -> None:
+        self._service = service
+        self._keys = keys
+        self._bodies = bodies
+        self._callers = PlacesByCaller()
+
+    def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
+        """What a call happens within."""
+        return ObservedCall(self._service.front.metrics, self._keys if needs_key else None, context, name)
+
+    def handler(self, name: str) -> Handler:
+        """The call of this name in the protocol."""
+        if name not in STUBS:
+            found: Handler = getattr(self, name)
+            return found
+
+        async def stub(servicer: KServeServicer, message: Any, context: Context) -> Any:
+            told = STUBS[name](message)
+            if isinstance(told, Refusal):
+                raise told
+            return told
+
+        stub.__name__ = name
+        return MethodType(_call()(stub), self)
+
+    @_call(needs_key=False)
+    async def ServerLive(self, message: Any, context: Context) -> Any:
+        """Whether there is a server."""
+        return service_pb2.ServerLiveResponse(live=True)
+
+    @_call(needs_key=False)
+    async def ServerReady(self, message: Any, context: Context) -> Any:
+        """Whether requests are answered."""
+        return service_pb2.ServerReadyResponse(ready=self._service.is_ready())
+
+    @_call()
+    async def ModelReady(self, message: Any, context: Context) -> Any:
+        """Whether requests for a model are answered."""
+        ready = self._service.is_ready(find_model(message.name, message.version))
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    @_call()
+    async def ServerMetadata(self, message: Any, context: Context) -> Any:
+        """Name, version and extensions."""
+        return service_pb2.ServerMetadataResponse(**self._service.server_metadata())
+
+    @_call()
+    async def ModelMetadata(self, message: Any, context: Context) -> Any:
+        """A model's inputs and outputs."""
+        return write_metadata(find_model(message.name, message.version))
+
+    @_call()
+    async def ModelConfig(self, message: Any, context: Context) -> Any:
+        """The same as Triton's configuration has them."""
+        return write_config(find_model(message.name, message.version), self._service.max_batch_size)
+
+    @_call()
+    async def ModelStatistics(self, message: Any, context: Context) -> Any:
+        """Of one model, or of all."""
+        models = [find_model(message.name, message.version)] if message.name else list(MODELS.values())
+        return write_statistics(self._service.statistics(models))
+
+    @_call()
+    async def RepositoryIndex(self, message: Any, context: Context) -> Any:
+        """The models and their states."""
+        return service_pb2.RepositoryIndexResponse(
+            models=[
+                service_pb2.RepositoryIndexResponse.ModelIndex(**item) for item in self._service.index(message.ready)
+            ]
+        )
+
+    @_call()
+    async def ModelInfer(self, message: Any, context: Context) -> Any:
+        """Tensors in, tensors out: bytes of both messages."""
+        head = read_head(message, READ_HERE)
+        with (
+            self._callers.of(caller_of(context)) as places,
+            places.take(head.id) as place,
+            self._bodies.hold(len(message)),
+        ):
+            work = (await self._begin(message, head, places if head.id else None)).work
+            if isinstance(work, ReadAnswer):
+                return work.content
+            place.fill(work.stop)
+            context.add_done_callback(lambda _: work.let_go())  # its answer is sent then
+            try:
+                told = await write_in_turns(await work.whole())
+            except BaseException:
+                work.let_go()
+                raise
+            finally:
+                work.close()
+        if told.ByteSize() > MOST_WHOLE_BYTES:
+            return await asyncio.to_thread(told.SerializeToString)
+        await asyncio.sleep(0)  # it may be long
+        return told.SerializeToString()
+
+    async def ModelStreamInfer(self, messages: AsyncIterator[Any], context: Context) -> None:
+        """Requests as they come, all at work at once, and responses as they come. An error ends its request alone."""
+        async with self.observing(context, "ModelStreamInfer"):
+            with self._callers.of(caller_of(context)) as others:
+                await InferStream(self._service, self._begin, self._bodies, context, Places(others)).run(messages)
+
+    async def _begin(self, raw: bytes, head: Any, beside: Places | None = None) -> Begun:
+        arrived = time.perf_counter()
+        model = find_model(head.model_name, head.model_version)
+        return await self._service.begin(Sent(CALL, model, raw), arrived, beside)

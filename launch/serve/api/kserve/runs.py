@@ -1,0 +1,322 @@
+"""Requests for the generating models, at work: what rows ask for goes through the front, what comes becomes outputs.
+
+A completion's tokens are those of the engine up to its end: a token that ends it is left out, a word that stops it
+stays. It knows the front's pieces and the models' outputs. It does not know how responses travel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.stretches import Rests
+from launch.serve.api.kserve.logits import first_positions, stack_logits
+from launch.serve.api.kserve.requests import InferRequest, InferResponse
+from launch.serve.api.kserve.row_requests import RowRequest
+from launch.serve.api.kserve.tensors import Array, Tensor, text_array
+from launch.serve.frontend.front import Front, Generation
+from launch.serve.metrics import ModelRequest, Stage
+from launch.serve.metrics.models import Failure
+from trtrun.core.outputs import CompletionDelta
+from trtrun.tokens.detokenizer import IncrementalDetokenizer
+
+
+@dataclass
+class Gain:
+    """What a completion gained; whole completions are all their gains, added up.
+
+    Attributes:
+        tokens, log_probs: new ones.
+        texts: the new text, in parts: a whole completion may have as many as it has tokens.
+        sum_log_probs: of the completion so far.
+        num_tokens: of prompt and completion so far.
+        num_cached_tokens: of the prompt, whose keys and values were there.
+        is_last: whether it has ended.
+        context_logits, generation_logits: [positions, vocab] float32 of the prompt, where they came with it, and of the
+            new tokens, in parts.
+    """
+
+    row: int
+    sequence: int
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    sum_log_probs: float = 0.0
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    is_last: bool = False
+    context_logits: list[Array] = field(default_factory=list)
+    generation_logits: list[Array] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All parts."""
+        return "".join(self.texts)
+
+    def add(self, later: Gain) -> None:
+        """Go on with what came after."""
+        self.tokens += later.tokens
+        self.texts += later.texts
+        self.log_probs += later.log_probs
+        self.generation_logits += later.generation_logits
+        self.context_logits += later.context_logits
+        self.sum_log_probs, self.num_tokens = later.sum_log_probs, later.num_tokens
+        self.num_cached_tokens, self.is_last = later.num_cached_tokens, later.is_last
+
+
+class _Completion:
+    """One completion of one row while it comes: where it ends, and its text.
+
+    Attributes:
+        is_over: whether it has ended.
+    """
+
+    def __init__(
+        self,
+        row_request: RowRequest,
+        row: int,
+        sequence: int,
+        prompt: Sequence[int],
+        text: IncrementalDetokenizer | None,
+    ) -> None:
+        self._request = row_request
+        self._row, self._sequence = row, sequence
+        self._newest: deque[int] = deque(maxlen=max(map(len, row_request.sampling.stop_sequences), default=1))
+        self._sum_log_probs = 0.0
+        self._num_tokens = len(prompt)
+        self._num_cached_tokens = 0
+        self.is_over = False
+        self._text = text
+
+    def take(self, delta: CompletionDelta) -> Gain:
+        """What a delta adds."""
+        self._newest.extend(delta.token_ids)
+        is_last = self.is_over = delta.finish_reason is not None
+        kept = len(delta.token_ids) - (delta.finish_reason == "stop" and self._ends_with_end_token())
+        tokens = list(delta.token_ids[:kept])
+        log_probs = [entry.logprob for entry in (delta.logprobs or ())[:kept]]
+        self._sum_log_probs += sum(log_probs)
+        self._num_tokens += kept
+        text = delta.text
+        if self._text is not None:
+            text = self._text.extend(tokens) + (self._text.flush() if is_last else "")
+        self._num_cached_tokens = delta.statistics.num_cached_prompt_tokens
+        gain = self._gain(tokens, text, log_probs, is_last)
+        if delta.context_logits is not None:
+            gain.context_logits = delta.context_logits.arrays()
+        if delta.generation_logits is not None:
+            gain.generation_logits = first_positions(kept, delta.generation_logits.arrays())
+        return gain
+
+    def _ends_with_end_token(self) -> bool:
+        """Whether the newest token is one that is left out: it may be the end of a stop sequence, which stays."""
+        newest = tuple(self._newest)
+        if not newest or newest[-1] not in self._request.end_tokens:
+            return False
+        return not any(newest[-len(stop) :] == stop for stop in self._request.sampling.stop_sequences)
+
+    def end(self) -> Gain:
+        """End it where it is."""
+        self.is_over = True
+        return self._gain([], self._text.flush() if self._text is not None else "", [], is_last=True)
+
+    def _gain(self, tokens: list[int], text: str, log_probs: list[float], is_last: bool) -> Gain:
+        return Gain(
+            self._row,
+            self._sequence,
+            tokens,
+            [text] if text else [],
+            log_probs,
+            sum_log_probs=self._sum_log_probs,
+            num_tokens=self._num_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            is_last=is_last,
+        )
+
+
+class Run:
+    """One request for a generating model. `responses` is read once; `close` has to be called, however that ends, and
+    `let_go` once the client has read what came of it."""
+
+    def __init__(
+        self,
+        request: InferRequest,
+        requests: Sequence[RowRequest],
+        generation: Generation,
+        front: Front,
+        block_size: int,
+        counted: ModelRequest,
+    ) -> None:
+        self._request = request
+        self._requests = requests
+        self._generation = generation
+        self._tokenizer = front.tokenizer
+        self._block_size = block_size
+        self._counted = counted
+        self._n = requests[0].sampling.n
+        self._is_stopped = False
+        counted.num_inferences = len(requests) * self._n
+        counted.enter(Stage.INFER)
+
+    async def whole(self) -> InferResponse:
+        """All completions, each a row of the outputs: those of the first row of the batch come first.
+
+        Raises:
+            Refusal: the request was lost, or its time is over.
+        """
+        with self._counted:
+            found: dict[tuple[int, int], Gain] = {}
+            rests = Rests()
+            async for gain in self._gains():
+                _add(found, gain)
+                await rests.rest()
+            self._counted.enter(Stage.OUTPUT)
+            gains, rows = [found[place] for place in sorted(found)], []
+            for gain in gains:
+                rows.append(self._row(gain, is_whole=True))
+                await rests.rest()
+            return await self._response(gains, rows, is_last=True)
+
+    async def responses(self) -> AsyncIterator[InferResponse]:
+        """Responses as they come, each of one completion: its pieces where the client streams, else all of it.
+
+        Raises:
+            Refusal: the request was lost, or its time is over.
+        """
+        with self._counted:
+            streams = self._requests[0].stream
+            num_going_on = len(self._requests) * self._n
+            found: dict[tuple[int, int], Gain] = {}
+            async for gain in self._gains():
+                num_going_on -= gain.is_last
+                _add(found, gain)
+                if gain.is_last or (streams and (gain.tokens or gain.text)):
+                    told = found.pop((gain.row, gain.sequence))
+                    row = self._row(told, is_whole=not streams)
+                    yield await self._response([told], [row], is_last=not num_going_on)
+
+    def stop(self) -> None:
+        """The client wants no more: completions end where they are."""
+        self._is_stopped = True
+        self._generation.give_up(Refusal(Kind.FAILED, "the request was stopped"))
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+        self._generation.close()
+        self._counted.fail(Failure.CANCELED)  # unless it has ended
+
+    def let_go(self) -> None:
+        """Its logits make room for those of others."""
+        self._generation.logits.leave()
+
+    async def _gains(self) -> AsyncIterator[Gain]:
+        completions = []
+        for row, (row_request, prompt) in enumerate(zip(self._requests, self._generation.prompts, strict=True)):
+            text = self._own_text(row_request, prompt)
+            completions += [
+                _Completion(row_request, row, sequence, prompt, None if text is None else text.copied())
+                for sequence in range(self._n)
+            ]
+        try:
+            async for delta in self._generation:
+                self._counted.begin_answer()
+                yield completions[delta.index].take(delta)
+        except Refusal:
+            if not self._is_stopped:
+                raise
+            for completion in completions:
+                if not completion.is_over:
+                    yield completion.end()
+        self._counted.move_to_queue(self._generation.queue_seconds)
+
+    def _own_text(self, row_request: RowRequest, prompt: Sequence[int]) -> IncrementalDetokenizer | None:
+        """What makes the text of a row's completions where the engine's is not theirs: that has stop tokens in it."""
+        if self._tokenizer is None or not self._request.model.has_text or not row_request.sampling.stop_token_ids:
+            return None
+        return IncrementalDetokenizer(self._tokenizer, prompt)
+
+    def _row(self, gain: Gain, is_whole: bool) -> str | Array:
+        """The text, or the tokens, of a completion or a piece; behind the prompt's where that is asked for. Pieces
+        never begin with the prompt, and neither do completions of clients that want pieces."""
+        has_prompt = is_whole and self._requests[gain.row].has_prompt
+        prompt = self._generation.prompts[gain.row] if has_prompt else ()
+        if self._request.model.has_text:
+            if not has_prompt or self._tokenizer is None:
+                return gain.text
+            return self._tokenizer.decode([*prompt, *gain.tokens])
+        return np.concatenate([np.array(prompt, np.int32), np.array(gain.tokens, np.int32)])
+
+    async def _response(self, gains: Sequence[Gain], rows: Sequence[str | Array], is_last: bool) -> InferResponse:
+        logits = await self._logits(gains)
+        tensors = {tensor.name: tensor for tensor in self._outputs(gains, rows, logits)}
+        names = self._request.outputs or tuple(tensors)
+        return InferResponse(
+            self._request.model, self._request.request_id, [tensors[name] for name in names if name in tensors], is_last
+        )
+
+    def _outputs(self, gains: Sequence[Gain], rows: Sequence[str | Array], logits: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of completions or pieces, each with its row of texts or tokens; among them their `logits`."""
+        if self._request.model.has_text:
+            texts = [row for row in rows if isinstance(row, str)]
+            found = [Tensor("text_output", "BYTES", text_array(texts, (len(rows),)))]
+        else:
+            output_ids = np.zeros((len(rows), 1, max(map(len, rows))), np.int32)
+            for place, (gain, row) in enumerate(zip(gains, rows, strict=True)):
+                output_ids[place, 0] = self._requests[gain.row].pad_token
+                output_ids[place, 0, : len(row)] = row
+            found = [
+                Tensor("output_ids", "INT32", output_ids),
+                _integers("sequence_length", [len(row) for row in rows]),
+            ]
+        if any(row_request.log_probs for row_request in self._requests):
+            found += _log_probs(gains)
+        found += logits
+        found.append(_integers("batch_index", [gain.row for gain in gains]))
+        found.append(_integers("sequence_index", [gain.sequence for gain in gains]))
+        if any(row_request.reuse_stats for row_request in self._requests):
+            totals = [-(-gain.num_tokens // self._block_size) for gain in gains]
+            reused = [gain.num_cached_tokens // self._block_size for gain in gains]
+            found += [
+                _integers("kv_cache_alloc_new_blocks", [all - old for all, old in zip(totals, reused, strict=True)]),
+                _integers("kv_cache_reused_blocks", reused),
+                _integers("kv_cache_alloc_total_blocks", totals),
+            ]
+        return found
+
+    async def _logits(self, gains: Sequence[Gain]) -> list[Tensor]:
+        """[rows, prompt, vocab] behind prompts, and [rows, 1, tokens, vocab] of tokens: as much as there is of what is
+        asked for."""
+        found = []
+        if any(gain.context_logits for gain in gains):
+            of_prompts = await stack_logits([gain.context_logits for gain in gains])
+            found.append(Tensor("context_logits", "FP32", of_prompts))
+        if any(row_request.sampling.return_generation_logits for row_request in self._requests):
+            of_tokens = await stack_logits([gain.generation_logits for gain in gains])
+            found.append(Tensor("generation_logits", "FP32", of_tokens[:, None]))
+        return found
+
+
+def _add(found: dict[tuple[int, int], Gain], gain: Gain) -> None:
+    """Keep a gain with those of its completion."""
+    place = (gain.row, gain.sequence)
+    if place in found:
+        found[place].add(gain)
+    else:
+        found[place] = replace(gain)
+
+
+def _integers(name: str, values: Sequence[int]) -> Tensor:
+    return Tensor(name, "INT32", np.array(values, np.int32).reshape(len(values), 1))
+
+
+def _log_probs(gains: Sequence[Gain]) -> list[Tensor]:
+    """[rows, 1] sums, and [rows, 1, tokens] log probabilities, filled up with 0."""
+    of_tokens = np.zeros((len(gains), 1, max(len(gain.log_probs) for gain in gains)), np.float32)
+    for place, gain in enumerate(gains):
+        of_tokens[place, 0, : len(gain.log_probs)] = gain.log_probs
+    sums = np.array([[gain.sum_log_probs] for gain in gains], np.float32)
+    return [Tensor("cum_log_probs", "FP32", sums), Tensor("output_log_probs", "FP32", of_tokens)]

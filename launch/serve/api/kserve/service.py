@@ -1,0 +1,215 @@
+"""What both protocols of KServe answer with: models and their states, statistics, and runs of requests.
+
+A request reads as it works: model → checked inputs → what they ask for → a run through the front's door. It does not
+know how requests and responses travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.api.kserve.grpc_messages import Sent, read_body, write_response
+from launch.serve.api.kserve.http_bodies import InferBody
+from launch.serve.api.kserve.models import MODELS, PARTS, VERSION, Model
+from launch.serve.api.kserve.places import Places
+from launch.serve.api.kserve.requests import STOP, InferRequest, InferResponse, check_request, is_stopping
+from launch.serve.api.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
+from launch.serve.api.kserve.runs import Run
+from launch.serve.api.kserve.tensors import refuse_input
+from launch.serve.frontend.front import Front
+from launch.serve.metrics import ModelRequest, Stage
+from launch.serve.metrics.models import ModelTotals
+from launch.serve.parsing.messages import Stops
+from launch.serve.parsing.readers import ReadAnswer
+from trtrun import __version__
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "generate",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+)
+"""Of the protocol, that are here."""
+
+NOTHING = InferBody("", (), (), frozenset(), False)
+"""What a request says on which its answer does not hang."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request that was let in.
+
+    Attributes:
+        body: what it says, as far as its answer hangs on it.
+        work: that answers it, or its answer in the form in which it came.
+    """
+
+    body: InferBody
+    work: Run | ReadAnswer
+
+
+class KServeService:
+    """The models over a front."""
+
+    def __init__(self, front: Front, facts: ModelFacts, max_batch_size: int, block_size: int) -> None:
+        """Serve a front's model.
+
+        Args:
+            front: whose door and metrics these are, too.
+            facts: of the model.
+            max_batch_size: rows that a request may have.
+            block_size: tokens of a KV block.
+        """
+        self.front = front
+        self.max_batch_size = max_batch_size
+        self._facts = facts
+        self._block_size = block_size
+        for name, parts in PARTS.items():
+            front.metrics.models.compose(name, parts)
+
+    def check_ready(self, model: Model | None = None) -> None:
+        """Raise a Refusal while requests, or those for a model, are not answered."""
+        self.front.door.check_open()
+        if model is not None:
+            self._check_text(model)
+
+    def is_ready(self, model: Model | None = None) -> bool:
+        """Whether requests, or those for a model, are answered."""
+        try:
+            self.check_ready(model)
+        except Refusal:
+            return False
+        return True
+
+    def server_metadata(self) -> dict[str, Any]:
+        """As KServe has it."""
+        return {"name": "trtrun", "version": __version__, "extensions": list(EXTENSIONS)}
+
+    def index(self, ready_only: bool) -> list[dict[str, Any]]:
+        """The models and their states."""
+        found = []
+        for model in MODELS.values():
+            try:
+                self.check_ready(model)
+            except Refusal as refusal:
+                if not ready_only:
+                    state = {"state": "UNAVAILABLE", "reason": str(refusal)}
+                    found.append({"name": model.name, "version": VERSION, **state})
+            else:
+                found.append({"name": model.name, "version": VERSION, "state": "READY", "reason": ""})
+        return found
+
+    def statistics(self, models: Sequence[Model]) -> list[dict[str, Any]]:
+        """Triton's statistics of models, of the numbers that its metrics have, too."""
+        return [_statistics(model.name, self.front.metrics.models.read(model.name)) for model in models]
+
+    async def begin(self, sent: Sent, arrived: float, beside: Places | None = None) -> Begun:
+        """Let a request in.
+
+        Args:
+            sent: as it came.
+            arrived: when it was there as a whole, in seconds of `time.perf_counter`.
+            beside: what has come on the same stream or connection, for requests that stop another one; None where
+                that cannot be told.
+
+        Raises:
+            Refusal: it is wrong, or there is no room.
+        """
+        counted = self.front.metrics.models.begin(sent.model.name)
+        try:
+            self._check_text(sent.model)
+            if _is_long(sent):
+                return await self._begin_long(sent, arrived, beside, counted)
+            body = read_body(sent)
+            request = check_request(sent.model, body.request_id, body.tensors, body.outputs, self.max_batch_size)
+            if is_stopping(request):
+                return Begun(body, _stop(sent.model, body.request_id, beside, counted))
+            with refusing():
+                rows = read_row_requests(request, self._facts)
+            if any(row.sampling.guided is not None for row in rows):
+                return await self._begin_long(sent, arrived, beside, counted)
+            prompts, sampling = [row.prompt for row in rows], [row.sampling for row in rows]
+            generation = await self.front.begin(prompts, sampling, arrived)
+            return Begun(body, Run(request, rows, generation, self.front, self._block_size, counted))
+        except BaseException as error:
+            counted.fail_with(error)
+            raise
+
+    async def _begin_long(self, sent: Sent, arrived: float, beside: Places | None, counted: ModelRequest) -> Begun:
+        """The same for one that is read beside the event loop: for its length, or for what its guide may take."""
+        found = await self.front.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
+        if isinstance(found, ReadAnswer):
+            counted.num_inferences = found.num_inferences
+            counted.enter(Stage.INFER)
+            counted.begin_answer()
+            counted.succeed()
+            return Begun(NOTHING, found)
+        if isinstance(found, Stops):
+            return Begun(NOTHING, _stop(sent.model, found.request_id, beside, counted))
+        others = found.others
+        body = InferBody(others["request_id"], (), others["outputs"], frozenset(others["binary"]), others["all_binary"])
+        rows = [
+            replace(
+                msgspec.convert({**rest, "prompt": "", "sampling": {}}, RowRequest), prompt=prompt, sampling=sampling
+            )
+            for rest, prompt, sampling in zip(others["rows"], found.prompts, found.sampling, strict=True)
+        ]
+        generation = await self.front.begin(found.prompts, found.sampling, arrived, are_read=True)
+        outputs = tuple(dict.fromkeys(body.outputs))
+        request = InferRequest(sent.model, body.request_id, {}, outputs, len(rows))
+        return Begun(body, Run(request, rows, generation, self.front, self._block_size, counted))
+
+    def _check_text(self, model: Model) -> None:
+        if model.has_text and self.front.tokenizer is None:
+            raise Refusal(
+                Kind.INVALID,
+                f"{model.name} needs a tokenizer, which this checkpoint does not have: send token ids to tensorrt_llm",
+            )
+
+
+def _is_long(sent: Sent) -> bool:
+    """Whether a request is read beside the event loop without a look at it: for its length, or for what a word of it
+    may become."""
+    return len(sent.raw) > READ_HERE or sent.model.is_processing
+
+
+def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> ReadAnswer:
+    """Stop what has the same id on the same stream or connection of gRPC: nobody ends the requests of others."""
+    if beside is None:
+        raise refuse_input(
+            STOP, "stops a request of the same gRPC stream or connection and id: send it there, with its id"
+        )
+    beside.stop(request_id)
+    counted.succeed()
+    return ReadAnswer(1, write_response(InferResponse(model, request_id)).SerializeToString(), None)
+
+
+def _statistics(name: str, totals: ModelTotals) -> dict[str, Any]:
+    successes, failures = totals.num_successes, sum(totals.num_failures.values())
+
+    def took(count: int, seconds: float) -> dict[str, int]:
+        return {"count": count, "ns": round(seconds * 1e9)}
+
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": round(totals.last_end * 1000),
+        "inference_count": totals.num_inferences,
+        "execution_count": successes,
+        "inference_stats": {
+            "success": took(successes, totals.success_seconds),
+            "fail": took(failures, totals.failure_seconds),
+            **{stage.value: took(successes, totals.seconds[stage]) for stage in Stage},
+            "cache_hit": took(0, 0.0),
+            "cache_miss": took(0, 0.0),
+        },
+        "batch_stats": [],
+    }

@@ -1,0 +1,299 @@
+"""Answers of the OpenAI API: pieces of completions become its objects, whole ones and chunks of a stream.
+
+It knows pieces and the API's names. It does not know how answers travel.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from launch.serve.api.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
+from launch.serve.api.openai.calls import Answering
+from launch.serve.api.openai.echoes import EchoedPrompts, ScoredPrompts, tell_logprobs, tell_prompt_logprobs
+from launch.serve.frontend.front import Usage
+from launch.serve.http.answers import PING, event
+from trtrun.core.nouns import TokenLogprobs
+from trtrun.core.outputs import CompletionDelta
+from trtrun.core.request_statistics import RequestStatistics
+from trtrun.tokens.detokenizer import TokenText
+from trtrun.tokens.text import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_OBFUSCATED = 32
+"""Bytes of which the length of a chunk's choice is made a multiple, where the request asks for it."""
+
+_KEPT_SPELLINGS = 2
+"""A tokenizer's, and that without one."""
+
+_ENCODER = msgspec.json.Encoder()
+NOTHING = CompletionDelta("", 0, (), "", RequestStatistics())
+
+
+class Answer(ABC):
+    """The objects of one request's answer.
+
+    Attributes:
+        answer_id: which every object of the answer carries.
+    """
+
+    prefix: str
+    whole_name: str
+    chunk_name: str
+    last_words: tuple[bytes, ...] = (event(b"[DONE]"),)
+    ping = PING
+    tells_offsets = False
+    scores_beside = False
+
+    def __init__(
+        self,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+        answering: Answering,
+        prompts: Sequence[Sequence[int]],
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            model_name: what clients call the model.
+            tokenizer: None where there is no text.
+            answering: how the request wants it.
+            prompts: the tokens of each prompt.
+            end_token_ids: of the model; texts never have them.
+        """
+        self.answer_id = f"{self.prefix}{answering.request_id or secrets.token_hex(16)}"
+        self._model_name = model_name
+        self._created = int(time.time())
+        self._answering = answering
+        self._num_choices = len(prompts) * answering.sampling.n
+        self._spelling = _spelling_of(None if answering.tokens_as_ids else tokenizer)
+        self._choices: dict[int, Choice] = {}
+        self._so_far = Usage(sum(map(len, prompts)))
+        needs_texts = answering.return_token_texts or (self.tells_offsets and answering.sampling.logprobs is not None)
+        n, is_scored = answering.sampling.n, answering.sampling.prompt_logprobs is not None
+        skips = answering.sampling.skip_special_tokens
+        self._token_texts = TokenTexts(tokenizer, prompts, n, skips, end_token_ids) if needs_texts else None
+        self._scores = ScoredPrompts(n, are_awaited=is_scored and answering.echo)
+        self._echoes = EchoedPrompts(tokenizer, prompts, n, skips) if answering.echo else None
+        self.prepare(answering)
+
+    def prepare(self, answering: Answering) -> None:  # noqa: B027
+        """Make what this kind of answer has beside, at its begin."""
+
+    def keep(self, delta: CompletionDelta) -> None:
+        """Take a piece of an answer that comes whole."""
+        has_logprobs = self._answering.sampling.logprobs is not None
+        for piece in self._scores.take(delta):
+            choice = self._choices.setdefault(piece.index, Choice())
+            if self._echoes is not None and self._echoes.begins(piece.index):
+                choice.add(self._echoes.text(piece.index), self._echo(piece.index, {}))
+            logprobs = piece.logprobs or () if has_logprobs else None
+            choice.add(self._read(piece), self._choice(piece.index, {}, piece, logprobs))
+
+    def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
+        """The answer to a request that does not stream, of all pieces that were kept: its JSON, in parts."""
+        head = self._object(self.whole_name, [])
+        del head["choices"]
+        yield _ENCODER.encode(head)[:-1] + b',"choices":['
+        for number in range(self._num_choices):
+            choice = self._choices.pop(number)
+            text = self._whole(number, "".join(choice.text))
+            beside = {} if self.scores_beside else self._prompt_logprobs(number)
+            yield (b"," if number else b"") + _ENCODER.encode(choice.whole(text) | beside)
+        beside = self._prompt_logprobs(0) if self.scores_beside else {}
+        yield b"]," + _ENCODER.encode(beside | self._usage(usage, draft_len))[1:]
+
+    def beginning(self) -> list[dict[str, Any]]:
+        """Chunks before the first piece."""
+        return []
+
+    def chunks(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """The chunks that a piece makes."""
+        told: list[dict[str, Any]] = []
+        for piece in self._scores.take(delta):
+            if self._echoes is not None and self._echoes.begins(piece.index):
+                (text,) = self._parts(piece.index, self._echoes.text(piece.index), is_end=False) or [self._nothing()]
+                told.append(self._chunk(self._echo(piece.index, text)))
+            told += self._chunks_of(piece)
+        return told
+
+    def _chunks_of(self, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """One for each part of its text; none where it says nothing yet. What else it has is in the first one, and why
+        it ended in the last."""
+        self._so_far.num_completion_tokens += len(delta.token_ids)
+        parts = self._parts(delta.index, delta.text, delta.finish_reason is not None)
+        says_something = parts or delta.finish_reason or delta.logprobs is not None
+        if not says_something and not (self._answering.shows_tokens and delta.token_ids):
+            return []
+        first, *others = parts or [self._nothing()]
+        choices = [self._choice(delta.index, first, delta, delta.logprobs)]
+        choices += [self._choice(delta.index, part, NOTHING, None) for part in others]
+        if others:
+            choices[0]["finish_reason"], choices[-1]["finish_reason"] = None, choices[0]["finish_reason"]
+        return list(map(self._chunk, choices))
+
+    def ending(self, usage: Usage, draft_len: int) -> list[dict[str, Any]]:
+        """Chunks behind the last piece: what the request took, where it was asked for."""
+        if not self._answering.include_usage:
+            return []
+        return [self._object(self.chunk_name, []) | self._usage(usage, draft_len)]
+
+    def _usage(self, usage: Usage, draft_len: int) -> dict[str, Any]:
+        """What the request took."""
+        return tell_usage(usage, draft_len)
+
+    def failure(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The chunk of an error behind which nothing follows."""
+        return error
+
+    def event(self, told: dict[str, Any]) -> bytes:
+        """A chunk as an event of a stream."""
+        return event(_ENCODER.encode(told))
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of a choice, with what the request asks for beside it."""
+        chunk = self._object(self.chunk_name, [choice])
+        if self._answering.continuous_usage:
+            chunk["usage"] = tell_tokens(self._so_far)
+        elif self._answering.include_usage:
+            chunk["usage"] = None
+        if self._answering.obfuscates:
+            chunk["obfuscation"] = self._obfuscation(choice)
+        return chunk
+
+    def _obfuscation(self, choice: Mapping[str, Any]) -> str:
+        """Random letters, which make the lengths of a choice's text and log probabilities multiples of a block."""
+        length = len(_ENCODER.encode(choice))
+        return secrets.token_hex(_OBFUSCATED)[: _OBFUSCATED - length % _OBFUSCATED]
+
+    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": name,
+            "created": self._created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+    def _choice(
+        self, number: int, text: dict[str, Any], delta: CompletionDelta, logprobs: Sequence[TokenLogprobs] | None
+    ) -> dict[str, Any]:
+        """A choice with its text and what a delta brought it; its log probabilities, or None where it has none."""
+        token_ids, finish_reason = list(delta.token_ids), self._why_over(number, delta.finish_reason)
+        told = {"index": number, **text, "logprobs": None, "finish_reason": finish_reason}
+        texts: Sequence[TokenText] = ()
+        if self._token_texts is not None:
+            texts = self._token_texts.take(number, token_ids, finish_reason is not None)
+        if self._echoes is not None and texts:
+            behind = len(self._echoes.text(number))
+            texts = [TokenText(behind + part.begin, part.text) for part in texts]
+        if logprobs is not None:
+            told["logprobs"] = self._logprobs(logprobs, texts)
+        if self._answering.return_token_ids:
+            told["token_ids"] = token_ids
+        if self._answering.return_token_origins:
+            told["token_origins"] = delta.token_origins
+        if self._answering.return_token_texts:
+            told["token_texts"] = [part.text for part in texts]
+        return told
+
+    def _echo(self, number: int, text: dict[str, Any]) -> dict[str, Any]:
+        """A choice with what its prompt is, in front of all else."""
+        assert self._echoes is not None
+        told = self._choice(number, text, NOTHING, None)
+        alternatives = self._answering.sampling.logprobs
+        if alternatives is not None:
+            entries, begins = (
+                self._scores.of_choice(number, alternatives),
+                [part.begin for part in self._echoes.parts(number)],
+            )
+            told["logprobs"] = tell_logprobs(self._echoes.tokens(number), entries, begins, self._spelling.spell)
+        return told
+
+    def _prompt_logprobs(self, number: int) -> dict[str, Any]:
+        """The log probabilities of a choice's prompt, where the request asks for them by this name."""
+        alternatives = self._answering.prompt_logprobs
+        if alternatives is None:
+            return {}
+        entries = self._scores.of_choice(number, alternatives)
+        return {"prompt_logprobs": tell_prompt_logprobs(entries, self._spelling.spell)}
+
+    def _read(self, piece: CompletionDelta) -> str:
+        """The text of a piece of an answer that comes whole, as far as it is to be kept here."""
+        return piece.text
+
+    def _why_over(self, number: int, finish_reason: str | None) -> str | None:
+        """Why a choice ended, in the API's words."""
+        return finish_reason
+
+    @abstractmethod
+    def _whole(self, number: int, text: str) -> dict[str, Any]:
+        """The fields of a choice that hold its text, all of it."""
+
+    @abstractmethod
+    def _parts(self, number: int, text: str, is_end: bool) -> list[dict[str, Any]]:
+        """The same for the next of its text, in as many chunks as it takes; none where nothing is certain yet."""
+
+    def _nothing(self) -> dict[str, Any]:
+        """The same for no text."""
+        return {}
+
+    @abstractmethod
+    def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
+        """Log probabilities of a choice's next tokens, and these tokens' parts in the text, where they are needed."""
+
+
+class CompletionAnswer(Answer):
+    """The answer to /v1/completions."""
+
+    prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+    tells_offsets = True
+
+    def _whole(self, number: int, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _parts(self, number: int, text: str, is_end: bool) -> list[dict[str, Any]]:
+        return [{"text": text}] if text else []
+
+    def _nothing(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
+        tokens, begins = [entry.token_id for entry in entries], [part.begin for part in texts]
+        return tell_logprobs(tokens, entries, begins, self._spelling.spell)
+
+
+class Spelling:
+    """Tokens as texts of their own, for log probabilities: each made once."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, list[int] | None] = {}
+
+    def spell(self, token: int) -> str:
+        """A token's text; where there is none, such as without a tokenizer, its id."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else ""
+            self._texts[token] = text = text or f"token_id:{token}"
+        return text
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The UTF-8 of what `spell` gives, be it a text or an id; None where it is no text by itself."""
+        if token not in self._bytes:
+            text = self.spell(token)
+            self._bytes[token] = None if _REPLACEMENT in text else list(text.encode())
+        return self._bytes[token]
+
+
+@lru_cache(_KEPT_SPELLINGS)
+def _spelling_of(tokenizer: Tokenizer | None) -> Spelling:
+    return Spelling(tokenizer)

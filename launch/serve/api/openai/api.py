@@ -1,0 +1,267 @@
+"""The OpenAI API over the front: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, and errors in its
+shape.
+
+An endpoint reads as it works: body → call → generation → answer, or one event for each piece. It knows HTTP through
+Starlette, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
+from launch.serve.admission.stretches import Rests
+from launch.serve.api.openai.answers import Answer, CompletionAnswer
+from launch.serve.api.openai.calls import Answering
+from launch.serve.api.openai.chat_answers import ChatAnswer
+from launch.serve.api.openai.prompts import PromptMaker
+from launch.serve.api.openai.responses.answers import ResponseAnswer
+from launch.serve.api.openai.types import read_completion
+from launch.serve.frontend.front import Front, Generation
+from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, make_parts
+from launch.serve.http.bodies import Bodies
+from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.requests import Endpoint, Keys, unless_gone
+from launch.serve.metrics import ModelRequest, Stage
+from launch.serve.metrics.models import Failure
+from launch.serve.parsing.readers import ReadRequest
+from trtrun.api.prompts import Prompt
+from trtrun.core.outputs import CompletionDelta
+
+_TYPES: Mapping[Kind, str] = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.UNAUTHORIZED: "authentication_error",
+    Kind.UNKNOWN_MODEL: "invalid_request_error",
+    Kind.TOO_LARGE: "invalid_request_error",
+    Kind.BUSY: "rate_limit_error",
+    Kind.FAILED: "server_error",
+    Kind.UNAVAILABLE: "server_error",
+    Kind.TIMEOUT: "timeout_error",
+}
+"""OpenAI's type of each kind."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a body asks for, whatever the endpoint; see `Front.begin`."""
+
+    prompts: Sequence[Prompt]
+    answering: Answering
+    is_read: bool = False
+
+
+class OpenAIApi:
+    """The endpoints below /v1."""
+
+    def __init__(self, front: Front, keys: Keys, bodies: Bodies, defaults: Mapping[str, Any] | None = None) -> None:
+        """Answer for a front; `defaults` is sampling of the model where a request does not say it."""
+        self._front = front
+        self._defaults = defaults or {}
+        self._prompts = PromptMaker(front.model_name, front.tokenizer, None)
+        self._keys = keys
+        self._bodies = bodies
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [
+            Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self.chat_completions), methods=["POST"]),
+            Route("/v1/responses", Endpoint(self.responses), methods=["POST"]),
+            Route("/v1/responses/{response_id:path}", self.response),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+        ]
+
+    async def completions(self, request: Request) -> Response:
+        """Go on with prompts."""
+        return await self._answer(request, self._read_completion, CompletionAnswer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self.answer_aside(request, "chat", ChatAnswer)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation, in OpenAI's newer words."""
+        return await self.answer_aside(request, "response", ResponseAnswer)
+
+    async def response(self, request: Request) -> Response:
+        """None is kept."""
+        self._keys.check(request)
+        line = "responses are not kept here: send the whole conversation as input, to /v1/responses"
+        raise Refusal(Kind.UNKNOWN_MODEL, line, code="unsupported_endpoint")
+
+    async def models(self, request: Request) -> Response:
+        """The one model, and its adapters."""
+        self._keys.check(request)
+        models = [self._model(), *map(self._model, self._front.adapters)]
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": models, **ends})
+
+    async def model(self, request: Request) -> Response:
+        """The one model, or an adapter, by its name."""
+        self._keys.check(request)
+        name = request.path_params["name"]
+        if name in self._front.adapters:
+            return JSONResponse(self._model(name))
+        if name != self._front.model_name:
+            alone = "" if self._front.adapters else " alone"
+            known = ", ".join(map(repr, [self._front.model_name, *self._front.adapters]))
+            raise Refusal(Kind.UNKNOWN_MODEL, f"this server has the model {known}{alone}", code="model_not_found")
+        return JSONResponse(self._model())
+
+    async def answer_aside(self, request: Request, kind: str, answer: type[Answer]) -> Response:
+        """Answer a request of a kind that another process reads, however short it is: nobody knows how long a chat
+        template works. See `reading.messages.Task`."""
+        try:
+            return await self._answer(request, partial(self._read_aside, kind), answer)
+        except Refusal as refusal:
+            if refusal.field == "prompt":  # which is made of what the request has
+                refusal.field = "input" if kind == "response" else "messages"
+            raise
+
+    async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
+        if len(body) > READ_HERE:
+            return await self._read_aside("completion", request, body, arrived)
+        call = read_completion(parse_json(body), self._front.model_name, self._front.adapters, self._defaults)
+        if call.answering.sampling.guided is not None:
+            return await self._read_aside("completion", request, body, arrived)
+        if not call.encoding.is_needed:
+            return _Asked(call.prompts, call.answering)
+        return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)
+
+    async def _read_aside(self, kind: str, request: Request, body: bytes, arrived: float) -> _Asked:
+        found = await unless_gone(request, self._front.read(kind, body, arrived))
+        assert isinstance(found, ReadRequest)
+        sampling = found.sampling[0]
+        answering = replace(msgspec.convert({**found.others, "sampling": {}}, Answering), sampling=sampling)
+        return _Asked(found.prompts, answering, is_read=True)
+
+    async def _answer(
+        self, request: Request, read: Callable[[Request, bytes, float], Awaitable[_Asked]], kind: type[Answer]
+    ) -> Response:
+        """From a body to its answer, counted as a request for the one model."""
+        self._keys.check(request)
+        counted = self._front.metrics.models.begin(self._front.model_name)
+        try:
+            with await self._bodies.read(request) as body:
+                arrived = time.perf_counter()
+                asked = await read(request, body.content, arrived)
+                generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived, asked.is_read)
+            counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
+            counted.enter(Stage.INFER)
+            front, prompts = self._front, generation.prompts
+            model = asked.answering.sampling.lora_name or front.model_name
+            answer = kind(model, front.tokenizer, asked.answering, prompts, front.end_token_ids)
+            if asked.answering.stream:
+                return self._stream(generation, answer, counted)
+            try:
+                await unless_gone(request, _collect(generation, answer, counted))
+            finally:
+                generation.close()
+            counted.move_to_queue(generation.queue_seconds)
+            counted.enter(Stage.OUTPUT)
+            with counted:
+                parts = answer.whole(generation.usage, self._front.draft_len)
+                # As many numbers as prompts are long take too long for the event loop.
+                is_long = asked.answering.prompt_logprobs is not None
+                return answer_in_parts(await (asyncio.to_thread(list, parts) if is_long else make_parts(parts)))
+        except ClientDisconnect:
+            counted.fail(Failure.CANCELED)
+            raise
+        except BaseException as error:
+            counted.fail_with(error)
+            raise
+
+    def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
+        def close() -> None:
+            generation.close()
+            counted.fail(Failure.CANCELED)  # unless it has ended
+
+        return EventStream(close, self._events(generation, answer, counted), self._front.ping_seconds, answer.ping)
+
+    async def _events(
+        self, generation: Generation, answer: Answer, counted: ModelRequest
+    ) -> AsyncGenerator[bytes, None]:
+        """One event for each piece, what the request took, and the end. An error is an event, too: the status is
+        out."""
+        if beginning := answer.beginning():
+            yield b"".join(map(answer.event, beginning))
+        rests = Rests()
+        try:
+            while pieces := await generation.take():
+                counted.begin_answer()
+                events: list[bytes] = []
+                rests.begin()
+                for piece in pieces:
+                    events += await _work(piece, lambda piece: list(map(answer.event, answer.chunks(piece))))
+                    await rests.rest()
+                if generation.is_over:
+                    counted.move_to_queue(generation.queue_seconds)
+                    counted.succeed()
+                    last = answer.ending(generation.usage, self._front.draft_len)
+                    events += [*map(answer.event, last), *answer.last_words]
+                    yield LastEvents(b"".join(events))
+                elif events:
+                    yield b"".join(events)
+        except Refusal as refusal:
+            counted.fail_with(refusal)
+            self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            yield LastEvents(b"".join([answer.event(answer.failure(error_body(refusal))), *answer.last_words]))
+
+    def _model(self, adapter: str | None = None) -> dict[str, Any]:
+        """The one model, or an adapter of it, for OpenAI's clients and for Anthropic's."""
+        limits = self._front.client.limits
+        parent = {} if adapter is None else {"parent": self._front.model_name}
+        name = adapter or self._front.model_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trtrun",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "max_model_len": None if limits is None else limits.max_length,
+            **parent,
+        }
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """A refusal as OpenAI's clients read it."""
+    kind = _TYPES[refusal.kind]
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
+
+
+def answer_refusal(refusal: Refusal) -> JSONResponse:
+    """The HTTP answer to a request that is not answered."""
+    return JSONResponse(error_body(refusal), status_code=HTTP_STATUS[refusal.kind], headers=retry_headers(refusal))
+
+
+async def _collect(generation: Generation, answer: Answer, counted: ModelRequest) -> None:
+    """Have an answer keep all pieces."""
+    rests = Rests()
+    async for piece in generation:
+        counted.begin_answer()
+        await _work(piece, answer.keep)
+        await rests.rest()
+
+
+async def _work(piece: CompletionDelta, work: Callable[[CompletionDelta], T]) -> T:
+    """Do something with a piece: beside the event loop where a prompt's log probabilities are to be written down, which
+    are as many as the prompt is long."""
+    return work(piece) if piece.prompt_logprobs is None else await asyncio.to_thread(work, piece)

@@ -1,0 +1,1 @@
+"""Drafting methods, and the options of each."""

@@ -1,0 +1,1 @@
+"""Graphs of forwards: their shapes, how they are captured, and where they are kept."""

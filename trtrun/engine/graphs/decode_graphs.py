@@ -1,0 +1,225 @@
+"""CUDA graphs of the forwards that rounds repeat: a whole forward becomes one launch.
+
+On a GPU a small forward takes longer to launch, kernel by kernel from Python, than to run. A forward over rows with the
+same number of queries each is captured once for each of a few shapes (graph_shapes.py), and replayed from then on: its
+inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share.
+
+Where a row's next token follows from the logits and the row's parameters, the graph of one step chooses it, too, and
+stands ready for the next: a chain of steps is that graph again and again, without a look at the host.
+
+It knows a function from tokens, positions and block tables to logits. It does not know models, plans or which ranks the
+function talks to; collectives inside it must be capturable (`Communicator.is_capturable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from trtrun.engine.draft_paths import TreeBatch
+from trtrun.engine.graphs.capture import Capture
+from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, GraphCache
+from trtrun.engine.graphs.graph_shapes import GraphShapes
+from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.likeliest import likeliest
+
+RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""(tokens [R, Q], positions [R, Q], block_tables [R, blocks], num_last) → logits [R * num_last, vocab] float32, of the
+last queries of each row, or [R * Q, vocab] where num_last is 0."""
+
+TreeForward = Callable[[TreeBatch], torch.Tensor]
+"""Trees → logits [R * (nodes + 1), vocab] float32."""
+
+MOST_STEPS = 16
+"""Steps of a chain between two looks of the host."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What graphs are told apart by. `num_ranked` is 0 for a forward, whose result is logits; `choices` is how a step
+    of a chain chooses, None where it takes the likeliest; `paths` is the number and depth of the paths of trees."""
+
+    rows: int
+    queries: int
+    blocks: int
+    num_last: int = 1
+    num_ranked: int = 0
+    choices: Hashable = None
+    paths: tuple[int, int] = (0, 0)
+
+
+class ForwardGraphs(GraphCache):
+    """Runs row forwards through graphs.
+
+    Attributes:
+        shapes: of the graphs.
+        logits: [lines, vocab] float32: where all graphs write.
+        tables: [numbers] int64: where all graphs read block tables.
+    """
+
+    def __init__(
+        self,
+        forward: RowForward,
+        capture: Capture,
+        shapes: GraphShapes,
+        *,
+        most_logits: int,
+        table_numbers: int,
+        vocab_size: int,
+        device: torch.device,
+        most_graphs: int = MOST_GRAPHS,
+        forward_trees: TreeForward | None = None,
+        first_run: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Capture `forward` on demand.
+
+        Args:
+            forward: reads nothing but its arguments and what never moves, and never waits for the device.
+            capture: see `Capture`; `CudaCapture` on a GPU.
+            shapes: of graphs.
+            most_logits: lines of logits of one forward, those of padding counted.
+            table_numbers: most rows of a forward times the widest block tables.
+            vocab_size: width of the logits.
+            device: where everything lives.
+            most_graphs: how many to keep.
+            forward_trees: as `forward`, of rows with draft trees; None where there are none.
+            first_run: see GraphCache.
+        """
+        super().__init__(capture, most_graphs, first_run)
+        self.shapes = shapes
+        self._forward = forward
+        self._forward_trees = forward_trees
+        self.logits = torch.empty((most_logits, vocab_size), dtype=torch.float32, device=device)
+        # Wide tables are megabytes, so that all graphs read them from one place.
+        self.tables = torch.zeros(table_numbers, dtype=torch.int64, device=device)
+        self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        num_last: int,
+    ) -> torch.Tensor:
+        """Run one forward.
+
+        Args:
+            tokens: [R, Q] int64 on the device.
+            positions: [R, Q] int64; -1 is padding.
+            block_tables: [R, blocks] int64, as wide as one of the shapes.
+            num_last: of each row's queries so many, the last ones, have logits; 0 where all have.
+
+        Returns:
+            [R * num_last, vocab], or [R * Q, vocab] where that is 0, float32: valid until the next call.
+        """
+        rows, queries = tokens.shape
+        bucket = self.shapes.rows(rows)
+        width = queries if num_last else self.shapes.queries(bucket, queries)
+        shape = _Shape(bucket, width, block_tables.shape[1], num_last)
+
+        def work(tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+            return self._forward(tokens, positions, block_tables, num_last)
+
+        def fixed() -> list[torch.Tensor]:
+            both = [tensor.new_zeros((bucket, width)) for tensor in (tokens, positions)]
+            return [*both, self._own_tables(shape)]
+
+        lines = bucket * (num_last or width)
+        captured = self._ready(shape, fixed, work, lambda: self.logits[:lines], (tokens, positions, block_tables))
+        captured.replay()
+        if num_last or width == queries:
+            return self.logits[: rows * (num_last or queries)]
+        return self.logits[: rows * width].view(rows, width, -1)[:, :queries].reshape(rows * queries, -1)
+
+    def run_trees(self, trees: TreeBatch) -> torch.Tensor:
+        """Run one forward over rows with draft trees.
+
+        Returns:
+            [R * (nodes + 1), vocab] float32: valid until the next call.
+        """
+        rows, queries = trees.tokens.shape
+        count, depth = trees.positions.shape[1:]
+        shape = _Shape(self.shapes.rows(rows), queries, trees.tables.shape[2], 0, paths=(count, depth))
+        inputs = (trees.tokens, trees.positions, trees.tables, trees.nodes, trees.places)
+
+        forward = self._forward_trees
+        assert forward is not None
+
+        def work(*inputs: torch.Tensor) -> torch.Tensor:
+            return forward(TreeBatch(*inputs))
+
+        def fixed() -> list[torch.Tensor]:
+            return [tensor.new_zeros((shape.rows, *tensor.shape[1:])) for tensor in inputs]
+
+        captured = self._ready(shape, fixed, work, lambda: self.logits[: shape.rows * queries], inputs)
+        captured.replay()
+        return self.logits[: rows * queries]
+
+    def run_chain(
+        self,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        vocab_size: int,
+        num_ranked: int,
+        keyed: KeyedRanks | None = None,
+    ) -> torch.Tensor:
+        """Feed a token, choose the one that follows, feed that, and so on, without a look at the host.
+
+        Args:
+            first: [R] int64 on the device: the first tokens.
+            positions: [R, steps] int64: where each step's token stands; -1 is padding.
+            block_tables: [R, blocks] int64, as wide as one of the shapes.
+            vocab_size: ids to choose from: the first ones.
+            num_ranked: how many tokens to tell of each step.
+            keyed: how rows choose where some are sampled; None takes the likeliest.
+
+        Returns:
+            [R, steps, num_ranked] int64: after each step the tokens that it would choose, best first; valid until the
+            next call.
+        """
+        rows, steps = positions.shape
+        if steps > MOST_STEPS:
+            part, rest = positions[:, :MOST_STEPS], positions[:, MOST_STEPS:]
+            begun = self.run_chain(first, part, block_tables, vocab_size, num_ranked, keyed).clone()
+            after = None if keyed is None else replace(keyed, lengths=keyed.lengths + MOST_STEPS)
+            ended = self.run_chain(begun[:, -1, 0], rest, block_tables, vocab_size, num_ranked, after)
+            return torch.cat((begun, ended), dim=1)
+        choices = None if keyed is None else keyed.kind
+        shape = _Shape(self.shapes.rows(rows), 1, block_tables.shape[1], num_ranked=num_ranked, choices=choices)
+
+        def work(
+            token: torch.Tensor,
+            positions: torch.Tensor,
+            block_tables: torch.Tensor,
+            step: torch.Tensor,
+            ranked: torch.Tensor,
+            *parameters: torch.Tensor,
+        ) -> torch.Tensor:
+            where = positions.index_select(1, step)
+            logits = self._forward(token.unsqueeze(1), where, block_tables, 1)[:, :vocab_size]
+            found = likeliest(logits, num_ranked) if keyed is None else keyed.rank(logits, 0, num_ranked, *parameters)
+            ranked.index_copy_(1, step, found.unsqueeze(1))
+            step.add_(1)
+            if parameters:
+                parameters[1].add_(1)  # lengths
+            return found[:, 0]
+
+        def fixed() -> list[torch.Tensor]:
+            places = positions.new_zeros((shape.rows, MOST_STEPS))
+            ranked = first.new_empty((shape.rows, MOST_STEPS, num_ranked))
+            made = [first.new_zeros(shape.rows), places, self._own_tables(shape), self._first_step.clone(), ranked]
+            return made if keyed is None else [*made, *(tensor.new_zeros(shape.rows) for tensor in keyed.parameters)]
+
+        parameters = () if keyed is None else keyed.parameters
+        inputs = (first, positions, block_tables, self._first_step, None, *parameters)
+        captured = self._ready(shape, fixed, work, None, inputs)
+        for _ in range(steps):
+            captured.replay()
+        return captured.inputs[4][:rows, :steps]
+
+    def _own_tables(self, shape: _Shape) -> torch.Tensor:
+        return self.tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)

@@ -1,0 +1,1 @@
+"""Draft heads as an engine runs them, with keys and values of their own or without."""

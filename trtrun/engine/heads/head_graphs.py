@@ -1,0 +1,288 @@
+"""CUDA graphs of what heads compute in rounds that repeat: what rows gained is fed, and tokens are drafted without the
+host, or nodes of draft trees fed.
+
+Shapes are those of the target's graphs. It knows what heads compute by protocol, their store and numbers of rows. It
+does not know rounds, or where tokens and hidden states come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+
+from trtrun.engine.graphs.capture import Capture
+from trtrun.engine.graphs.decode_graphs import MOST_STEPS
+from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, GraphCache
+from trtrun.engine.graphs.graph_shapes import GraphShapes
+from trtrun.engine.heads.feature_layers import FeatureLayers
+from trtrun.engine.start_forwards import count_head_graphs
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.store import KVStore
+from trtrun.sampling.keyed_ranks import NUM_KINDS, KeyedRanks
+from trtrun.sampling.likeliest import argmax
+from trtrun.sampling.random import Stream
+from trtrun.sampling.row_sampling import RowSampling
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What graphs are told apart by: `choices` is how tokens are chosen where any are, `work` the kind of work."""
+
+    work: str
+    rows: int
+    queries: int = 1
+    blocks: int = 0
+    choices: Hashable = None
+
+
+class HeadGraphs(GraphCache):
+    """Graphs of one rank's heads."""
+
+    def __init__(
+        self,
+        layers: FeatureLayers,
+        store: KVStore,
+        capture: Capture,
+        shapes: GraphShapes,
+        max_rows: int,
+        tapped: tuple[int, int],
+        *,
+        most_fed: int = 0,
+    ) -> None:
+        """Capture what `layers` compute over `store`.
+
+        Args:
+            layers: of the heads.
+            store: of their keys and values.
+            capture: see `Capture`.
+            shapes: of the target's graphs.
+            max_rows: of a round.
+            tapped: how many hidden states of the target there are of a token, and numbers of each.
+            most_fed: nodes of a row's draft tree that are fed at once, fewer than are verified; 0 where drafts are
+                chains.
+        """
+        # All that a start makes are kept: which rounds need them is not known.
+        num_made = count_head_graphs(shapes, 1 + NUM_KINDS, has_trees=most_fed > 0)
+        super().__init__(capture, max(MOST_GRAPHS, num_made))
+        self.shapes = shapes
+        self._most_fed = most_fed
+        self._layers = layers
+        self._store = store
+        self._width = shapes.numbers_of_queries(1)[0]
+        device, most = store.data.device, max_rows * self._width
+        # All graphs read hidden states from one place, and write states to one.
+        self._tapped = torch.zeros((most, *tapped), dtype=layers.dtype, device=device)
+        self._states = torch.zeros((most, layers.hidden_size), dtype=layers.dtype, device=device)
+        self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def takes(self, queries: int) -> bool:
+        """Whether `feed` has graphs for so many tokens of rows."""
+        return queries <= self._width
+
+    def warm_up(self, sampling: RowSampling) -> None:
+        """Make all graphs that rounds may need. Collective over the group.
+
+        Args:
+            sampling: parameters of rows.
+        """
+        for rows in self.shapes.numbers_of_rows():
+            places = torch.zeros(rows, dtype=torch.int64, device=self._states.device)
+            kinds = [None, *KeyedRanks.kinds(sampling, range(rows), places, Stream.TARGET)]
+            hidden = self._states.new_zeros((rows, self._states.shape[1]))
+            for blocks in self.shapes.widths(rows):
+                tables = places.new_zeros((rows, blocks))
+                for queries in self.shapes.numbers_of_queries(rows):
+                    nowhere = places.new_full((rows, queries), -1)
+                    tapped = self._tapped[: rows * queries].view(rows, queries, *self._tapped.shape[1:])
+                    self.feed(nowhere.clamp(min=0), nowhere, tables, tapped)
+                if self._most_fed:
+                    nodes = rows * self._most_fed
+                    nothing, none = places.new_zeros((nodes, blocks)), places.new_full((nodes, 1), -1)
+                    self.grow(rows, nothing[:, 0], none, nothing, self._states[:nodes])
+                for keyed in () if self._most_fed else kinds:
+                    self.draft(hidden, places.unsqueeze(1) - 1, tables, keyed)
+
+    def feed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, tapped: torch.Tensor
+    ) -> torch.Tensor:
+        """Feed tokens beside the target's hidden states.
+
+        Args:
+            tokens, positions: [R, Q] int64 on the device; -1 is padding.
+            tables: [R, blocks] int64, as wide as one of the shapes.
+            tapped: [R, Q, taps, the target's hidden].
+
+        Returns:
+            [R * Q, hidden]: the states behind them, valid until the next call.
+        """
+        rows, queries = tokens.shape
+        count = self.shapes.rows(rows)
+        width = self.shapes.queries(count, queries)
+        shape = _Shape("feed", count, width, tables.shape[1])
+        states = self._states[: count * width]
+
+        def work(
+            tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, tapped: torch.Tensor
+        ) -> torch.Tensor:
+            return self._forward(tokens, positions, tables, self._layers.fuse(tapped.flatten(0, 1)))
+
+        def fixed() -> list[torch.Tensor]:
+            both = [tensor.new_zeros((count, width)) for tensor in (tokens, positions)]
+            of_tokens = self._tapped[: count * width].view(count, width, *self._tapped.shape[1:])
+            return [*both, tables.new_zeros((count, shape.blocks)), of_tokens]
+
+        self._ready(shape, fixed, work, lambda: states, (tokens, positions, tables, tapped)).replay()
+        if width == queries:
+            return states[: rows * queries]
+        return states.view(count, width, -1)[:rows, :queries].flatten(0, 1)
+
+    def grow(
+        self,
+        rows: int,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """Feed nodes of the draft trees of `rows` rows, each a row of its own to attention.
+
+        Args:
+            rows: that have trees.
+            tokens: [n] int64 on the device, `most_fed` times rows or fewer.
+            positions: [n, 1] int64; -1 where a row takes no part.
+            tables: [n, blocks] int64, as wide as one of the shapes of `rows`.
+            hidden: [n, hidden] states of the nodes before.
+
+        Returns:
+            [n, hidden]: the states behind them, valid until the next call.
+        """
+        nodes = self.shapes.rows(rows) * self._most_fed
+        shape, states = _Shape("grow", nodes, 1, tables.shape[1]), self._states[:nodes]
+
+        def fixed() -> list[torch.Tensor]:
+            made = [tokens.new_zeros(nodes), positions.new_zeros((nodes, 1))]
+            return [*made, tables.new_zeros((nodes, shape.blocks)), hidden.new_zeros((nodes, hidden.shape[1]))]
+
+        def work(
+            tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, hidden: torch.Tensor
+        ) -> torch.Tensor:
+            return self._forward(tokens.unsqueeze(1), positions, tables, hidden)
+
+        self._ready(shape, fixed, work, lambda: states, (tokens, positions, tables, hidden)).replay()
+        return states[: len(tokens)]
+
+    def draft(
+        self, hidden: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, keyed: KeyedRanks | None
+    ) -> torch.Tensor:
+        """Choose a token behind each state, feed it, choose the one that follows, and so on.
+
+        Args:
+            hidden: [R, hidden] states.
+            positions: [R, steps] int64: at which each token but the last is fed; -1 where a row takes no part.
+            tables: [R, blocks] int64, as wide as one of the shapes.
+            keyed: how rows choose where some are sampled, the first at their lengths; None takes the likeliest.
+
+        Returns:
+            [R, steps + 1] int64, equal on all ranks.
+        """
+        first = self._choose_first(hidden, keyed)
+        parts, token = [first.unsqueeze(1)], first
+        for start in range(0, positions.shape[1], MOST_STEPS):
+            at = None if keyed is None else replace(keyed, lengths=keyed.lengths + 1 + start)
+            part = positions[:, start : start + MOST_STEPS]
+            chosen, hidden = self._steps(token, part, tables, hidden, at)
+            if start + MOST_STEPS < positions.shape[1]:  # what comes next is written over what graphs give
+                chosen, hidden = chosen.clone(), hidden.clone()
+            parts.append(chosen)
+            token = chosen[:, -1]
+        return torch.cat(parts, dim=1)
+
+    def _choose_first(self, hidden: torch.Tensor, keyed: KeyedRanks | None) -> torch.Tensor:
+        """[R] int64 behind hidden [R, hidden]."""
+        rows = len(hidden)
+        places = self._first_step.new_zeros((rows, 1))  # no token is fed, so that they do not matter
+        shape = _Shape("first", self.shapes.rows(rows), choices=None if keyed is None else keyed.kind)
+
+        def work(
+            token: torch.Tensor, places: torch.Tensor, hidden: torch.Tensor, *parameters: torch.Tensor
+        ) -> torch.Tensor:
+            return self._choose(hidden, keyed, parameters)
+
+        def fixed() -> list[torch.Tensor]:
+            made = [places.new_zeros(shape.rows), places.new_zeros((shape.rows, 1))]
+            made.append(hidden.new_zeros((shape.rows, hidden.shape[1])))
+            return made if keyed is None else [*made, *(tensor.new_zeros(shape.rows) for tensor in keyed.parameters)]
+
+        parameters = () if keyed is None else keyed.parameters
+        captured = self._ready(shape, fixed, work, None, (None, places, hidden, *parameters))
+        captured.replay()
+        return captured.inputs[0][:rows]
+
+    def _steps(
+        self,
+        token: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        hidden: torch.Tensor,
+        keyed: KeyedRanks | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [R, steps] behind `token` [R], and the states [R, hidden] behind the last that was fed."""
+        rows, steps = positions.shape
+        choices = None if keyed is None else keyed.kind
+        shape = _Shape("step", self.shapes.rows(rows), 1, tables.shape[1], choices)
+
+        def work(
+            token: torch.Tensor,
+            positions: torch.Tensor,
+            tables: torch.Tensor,
+            step: torch.Tensor,
+            chosen: torch.Tensor,
+            hidden: torch.Tensor,
+            *parameters: torch.Tensor,
+        ) -> torch.Tensor:
+            where = positions.index_select(1, step)
+            hidden.copy_(self._forward(token.unsqueeze(1), where, tables, hidden))
+            found = self._choose(hidden, keyed, parameters)
+            chosen.index_copy_(1, step, found.unsqueeze(1))
+            step.add_(1)
+            if parameters:
+                parameters[1].add_(1)  # lengths
+            return found
+
+        def fixed() -> list[torch.Tensor]:
+            count = shape.rows
+            made = [token.new_zeros(count), positions.new_zeros((count, MOST_STEPS))]
+            made += [tables.new_zeros((count, shape.blocks)), self._first_step.clone()]
+            made += [token.new_zeros((count, MOST_STEPS)), hidden.new_zeros((count, hidden.shape[1]))]
+            return made if keyed is None else [*made, *(tensor.new_zeros(count) for tensor in keyed.parameters)]
+
+        parameters = () if keyed is None else keyed.parameters
+        inputs = (token, positions, tables, self._first_step, None, hidden, *parameters)
+        captured = self._ready(shape, fixed, work, None, inputs)
+        for _ in range(steps):
+            captured.replay()
+        return captured.inputs[4][:rows, :steps], captured.inputs[5][:rows]
+
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        rows, queries = tokens.shape
+        segment = AttentionSegment(0, rows, queries, tables, positions)
+        batch = AttentionBatch([segment], self._store.block_size)
+        at = positions.reshape(-1).clamp(min=0)
+        return self._layers.forward(tokens.reshape(-1), at, hidden, batch, self._store)
+
+    def _choose(
+        self, hidden: torch.Tensor, keyed: KeyedRanks | None, parameters: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """[R] int64 behind states [R, hidden], equal on all ranks."""
+        logits = self._layers.logits(hidden)
+        if logits is None:
+            found = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        elif keyed is None:
+            found = argmax(logits)
+        else:
+            found = keyed.rank(logits, 0, 1, *parameters)[:, 0]
+        return self._layers.share(found)

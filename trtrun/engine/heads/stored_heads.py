@@ -1,0 +1,231 @@
+"""Heads that keep keys and values of every token, over the target's rows, or rows of their own that follow these: a
+store of their own, in the target's blocks.
+
+Block b of a row is slot b in the target's store and in this one. So rows, prompts in chunks, preemption and the reuse
+of prefixes are the target's; a block is found again by its tokens and the one behind them, as what is kept at a
+position depends on the token behind it (kvcache/tables.py). It knows rows, segments and a store. It does not know what
+heads compute, or which tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from trtrun.core.nouns import FedPart, RoundPlan
+from trtrun.engine.block_copies import copy_blocks
+from trtrun.engine.heads.feature_layers import FeatureLayers
+from trtrun.engine.heads.head_graphs import HeadGraphs
+from trtrun.engine.heads.head_paths import HeadPaths, HeadSpace, HeadTree
+from trtrun.engine.heads.head_rows import HeadRows
+from trtrun.engine.heads.tree_graphs import TreeGraphs
+from trtrun.engine.start_forwards import tree_depths
+from trtrun.kvcache.formats import KVFormat
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
+from trtrun.kvcache.store import KVStore
+from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.tensors import kept_integers
+
+GrowTree = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
+"""See speculation/protocols.py for both."""
+
+
+class StoredHeads:
+    """Heads of one rank at work on the target's rows; see `speculation.protocols.FeatureHeads`."""
+
+    def __init__(
+        self, layers: FeatureLayers, fed: HeadRows, space: HeadSpace, kv_format: KVFormat, num_guessed_blocks: int = 0
+    ) -> None:
+        """Have `layers` keep what they keep of the rows `fed`, in a store of as many blocks as the target's has for
+        rows, behind them those of `space`, and behind these `num_guessed_blocks` of guesses, in a format; through
+        graphs where `fed` has any."""
+        self._layers = layers
+        self.rows = self._rows = rows = fed.rows
+        self._are_own = fed.are_own
+        first_guessed = space.first_block + space.num_blocks
+        self._guessed = range(first_guessed, first_guessed + num_guessed_blocks)
+        self._store = KVStore(
+            layers.num_layers,
+            space.first_block + space.num_blocks + num_guessed_blocks,
+            layers.kv_heads,
+            rows.block_size,
+            layers.head_dim,
+            layers.dtype,
+            rows.device,
+            kv_format,
+        )
+        if rows.device.type == "cuda":  # where growing would hold up a round
+            layers.reserve_positions(-(-rows.token_ids.shape[1] // rows.block_size) * rows.block_size)
+        self._graphs: HeadGraphs | None = None
+        self._tree_graphs: TreeGraphs | None = None
+        if fed.capture is not None and fed.graph_shapes is not None:
+            taken = (layers, self._store, fed.capture, fed.graph_shapes, space.max_rows)
+            self._graphs = HeadGraphs(*taken, fed.tapped_shape, most_fed=space.most_fed)
+            if space.most_fed:
+                self._tree_graphs = TreeGraphs(fed.capture, fed.graph_shapes, rows.max_draft_len)
+        self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
+        self.block_size = rows.block_size
+        self.tapped_shape = fed.tapped_shape
+        self.hidden_size = layers.hidden_size
+        self.dtype = layers.dtype
+        self.logits = layers.logits
+        self.share = layers.share
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Take the plan in where the rows are their own, and clear what rows get to write to, where it may hold what is
+        no number: see `Engine.begin_round`."""
+        if self._are_own:
+            self._rows.apply(plan)
+        if self._layers.has_overflowed:
+            self._store.clear([*self._rows.fresh_blocks(plan), *self._guessed])
+            if self._paths is not None:
+                self._paths.clear(kept_integers(plan.decode_rows.tolist(), self._rows.device))
+
+    def warm_up(self) -> None:
+        """Make all graphs, where there are any. Collective over the group."""
+        if self._graphs is not None:
+            self._graphs.warm_up(self._rows.sampling)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are held."""
+        return sum(graphs.num_graphs for graphs in (self._graphs, self._tree_graphs) if graphs is not None)
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators. Nothing runs afterwards."""
+        for graphs in (self._graphs, self._tree_graphs):
+            if graphs is not None:
+                graphs.close()
+
+    def feed(self, parts: Sequence[FedPart], context: int) -> torch.Tensor:
+        """Feed rows some tokens each.
+
+        Args:
+            parts: see `FedPart`. A row is in one part at most.
+            context: upper bound of positions, plus one.
+
+        Returns:
+            [tokens, hidden]: the states behind them, in order; valid until the next call.
+        """
+        if self._graphs is not None and len(parts) == 1 and self._graphs.takes(parts[0].tokens.shape[1]):
+            rows, tokens, positions, tapped = parts[0]
+            return self._graphs.feed(tokens, positions, self.tables(rows, context), tapped)
+        segments, start = list[AttentionSegment](), 0
+        for rows, tokens, positions, _ in parts:
+            count, queries = tokens.shape
+            segment = AttentionSegment(start, count, queries, self.tables(rows, context), positions)
+            segments.append(segment)
+            start = segment.stop
+        fed = torch.cat([part.tokens.reshape(-1) for part in parts])
+        at = torch.cat([part.positions.reshape(-1) for part in parts]).clamp(min=0)
+        hidden = self._layers.fuse(torch.cat([part.tapped.flatten(0, 1) for part in parts]))
+        return self._layers.forward(fed, at, hidden, AttentionBatch(segments, self._rows.block_size), self._store)
+
+    def draft(
+        self,
+        rows: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: int,
+        keyed: KeyedRanks | None,
+    ) -> torch.Tensor | None:
+        """Choose tokens one behind the other; see `HeadGraphs.draft`.
+
+        Args:
+            rows: [R] int64 on the device.
+            hidden: [R, hidden] states behind which the first is chosen.
+            positions: [R, steps] int64: at which each token but the last is fed; -1 where a row takes no part.
+            context: upper bound of positions, plus one.
+            keyed: how rows choose; None takes the likeliest.
+
+        Returns:
+            [R, steps + 1] int64, equal on all ranks; None where steps have to be run one by one.
+        """
+        if self._graphs is None or self._paths is not None:
+            return None
+        return self._graphs.draft(hidden, positions, self.tables(rows, context), keyed)
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch]:
+        """What `step` takes, in order, to feed rows with block tables [R, blocks] one token each at positions
+        [R, steps] int64, -1 where a row takes no part."""
+        count, queries = positions.shape
+        whole = AttentionBatch([AttentionSegment(0, count, queries, tables, positions)], self._rows.block_size)
+        return [StepBatch(whole, step) for step in range(queries)]
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        copy_blocks(self._store, source, target)
+
+    def step(self, batch: StepBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Feed tokens [R] int64 with hidden [R, hidden], which is overwritten; the states [R, hidden] behind them."""
+        positions = batch.segments[0].positions.reshape(-1).clamp(min=0)
+        return self._layers.forward(tokens, positions, hidden, batch, self._store)
+
+    def begin_tree(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> GrowTree:
+        """What feeds trees of `rows` [R] depth by depth, at positions [R, steps] int64, -1 where a row takes no part;
+        see `speculation.protocols.GrowTree`."""
+        assert self._paths is not None
+        return partial(self._grow, self._paths.begin(rows, positions, self.tables(rows, context)))
+
+    def tree_contexts(self, rows: int, depth: int) -> Sequence[int]:
+        """For which contexts trees of so many rows, so deep, are drawn up by `draw_tree`; none where they are not."""
+        graphs, depths = self._tree_graphs, tree_depths(self._rows.max_draft_len)
+        if graphs is None or self._graphs is None or not graphs.takes(rows) or depth not in depths:
+            return ()
+        return [width * self._rows.block_size for width in self._graphs.shapes.widths(rows)]
+
+    def draw_tree(
+        self,
+        draw: DrawTree,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        lens: torch.Tensor,
+        hidden: torch.Tensor,
+        context: int,
+        width: int,
+    ) -> torch.Tensor:
+        """Draw up trees as one graph, where there are `tree_contexts`; see `speculation.protocols.FeatureHeads`."""
+        assert self._tree_graphs is not None and self._paths is not None
+        paths = self._paths
+
+        def work(
+            rows: torch.Tensor, positions: torch.Tensor, lens: torch.Tensor, hidden: torch.Tensor, tables: torch.Tensor
+        ) -> torch.Tensor:
+            tree = paths.begin(rows, positions, tables)
+            return draw(lens, hidden, partial(self._grow_as_it_is, tree))
+
+        tables = self.tables(rows, context)
+        return self._tree_graphs.run(work, rows, positions, lens, hidden, tables, width)
+
+    def _grow(self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        if self._graphs is None:
+            return self._grow_as_it_is(tree, parents, tokens, hidden)
+        assert self._paths is not None
+        tables, positions = self._paths.next_depth(tree, parents)
+        states = self._graphs.grow(len(tokens), tokens.reshape(-1), positions, tables, _taken(hidden, parents))
+        return states.view(*tokens.shape, -1)
+
+    def _grow_as_it_is(
+        self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._paths is not None
+        tables, positions = self._paths.next_depth(tree, parents)
+        fed, taken = tokens.reshape(-1), _taken(hidden, parents)
+        batch = AttentionBatch([AttentionSegment(0, len(fed), 1, tables, positions)], self._rows.block_size)
+        states = self._layers.forward(fed, positions.reshape(-1).clamp(min=0), taken, batch, self._store)
+        return states.view(*tokens.shape, -1)
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` positions."""
+        blocks = -(-context // self._rows.block_size)
+        if self._graphs is not None:
+            blocks = self._graphs.shapes.blocks(blocks, len(rows))
+        return self._rows.tables(rows, blocks)
+
+
+def _taken(hidden: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """[R * F, hidden]: the states of nodes' parents [R, F], of [R, before, hidden]."""
+    return hidden.gather(1, parents.unsqueeze(2).expand(-1, -1, hidden.shape[2])).flatten(0, 1)

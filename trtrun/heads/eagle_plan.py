@@ -1,0 +1,239 @@
+"""What an EAGLE head consists of on each rank of the target, and how it is built (EAGLE: Li et al. 2024,
+arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840).
+
+It knows weights and shapes. It does not know where files have them (eagle_layouts.py, eagle3_layouts.py), or how a head
+computes (heads/eagle_head.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from trtrun.heads.head_ends import HeadEnds
+from trtrun.layers.rope import RopeConfig
+from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
+from trtrun.models.layer_plan import ModelShape
+from trtrun.weights.checkpoint import Checkpoint
+from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
+
+if TYPE_CHECKING:
+    from parallel.communicator import Communicator
+    from trtrun.heads.eagle_head import EagleHead, FusedLayer, JoinedLayer, TapFusion
+    from trtrun.heads.heads import HeadsTarget
+    from trtrun.models.config import ModelConfig
+    from trtrun.weights.weight_reader import WeightReader
+
+
+@dataclass(frozen=True)
+class JoiningPlan:
+    """fc, of which all ranks have all: [inputs] to [outputs]. Names of its weight, and of its bias where it has one."""
+
+    weight: str
+    bias: str | None
+    inputs: int
+    outputs: int
+
+    @property
+    def both(self) -> tuple[Weight, Weight | None]:
+        """The weight [outputs, inputs] and the bias [outputs]."""
+        made, taken = Axis(self.outputs), Axis(self.inputs)
+        weight = Weight((StoredTensor(self.weight, (made, taken)),), "linear")
+        return weight, None if self.bias is None else Weight((StoredTensor(self.bias, (made,)),))
+
+    def weights(self) -> Sequence[Weight]:
+        """All that there is."""
+        return [weight for weight in self.both if weight is not None]
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """What makes one hidden state of the target's at all taps, in EAGLE-3.
+
+    Attributes:
+        fc: of all of them side by side.
+        tap_norms: of the state at each tap, before fc; none where it has none.
+        joint_norm: of the states at all taps as one, before fc; None where it has none.
+    """
+
+    fc: JoiningPlan
+    tap_norms: tuple[NormPlan, ...]
+    joint_norm: NormPlan | None
+
+    def weights(self) -> Sequence[Weight]:
+        """All that there is."""
+        norms = (*self.tap_norms, self.joint_norm)
+        return [*self.fc.weights(), *(norm.weight for norm in norms if norm is not None)]
+
+    def build(self, reader: WeightReader) -> TapFusion:
+        """What computes it on the reader's rank."""
+        from trtrun.heads.eagle_head import TapFusion
+
+        norms = [norm.build(reader) for norm in self.tap_norms]
+        return TapFusion(
+            reader.linear(*self.fc.both), norms, None if self.joint_norm is None else self.joint_norm.build(reader)
+        )
+
+
+@dataclass(frozen=True)
+class JoinedLayerPlan:
+    """The first layer of EAGLE: fc makes one state of a token's embedding and a hidden state.
+
+    Attributes:
+        fc: of embedding and hidden state, in this order.
+        input_norm: in front of attention; None where there is none, as in the paper's.
+    """
+
+    fc: JoiningPlan
+    input_norm: NormPlan | None
+    attention: AttentionPlan
+    post_attention_norm: NormPlan
+    mlp: GatedMLPPlan
+
+    def weights(self) -> Sequence[Weight]:
+        """All of the layer's."""
+        norms = [norm.weight for norm in (self.input_norm, self.post_attention_norm) if norm is not None]
+        return (*self.fc.weights(), *norms, *self.attention.weights(), *self.mlp.weights())
+
+    def build(self, reader: WeightReader) -> JoinedLayer:
+        """The layer on the reader's rank."""
+        from trtrun.heads.eagle_head import JoinedLayer
+
+        return JoinedLayer(
+            reader.linear(*self.fc.both),
+            None if self.input_norm is None else self.input_norm.build(reader),
+            self.attention.build(reader),
+            self.post_attention_norm.build(reader),
+            self.mlp.build(reader),
+        )
+
+
+@dataclass(frozen=True)
+class FusedLayerPlan:
+    """The first layer of EAGLE-3: its attention reads a token's embedding beside a hidden state, each behind a norm.
+
+    Attributes:
+        norm_before_residual: whether the residual stream is the normed hidden state.
+    """
+
+    input_norm: NormPlan
+    hidden_norm: NormPlan
+    attention: AttentionPlan
+    post_attention_norm: NormPlan
+    mlp: GatedMLPPlan
+    norm_before_residual: bool
+
+    def weights(self) -> Sequence[Weight]:
+        """All of the layer's."""
+        norms = (self.input_norm.weight, self.hidden_norm.weight, self.post_attention_norm.weight)
+        return (*norms, *self.attention.weights(), *self.mlp.weights())
+
+    def build(self, reader: WeightReader) -> FusedLayer:
+        """The layer on the reader's rank."""
+        from trtrun.heads.eagle_head import FusedLayer
+
+        return FusedLayer(
+            self.input_norm.build(reader),
+            self.hidden_norm.build(reader),
+            self.attention.build(reader),
+            self.post_attention_norm.build(reader),
+            self.mlp.build(reader),
+            self.norm_before_residual,
+        )
+
+
+@dataclass(frozen=True)
+class EaglePlan:
+    """The head of a directory.
+
+    Attributes:
+        name: of its kind, for people.
+        reads: of the target, for people.
+        ends: its embedding and head.
+        target_hidden_size: of the target.
+        taps: see HeadsPlan.
+        stored: shape of its layers.
+        fusion: what makes one hidden state of those at all taps; None where there is one, which is read as it is.
+        first: its first layer.
+        layers: those behind it, which are ordinary ones.
+        final_norm: behind the last layer; None where there is none, as in EAGLE.
+        norm_output: whether the next step reads what leaves the final norm, not what enters it.
+        rope: how it rotates.
+    """
+
+    name: str
+    reads: str
+    ends: HeadEnds
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    stored: ModelShape
+    fusion: FusionPlan | None
+    first: FusedLayerPlan | JoinedLayerPlan
+    layers: tuple[DecoderPlan, ...]
+    final_norm: NormPlan | None
+    norm_output: bool
+    rope: RopeConfig
+
+    num_logits = 1
+
+    @property
+    def files(self) -> Checkpoint:
+        """See HeadsPlan."""
+        return self.ends.files
+
+    @cached_property
+    def weights(self) -> Sequence[Weight]:
+        """See HeadsPlan."""
+        ends = list(self.ends.weights())
+        ends += [] if self.fusion is None else self.fusion.weights()
+        ends += [] if self.final_norm is None else [self.final_norm.weight]
+        return [*ends, *self.first.weights(), *(weight for layer in self.layers for weight in layer.weights())]
+
+    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
+        """See HeadsPlan."""
+        return self.ends.of_target(target)
+
+    def token_bytes(self, share: Share, item_bytes: int) -> int:
+        """See HeadsPlan: states at the taps as they are gathered, normed and laid side by side; its embedding, normed
+        and beside the hidden state; and what a layer holds."""
+        hidden, taken = self.stored.hidden_size, len(self.taps) * self.target_hidden_size
+        held = 3 * taken + 12 * hidden
+        held += self.first.attention.token_numbers(share) + self.first.mlp.token_numbers(share)
+        if share.size > 1:
+            held += 3 * hidden * (share.size + 2)
+        norms_in_float32 = 3 * max(hidden, taken, len(self.stored.queries.held(share))) * 4
+        return held * item_bytes + norms_in_float32
+
+    def describe(self) -> str:
+        """See HeadsPlan."""
+        count = 1 + len(self.layers)
+        layers = "1 layer" if count == 1 else f"{count} layers"
+        return f"{self.name} head of {layers} and {self.ends.describe()}, reading {self.reads}"
+
+    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> EagleHead:
+        """See HeadsPlan.
+
+        Raises:
+            CheckpointError: d2t and t2d do not agree, or name what is no token.
+        """
+        from trtrun.heads.eagle_head import EagleHead
+        from trtrun.layers.rotary import RotaryEmbedding
+
+        ends = self.ends.build(reader, target, communicator)
+        return EagleHead(
+            dtype=target.dtype,
+            device=target.device,
+            hidden_size=self.stored.hidden_size,
+            kv_heads=len(self.stored.keys.units(reader.share)),
+            head_dim=self.stored.head_dim,
+            fusion=None if self.fusion is None else self.fusion.build(reader),
+            first=self.first.build(reader),
+            layers=[layer.build(reader) for layer in self.layers],
+            final_norm=None if self.final_norm is None else self.final_norm.build(reader),
+            norm_output=self.norm_output,
+            rotary=RotaryEmbedding(self.rope, self.stored.head_dim, target.dtype, reader.device),
+            embedding=ends.embedding,
+            logits=ends.logits,
+        )

@@ -1,0 +1,1 @@
+"""Attention over paged keys and values, and what writes and copies these."""

@@ -1,0 +1,165 @@
+"""Writing keys and values to the paged KV store, as Triton kernels for CUDA, with the rotation before it.
+
+Rotation rounds where the torch operations of `trtrun.kernels.cpu.operations` round. It knows tensors; it does not know
+who attends.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from trtrun.kernels.triton.attention.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, KeptNumbers, row_scales, to_codes
+from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kvcache.segments import AttentionSegment
+
+
+@triton.jit
+def _rotated(start, cosine, sine, place, known, HEAD: tl.constexpr, PADDED: tl.constexpr):
+    """The heads that begin at `start` [TOKENS, 1], rotated by the angles of their places: [TOKENS, PADDED]."""
+    element = tl.arange(0, PADDED)[None, :]
+    mask = known & (element < HEAD)
+    kind = start.dtype.element_ty
+    own = tl.load(start + element, mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(start + (element + HEAD // 2) % HEAD, mask=mask, other=0.0).to(tl.float32)
+    # Each product is rounded by itself: a compiler would make one of a product and the sum behind it.
+    nothing = tl.zeros_like(own)
+    straight = tl.fma(own, tl.load(cosine + place * HEAD + element, mask=mask, other=0.0).to(tl.float32), nothing)
+    crossed = tl.fma(partner, tl.load(sine + place * HEAD + element, mask=mask, other=0.0).to(tl.float32), nothing)
+    return (straight.to(kind).to(tl.float32) + crossed.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _slot(
+    positions, tables, place, known, queries, kv_heads, head, position_row, position_query, table_row,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """In which tile of the store the keys of one head go of the tokens at some places, and where in it: both of
+    `place`'s shape."""
+    row, query = place // queries, place % queries
+    position = tl.load(positions + row * position_row + query * position_query, mask=known, other=-1)
+    at = tl.maximum(position, 0)
+    block = tl.load(tables + row * table_row + at // BLOCK_SIZE, mask=position >= 0, other=0)
+    # Padding goes to the null block.
+    return block * kv_heads + head, at % BLOCK_SIZE
+
+
+@triton.jit
+def _put(
+    made, plane, scales, known, tile, within, element, mask, layer_scale,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Write one head of some tokens, [TOKENS, PADDED], to keys or values that begin at `plane`, and where scales are
+    the tokens', these to `scales`, the same memory."""
+    if CODES == PLAIN:
+        tl.store(plane + (tile * BLOCK_SIZE + within) * HEAD + element, made, mask=mask)
+    else:
+        rows = tl.where(mask, made.to(tl.float32), 0.0)
+        width: tl.constexpr = HEAD if HAS_LAYER_SCALES else (HEAD + ALIGNED - 1) // ALIGNED * ALIGNED
+        tile_bytes: tl.constexpr = BLOCK_SIZE * (width + (0 if HAS_LAYER_SCALES else SCALE_BYTES))
+        if HAS_LAYER_SCALES:
+            scale = tl.broadcast_to(tl.load(layer_scale), (made.shape[0],))
+        else:
+            scale = row_scales(rows, CODES)
+            place = scales + (tile * tile_bytes + BLOCK_SIZE * width) // SCALE_BYTES + within
+            tl.store(place, scale[:, None], mask=known)
+        tl.store(plane + tile * tile_bytes + within * width + element, to_codes(rows, scale, CODES), mask=mask)
+
+
+# Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
+@triton.jit(
+    do_not_specialize=["places", "queries", "position_row", "position_query", "table_row"],
+    do_not_specialize_on_alignment=["positions", "tables", "nodes"],
+)
+def _rotate_and_write_kernel(
+    query_key, value, cosine, sine, positions, tables, nodes, store, scales, value_offset, layer_scales, rotated,
+    query_token, query_head, value_token, value_head, position_row, position_query, table_row,
+    places, queries, heads, kv_heads,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, HAS_NODES: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One head of the tokens at TOKENS places: those of queries, of keys, and of values, in this order."""
+    begin(EARLY)
+    head = tl.program_id(1)
+    place = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    known = place < places
+    token = place
+    if HAS_NODES:
+        token = tl.load(nodes + place, mask=known, other=0)
+    element = tl.arange(0, PADDED)[None, :]
+    mask = known & (element < HEAD)
+    if head < heads:
+        start = query_key + token * query_token + head * query_head
+        made = _rotated(start, cosine, sine, place, known, HEAD, PADDED)
+        tl.store(rotated + (place * heads + head) * HEAD + element, made, mask=mask)
+    else:
+        kv_head = (head - heads) % kv_heads
+        tile, within = _slot(
+            positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
+            BLOCK_SIZE,
+        )  # fmt: skip
+        if head < heads + kv_heads:
+            start = query_key + token * query_token + head * query_head
+            made = _rotated(start, cosine, sine, place, known, HEAD, PADDED)
+            _put(
+                made, store, scales, known, tile, within, element, mask, layer_scales + kv_head,
+                BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
+            )  # fmt: skip
+        else:
+            start = value + token * value_token + kv_head * value_head
+            made = tl.load(start + element, mask=mask)
+            _put(
+                made, store + value_offset, scales + value_offset // SCALE_BYTES, known, tile, within, element, mask,
+                layer_scales + kv_heads + kv_head, BLOCK_SIZE, HEAD, CODES, HAS_LAYER_SCALES,
+            )  # fmt: skip
+
+
+def rotate_and_write(
+    query_key: torch.Tensor,
+    value: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    store_layer: torch.Tensor,
+    segment: AttentionSegment,
+    rotated: torch.Tensor,
+    nodes: torch.Tensor | None,
+    kept: KeptNumbers,
+) -> None:
+    """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values.
+
+    Args:
+        query_key: [tokens of the batch, heads + kv_heads, head].
+        value: [tokens of the batch, kv_heads, head].
+        angles: cosines and signed sines, [places of the batch, 1, head] each; see RotaryEmbedding.
+        store_layer: [2, blocks, kv_heads, block, …].
+        segment: whose places.
+        rotated: [places of the batch, heads, head], contiguous: gets the rotated queries.
+        nodes: [places of the batch] int64: the token at each place; None where each is its token's own.
+        kept: how the store has keys and values.
+    """
+    places = slice(segment.start, segment.stop)
+    rotated = rotated[places]
+    if nodes is None:
+        query_key, value = query_key[places], value[places]
+    else:
+        nodes = nodes[places]
+    cosine, sine = (table[places] for table in angles)
+    kv_heads, block_size = store_layer.shape[2:4]
+    count, heads, head_dim = rotated.shape
+    at_once = _tokens_at_once(count * (heads + 2 * kv_heads))
+    _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + 2 * kv_heads)](
+        query_key, value, cosine, sine, segment.positions, segment.block_tables,
+        segment.positions if nodes is None else nodes, store_layer, kept.token_scales, store_layer.stride(0),
+        kept.layer_scales, rotated,
+        query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
+        segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
+        count, segment.queries, heads, kv_heads,
+        BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), TOKENS=at_once,
+        HAS_NODES=nodes is not None, CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
+        num_warps=max(1, at_once // 4), **early(value),
+    )  # fmt: skip
+
+
+def _tokens_at_once(heads: int) -> int:
+    """Tokens of one program, for so many heads of all tokens: a device begins no more than a program a nanosecond."""
+    return 1 << min(4, max(0, (heads // 768).bit_length() - 1))

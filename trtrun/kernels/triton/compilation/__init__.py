@@ -1,0 +1,1 @@
+"""Kernels are compiled ahead, in processes of their own, and kept."""

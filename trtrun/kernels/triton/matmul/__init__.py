@@ -1,0 +1,1 @@
+"""Products with weights of each stored form."""

@@ -1,0 +1,216 @@
+"""From a Hugging Face directory to a model on this rank: each rank reads only its own slices, one weight at a time.
+
+No rank ever holds the whole model: a weight is filled from the mapped file piece by piece, packed for its kernel, and
+the plain copy freed before the next. Which weights there are, the plans of the layers say, and which tensors each has,
+its quantization: sizes and loading ask them. This module does not know what else the process holds, or where the
+devices are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from parallel.communicator import Communicator
+from parallel.sharding import vocabulary_range
+from trtrun.configuration.engine_directory import read_engine
+from trtrun.configuration.model_sections import LoadFormat
+from trtrun.errors import CheckpointError
+from trtrun.heads.heads import HeadsPlan, HeadsTarget
+from trtrun.kvcache.formats import choose_format
+from trtrun.layers.decoder_layer import RMSNorm
+from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
+from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.linear.adapted import AdaptedLayers
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization
+from trtrun.linear.quantization.base import count_bytes
+from trtrun.loading.dummy_weights import DummyWeights
+from trtrun.loading.engine_loader import EngineLoader
+from trtrun.loading.weight_check import check_split, check_weights
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.decoder import CausalLM
+from trtrun.tensors import DTYPES, dtype_name
+from trtrun.weights.rank_files import open_checkpoint
+from trtrun.weights.weight import Share
+from trtrun.weights.weight_files import WeightFiles
+from trtrun.weights.weight_loader import CheckpointLoader, Progress, WeightLoader
+from trtrun.weights.weight_reader import WeightReader
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading cost.
+
+    Attributes:
+        bytes_read: bytes of the slices that this rank read from the files, in the files' dtype.
+        shard_bytes: bytes that its weights take on the device.
+    """
+
+    bytes_read: int
+    shard_bytes: int
+
+
+def shard_bytes(
+    config: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    quantization: str = "none",
+) -> int:
+    """Bytes that the weights of one rank take on its device (None: the CPU), told from shapes alone.
+
+    Tied embeddings are held once on a GPU and twice on the CPU, where the head is packed for its kernel, and where the
+    head is quantized.
+
+    Raises:
+        CheckpointError: the model cannot be shared out over `tp_size` ranks.
+        ConfigError: the quantization is unknown; or it, or one of the checkpoint's, does not go with the dtype on the
+            device.
+    """
+    device, default = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
+    share = Share(tp_rank, tp_size)
+    weights = check_split(config, share, dtype_name(dtype), device.type, default)
+    size = sum(count_bytes(held.create(weight, dtype, device.type)) for weight, held in weights)
+    if shares_tied_embedding(config, device, dtype, default):
+        size -= config.embedding.cut(share).num_elements * dtype.itemsize
+    return size
+
+
+def load_model(
+    path: Path,
+    communicator: Communicator,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    *,
+    batch_invariant: bool = True,
+    quantization: str = "none",
+    logits_reader: int | None = None,
+    load_format: LoadFormat = "auto",
+    kv_format: str = "auto",
+    adapted: AdaptedLayers | None = None,
+) -> tuple[CausalLM, LoadReport]:
+    """Load this rank's share of the model in `path`.
+
+    Args:
+        path: Hugging Face directory.
+        communicator: of the tensor-parallel group; its rank and size say which share.
+        device: where the weights go.
+        dtype: float32, float16 or bfloat16; weights in another dtype are converted.
+        progress: called with (bytes read, bytes to read) of this rank.
+        batch_invariant: whether a token's result must not depend on what else is in the batch: see
+            `Quantization.apply`. Losslessness needs it of a target; on CPUs a draft is faster without.
+        quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
+        logits_reader: the only rank of the group that needs logits; None where all do.
+        load_format: `dummy` makes weights up, from config.json alone.
+        kv_format: how the store that the model will meet keeps keys and values, by name; see `choose_format`.
+        adapted: collects the layers that may have adapters; None where none may.
+
+    Raises:
+        CheckpointError: anything wrong with the directory, in one line.
+        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
+    """
+    config, default = read_model_config(path), QUANTIZATIONS.get(quantization)
+    share = Share(communicator.rank, communicator.size)
+    size = shard_bytes(config, *share, dtype, device, quantization)
+    loader = _open_loader(path, config, share, device, dtype, default, load_format, progress)
+    reader = WeightReader(loader, communicator, batch_invariant, choose_format(kv_format, config.kv_scheme), adapted)
+    # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
+    # is resident; last the embedding, which needs no buffer.
+    head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
+    reader.release_buffer()
+    layers = [layer.build(reader) for layer in config.layers]
+    reader.release_buffer()
+    final_norm = RMSNorm(reader.tensor(config.final_norm), config.rms_norm_eps)
+    embedding = reader.tensor(config.embedding)
+    if head is None:
+        head = reader.linear(config.head, present=embedding)
+    reader.close()
+    model = CausalLM(
+        config,
+        VocabularyEmbedding(embedding, vocabulary_range(config.vocab_size, *share).start, communicator),
+        layers,
+        final_norm,
+        VocabularyHead(head, config.vocab_size, communicator, logits_reader),
+        RotaryEmbedding(config.rope, config.head_dim, dtype, device),
+        reader.attention(config.head_dim),
+        share,
+        adapted,
+    )
+    return model, LoadReport(reader.bytes_read, size)
+
+
+def _open_loader(
+    path: Path,
+    config: ModelConfig,
+    share: Share,
+    device: torch.device,
+    dtype: torch.dtype,
+    default: Quantization,
+    load_format: LoadFormat,
+    progress: Progress | None,
+) -> WeightLoader:
+    """Of an engine's shard, a checkpoint's files, or made-up weights. Every name, shape and dtype is checked before the
+    first byte of a weight is read."""
+    quantization_of = partial(config.quantization_of, default=default)
+    is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    engine = None if is_made_up else read_engine(path)
+    if engine is not None:
+        return EngineLoader(path, engine, config, share, device, dtype, quantization_of, progress)
+    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else open_checkpoint(path)
+    total = check_weights(files, config, share, default)
+    return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
+
+
+def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes that heads take on one of the ranks that share them, told from shapes alone."""
+    share = Share(tp_rank, tp_size)
+    return sum(weight.cut(share).num_elements for weight in plan.weights) * dtype.itemsize
+
+
+def load_heads(
+    plan: HeadsPlan,
+    target: HeadsTarget,
+    communicator: Communicator,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    kv_format: str = "auto",
+) -> tuple[object, LoadReport]:
+    """Load this rank's share of heads.
+
+    Args:
+        plan: of the heads, with every tensor checked.
+        target: this rank's share of the model whose hidden states they read, or its ends.
+        communicator: of the target's tensor-parallel group; of one rank where they have a rank of their own.
+        dtype: of the target's activations.
+        progress: called with (bytes read, bytes to read) of this rank.
+        kv_format: how the store that they will meet keeps keys and values, by name, where they keep any.
+
+    Raises:
+        CheckpointError: a tensor holds what it must not.
+    """
+    held = QUANTIZATIONS.get("none")
+    share = Share(communicator.rank, communicator.size)
+    cuts = [weight.cut(share) for weight in plan.weights]
+    stored = [part for cut in cuts for part in cut.parts]
+    total = sum(math.prod(map(len, part.ranges)) * plan.files.check(part.name, part.shape) for part in stored)
+    loader = CheckpointLoader(plan.files, share, target.device, dtype, lambda weight: held, total, progress)
+    # What is proposed changes no text: a product may depend on how many rows there are.
+    reader = WeightReader(loader, communicator, batch_invariant=False, kv_format=choose_format(kv_format))
+    try:
+        heads = plan.build(reader, target, communicator)
+    except CheckpointError as error:
+        raise CheckpointError(f"heads: {error}") from None
+    reader.release_buffer()
+    reader.close()
+    return heads, LoadReport(reader.bytes_read, heads_bytes(plan, communicator.rank, communicator.size, dtype))
+
+
+def shares_tied_embedding(config: ModelConfig, device: torch.device, dtype: torch.dtype, default: Quantization) -> bool:
+    """Whether head and embedding are one tensor: tied, and multiplied without a copy of another form."""
+    return config.tie_word_embeddings and config.quantization_of(config.head, default).keeps_dense(dtype, device)

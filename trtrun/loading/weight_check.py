@@ -1,0 +1,115 @@
+"""Whether a checkpoint has the weights that its config.json calls for, told from the headers of its files.
+
+The loader asks it before it reads the first byte, and so does everything that wants to know beforehand whether loading
+will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It reads no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from trtrun.configuration.model_sections import LoadFormat
+from trtrun.errors import ConfigError
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
+from trtrun.loading.engine_shards import check_engine_weights
+from trtrun.models.config import ModelConfig
+from trtrun.weights.rank_files import open_checkpoint
+from trtrun.weights.weight import HeldWeight, Share
+from trtrun.weights.weight_files import WeightFiles
+
+
+def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:
+    """Everything that a rank holds, and how; `default` is of the weights that the checkpoint has stored plainly.
+
+    Raises:
+        CheckpointError: heads or features cannot be shared out over so many ranks.
+    """
+    return [(weight.cut(share), config.quantization_of(weight, default)) for weight in config.weights]
+
+
+def check_weights(files: WeightFiles, config: ModelConfig, share: Share, default: Quantization) -> int:
+    """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
+
+    Args:
+        files: with their headers read.
+        config, share, default: see `held_weights`.
+
+    Returns:
+        Bytes of the rank's slices, in the files' dtypes.
+
+    Raises:
+        CheckpointError: a tensor is missing, or another one than config.json calls for.
+    """
+    return check_held(files, held_weights(config, share, default))
+
+
+def check_held(files: WeightFiles, weights: Sequence[tuple[HeldWeight, Quantization]]) -> int:
+    """`check_weights` of some of a model's weights, and how they are held."""
+    read = 0
+    for weight, held in weights:
+        for part in weight.parts if files.is_made_up else held.stored(weight):
+            if part.is_optional and part.name not in files:
+                continue
+            item_bytes = files.check(part.name, part.shape, part.dtypes, ones_vary=part.ones_vary)
+            read += math.prod(map(len, part.ranges)) * item_bytes
+    return read
+
+
+def check_model_weights(
+    path: Path, config: ModelConfig, tp_size: int, quantization: str = "none", load_format: LoadFormat = "auto"
+) -> None:
+    """Open the files of a model and check its weights, unless they will be made up. All ranks of a group read slices of
+    the same tensors, so that what holds for one of them holds for all.
+
+    Raises:
+        NoWeightsError: the directory has no weights.
+        CheckpointError: they are truncated, of another format, or not those that `config` calls for.
+    """
+    if load_format != "dummy" and not check_engine_weights(path, tp_size, quantization):
+        check_weights(open_checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
+
+
+def check_split(
+    config: ModelConfig, share: Share, dtype: str, device_type: str, default: Quantization
+) -> list[tuple[HeldWeight, Quantization]]:
+    """Check that a model can be shared out, and held on a type of device as is asked for.
+
+    Args:
+        config, share, default: see `held_weights`.
+        dtype: of activations, by name.
+        device_type: "cpu" or "cuda".
+
+    Returns:
+        `held_weights`.
+
+    Raises:
+        CheckpointError: heads or features cannot be shared out over so many ranks, or not where groups of stored
+            weights end.
+        ConfigError: a quantization does not go with the dtype on the device.
+    """
+    weights = held_weights(config, share, default)
+    for weight, held in weights:
+        held.stored(weight)
+    for held in dict.fromkeys(held for _, held in weights):
+        held.check(dtype, device_type)
+    return weights
+
+
+def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:
+    """The quantization of what the checkpoint has stored plainly.
+
+    Raises:
+        ConfigError: there is none of that name, or a target cannot be held so, or not as the checkpoint has stored it;
+            or the checkpoint is quantized and another one is asked for.
+    """
+    default = find_quantization(name, for_target=for_target)
+    if config.quant_method is not None and default is not QUANTIZATIONS.get("none"):
+        raise ConfigError(
+            f"quantization {name} is for plain weights, and those of this model are quantized already "
+            f"({config.quant_method}): leave it out"
+        )
+    if for_target and not all(config.quantization_of(weight, default).fits_targets for weight in config.weights):
+        raise ConfigError("weights that are stored so are for drafts alone, as rows depend on their company")
+    return default

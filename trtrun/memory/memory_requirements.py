@@ -1,0 +1,332 @@
+"""What a configuration asks of a device in bytes: the functions that engines at start and `trtrun plan` share.
+
+Pure functions of the configuration and of config.json. They know no rank and no free memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.configuration.model_sections import ModelSection
+from trtrun.engine.draft_paths import PathSpace
+from trtrun.engine.heads.head_paths import HeadSpace
+from trtrun.engine.rows import RowState
+from trtrun.errors import ConfigError
+from trtrun.heads.heads import HeadsPlan
+from trtrun.kernels.chooser import operations_of
+from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
+from trtrun.kvcache.sizing import useful_blocks
+from trtrun.kvcache.store import KVStore
+from trtrun.linear.adapted import AdapterSpace
+from trtrun.loading.model_settings import mask_token, resolve_dtype_name
+from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
+from trtrun.memory.window_rings import ring_space
+from trtrun.memory.working_memory import RoundShape, head_rank_bytes, working_bytes
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.layer_plan import ModelShape
+from trtrun.scheduling.planning import most_catch_up
+from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.tensors import DTYPES
+
+MOST_GUESSES = 128
+MOST_GUESSES_WITH_PROBABILITIES = 32
+"""Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
+weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
+
+_TRANSLATED_LOGITS = 8
+"""Copies of a round's logits in another vocabulary: as they are, changed, and the temporaries of choosing."""
+
+_ROUNDS_UNDER_WAY = 2
+"""Of the largest, whose hidden states may be on their way to a head on a rank of its own."""
+
+
+@dataclass(frozen=True)
+class HiddenKind:
+    """What a head on a rank of its own is told of each token: hidden states, numbers of each, and their dtype."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, target: ModelConfig, heads: HeadsPlan | None) -> HiddenKind | None:
+        """Of a configuration; None without such a head."""
+        if heads is None or not config.heads_apart:
+            return None
+        return cls((len(heads.taps), target.hidden_size), resolve_dtype(config.target, target))
+
+    def bytes_under_way(self, config: RuntimeConfig) -> int:
+        """Bytes that may be on their way at once."""
+        taps, numbers = self.shape
+        return _ROUNDS_UNDER_WAY * config.scheduler.max_num_tokens * taps * numbers * self.dtype.itemsize
+
+
+def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
+    """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
+    return DTYPES[resolve_dtype_name(section, config)]
+
+
+def adapter_space(config: RuntimeConfig, role: str) -> AdapterSpace | None:
+    """Room for adapters of an engine; None without any."""
+    if not (config.num_adapter_slots if role == "target" else config.draft_adapters):
+        return None
+    return AdapterSpace(config.num_adapter_slots, config.adapter_slots.max_rank)
+
+
+def adapter_slots_bytes(
+    config: RuntimeConfig, role: str, section: ModelSection, model: ModelConfig, tp_rank: int
+) -> int:
+    """Bytes of that room on one rank of the engine."""
+    space = adapter_space(config, role)
+    if space is None:
+        return 0
+    return adapter_bytes(model, tp_rank, len(section.devices), space, resolve_dtype(section, model))
+
+
+def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
+    """Blocks beyond which running requests could use no more (see `kvcache.sizing.useful_blocks`)."""
+    return useful_blocks(
+        config.scheduler.max_batch_size,
+        context,
+        config.kv_cache.block_size,
+        config.draft_len,
+        config.plans_ahead,
+    )
+
+
+def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
+    """What of the draft's engine belongs to guesses, behind its rows and the `num_blocks` blocks that both engines
+    have."""
+    size, draft_len = config.kv_cache.block_size, config.draft_len
+    most = MOST_GUESSES_WITH_PROBABILITIES if config.speculation.use_logits else MOST_GUESSES
+    return GuessSpace(
+        most_guesses=min(most, 4 * (draft_len + 1) * config.scheduler.max_batch_size) if config.drafts_ahead else 0,
+        first_row=config.scheduler.max_batch_size,
+        first_block=num_blocks + (head_space(config, 0).num_blocks if config.heads_apart else 0),
+        # A guess begins anywhere in its first block, and feeds a token of a verdict and all but the last of a draft.
+        blocks_per_guess=(size + draft_len - 2) // size + 1,
+    )
+
+
+def path_space(config: RuntimeConfig, num_blocks: int) -> PathSpace:
+    """What of the target's store belongs to paths of draft trees, behind the `num_blocks` blocks that both engines
+    have."""
+    size = config.kv_cache.block_size
+    return PathSpace(
+        most_paths=config.max_paths,
+        max_rows=config.scheduler.max_batch_size,
+        first_block=num_blocks,
+        # A path begins anywhere in its first block, with the row's newest token.
+        blocks_per_path=(size + config.draft_len - 1) // size + 1,
+        sizes=tuple(config.draft_size(length) for length in range(config.draft_len + 1)),
+    )
+
+
+def head_space(config: RuntimeConfig, num_blocks: int) -> HeadSpace:
+    """What of the store of heads belongs to draft trees while they grow, behind the `num_blocks` blocks of rows."""
+    size = config.kv_cache.block_size
+    return HeadSpace(
+        most_fed=config.speculation.most_fed,
+        max_rows=config.scheduler.max_batch_size,
+        first_block=num_blocks,
+        # The first token is fed anywhere in its block, and the last of a path not at all.
+        blocks_per_path=(size + config.draft_len - 2) // size + 1,
+    )
+
+
+def guess_steps(config: RuntimeConfig) -> list[int]:
+    """Numbers of guesses that a round may have: few on GPUs, where each is a graph and most cost the same."""
+    most = guess_space(config, 0).most_guesses
+    factor = 4 if config.target.devices[0].rpartition("/")[2].startswith("cuda") else 2
+    steps = [most]
+    while steps[-1] >= 4 * factor:
+        steps.append(steps[-1] // factor)
+    return sorted(steps) if most else []
+
+
+def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
+    """The largest round that `config` allows, with rows of `context` tokens."""
+    stored, in_parallel = config.kv_cache.max_tokens, mask_token(config) is not None
+    return RoundShape(
+        max_rows=config.scheduler.max_batch_size,
+        max_tokens=config.scheduler.max_num_tokens,
+        draft_len=config.draft_len,
+        max_paths=config.max_paths,
+        draft_nodes=config.draft_size(config.draft_len).nodes,
+        most_fed=max(1, config.speculation.most_fed),
+        max_seq_len=context if stored is None else min(context, stored),
+        block_size=config.kv_cache.block_size,
+        use_logits=config.speculation.use_logits and config.has_draft_engine,
+        num_guesses=guess_space(config, 0).most_guesses,
+        most_catch_up=most_catch_up(config.draft_len, drafts_in_parallel=in_parallel),
+        in_parallel=in_parallel,
+    )
+
+
+def target_taps(config: RuntimeConfig, model: ModelConfig, heads: HeadsPlan | None) -> Sequence[int]:
+    """At which boundaries of the target's residual stream the drafter reads hidden states."""
+    if heads is not None:
+        return heads.taps
+    return METHODS[config.speculation.method].find_taps(config.speculation, model.num_layers)
+
+
+def engine_working_bytes(
+    config: RuntimeConfig,
+    context: int,
+    role: str,
+    section: ModelSection,
+    model: ModelConfig,
+    tp_rank: int,
+    device: torch.device,
+    heads: HeadsPlan | None = None,
+) -> int:
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV, rings of layers with a window and
+    blocks of guesses and of paths among it, and what the heads need that draft on the target's ranks, or what is on its
+    way to those elsewhere."""
+    dtype = resolve_dtype(section, model)
+    heads = heads if role == "target" else None
+    heads_here = heads
+    blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
+    shape = config, model, len(section.devices), dtype
+    beside = blocks * _kv_bytes(*shape, model.num_layers) + kv_bytes_in_rings(*shape)
+    space = adapter_space(config, role)
+    if space is not None:
+        lines = config.scheduler.max_num_tokens
+        beside += adapter_working_bytes(model, tp_rank, len(section.devices), space, dtype, lines)
+    if (told := HiddenKind.of(config, model, heads)) is not None:
+        beside, heads_here = beside + told.bytes_under_way(config), None
+    if heads_here is not None and heads_here.stored is not None:
+        of_heads = kv_bytes_per_block(config, heads_here.stored, len(section.devices), dtype)
+        beside += head_space(config, 0).num_blocks * of_heads
+    speculation = config.speculation
+    if role == config.drafting_role:
+        beside += speculation.search_bytes
+        beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
+    if role == "draft":
+        beside += translation_bytes(config, context, model)
+    return beside + working_bytes(
+        round_shape(config, context),
+        model,
+        tp_rank,
+        len(section.devices),
+        dtype,
+        device.type,
+        verifies=role == "target",
+        quantization=section.quantization,
+        graphs=config.cuda_graphs and device.type == "cuda",
+        num_taps=len(target_taps(config, model, heads)) if role == "target" else 0,
+        kv_in_place=reads_in_place(config, model, device.type, dtype),
+        heads=heads_here,
+    )
+
+
+def translation_bytes(config: RuntimeConfig, context: int, draft: ModelConfig) -> int:
+    """Upper bound of what rounds of a draft with another tokenizer need on each of its ranks beside those of other
+    drafts: logits in the target's vocabulary and behind it, and rows of its tokens. 0 where the tokenizers are the
+    same."""
+    if not config.translates_drafts:
+        return 0
+    rows, width = config.scheduler.max_batch_size, read_model_config(config.target.model).vocab_size + draft.vocab_size
+    logits = _TRANSLATED_LOGITS + (4 * config.draft_len if config.speculation.use_logits else 0)
+    of_rows = RowState.num_bytes(rows, context, config.kv_cache.block_size, config.draft_len)
+    return rows * width * torch.float32.itemsize * logits + of_rows + width * torch.int64.itemsize
+
+
+def head_working_bytes(
+    config: RuntimeConfig, context: int, target: ModelConfig, heads: HeadsPlan, device: torch.device
+) -> int:
+    """Upper bound of what rounds need on the rank of a head beside its weights and KV, blocks of trees and of guesses
+    among it."""
+    assert heads.stored is not None, "heads that keep nothing sit on the target's ranks"
+    dtype, speculation = resolve_dtype(config.target, target), config.speculation
+    blocks = head_space(config, 0).num_blocks + guess_space(config, 0).num_blocks
+    beside = blocks * kv_bytes_per_block(config, heads.stored, 1, dtype) + speculation.search_bytes
+    beside += speculation.kept_bytes(target.vocab_size, config.scheduler.max_batch_size)
+    return beside + head_rank_bytes(
+        round_shape(config, context),
+        target,
+        heads,
+        dtype,
+        device.type,
+        graphs=config.cuda_graphs and device.type == "cuda",
+        kv_in_place=reads_in_place(config, heads.stored, device.type, dtype),
+    )
+
+
+def store_bytes_per_block(
+    config: RuntimeConfig, model: ModelShape, heads: HeadsPlan | None, tp_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block on one rank of an engine, and of the heads beside it where these keep keys and values."""
+    of_heads = 0
+    if heads is not None and heads.stored is not None:
+        of_heads = kv_bytes_per_block(config, heads.stored, tp_size, dtype)
+    return kv_bytes_per_block(config, model, tp_size, dtype) + of_heads
+
+
+def kv_format_of(config: RuntimeConfig, model: ModelShape) -> KVFormat:
+    """How the store of a model, or of heads, keeps keys and values.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown.
+    """
+    return choose_format(config.kv_cache.dtype, model.kv_scheme if isinstance(model, ModelConfig) else None)
+
+
+def reads_in_place(
+    config: RuntimeConfig, model: ModelShape, device_type: str, dtype: torch.dtype | None = None
+) -> bool:
+    """Whether kernels of the device read that store where it lies.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown, or not for models of `dtype` on such a device.
+    """
+    kept = kv_format_of(config, model)
+    if dtype is not None:
+        kept.check(dtype, device_type)
+        _check_kernels(config, kept, device_type, dtype)
+    return device_type in kept.kernels
+
+
+def _check_kernels(config: RuntimeConfig, kept: KVFormat, device_type: str, dtype: torch.dtype) -> None:
+    """Codes of 8 bits turn over where torch gives a float32 other last bits among other rows: other tokens were seen.
+
+    Raises:
+        ConfigError: they would be made so.
+    """
+    if device_type != "cpu" or dtype is not torch.float32 or not isinstance(kept, ByteKV):
+        return
+    if operations_of(device_type).name(dtype) == "torch":
+        raise ConfigError(
+            f"kv_cache.dtype: {config.kv_cache.dtype} keeps keys and values in 8 bits, which in float32 needs trtrun's "
+            "own kernels on the CPU; here is no AVX2, GNU OpenMP or llvmlite for them: write kv_cache.dtype: plain, or "
+            "dtype: bfloat16"
+        )
+
+
+def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank of an engine with `tp_size` ranks: of the layers that keep all.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown.
+    """
+    space = ring_space(config, model)
+    layers = model.num_layers if space is None else space.layers.count(False)
+    return _kv_bytes(config, model, tp_size, dtype, layers)
+
+
+def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the rings of layers with a window on one rank; 0 where there are none."""
+    space = ring_space(config, model)
+    if space is None:
+        return 0
+    return space.num_blocks * _kv_bytes(config, model, tp_size, dtype, space.layers.count(True))
+
+
+def _kv_bytes(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype, layers: int) -> int:
+    """Of one block, in so many layers."""
+    kv_heads, size = max(1, model.num_kv_heads // tp_size), config.kv_cache.block_size
+    return KVStore.bytes_per_block(layers, kv_heads, size, model.head_dim, dtype, kv_format_of(config, model))

@@ -1,0 +1,1 @@
+"""How drafts, verdicts and hidden states travel between the ranks of a round."""

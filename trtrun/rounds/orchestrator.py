@@ -1,0 +1,428 @@
+"""The orchestrator's heartbeat: plan, publish, wait for a verdict, commit. One round after another.
+
+It knows the scheduler, the engine ranks, reports, what drafts pay, and clocks. It does not know requests' text
+(`llm_engine`), models, devices, who computed what, or how bytes travel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.watchdog.activity import Activity, Doing
+from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan, TokenLogprobs
+from trtrun.rounds.engine_ranks import EngineRanks
+from trtrun.scheduling.batch import RowResult
+from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.acceptance import DraftRecord
+from trtrun.speculation.acceptance_watch import AcceptanceWatch
+from trtrun.speculation.ahead.policy import AheadPolicy
+from trtrun.speculation.match_pacing import MatchPacer
+from trtrun.speculation.pacing import Pacer
+from trtrun.speculation.round_costs import RoundCosts
+from trtrun.timing.spans import ORCHESTRATOR, RankSpans, SpanLog
+from trtrun.timing.telemetry import RunStatistics
+from trtrun.wire.reports import RoundReport
+
+logger = logging.getLogger(__name__)
+
+_GUIDE_SECONDS = 0.01
+"""How long a step waits for guides where nothing else can be done: what is asked meanwhile comes behind it."""
+
+_ROUNDS_BETWEEN_KEEPING = 4096
+"""After so many what was seen of drafts is written to disk, which takes about a millisecond."""
+
+
+class RowGain(NamedTuple):
+    """What a round gave one completion, and the log probabilities of its verdict where the row asked for them: at
+    least one entry a token, with as many alternatives as any row of the round asked for; and its logits, [tokens,
+    vocab] float32, of at least as many."""
+
+    result: RowResult
+    logprobs: list[TokenLogprobs] | None
+    logits: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PublishedPlan:
+    """A plan that is out, the places in its verdict that will carry log probabilities, how many of its rows are as if
+    nothing were drafted for them, whether only some of the others draft, and when it went out."""
+
+    plan: RoundPlan
+    logprob_places: list[int]
+    num_plain: int
+    is_partial: bool
+    published: float
+
+
+class Orchestrator:
+    """Runs the scheduler's plans on the engine ranks.
+
+    Attributes:
+        scheduler: rows, blocks and the waiting queue.
+        totals: what rounds did since the last reset.
+        commit_seconds: what this thread computed to take in the verdict of the last step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ranks: EngineRanks,
+        pacer: Pacer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        ahead: AheadPolicy | None = None,
+        watch: AcceptanceWatch | None = None,
+        keep: Callable[[RoundCosts | None, DraftRecord], None] | None = None,
+    ) -> None:
+        """Put the scheduler's plans to work on the ranks; without `pacer` every round drafts all of draft_len, without
+        `ahead` nothing is drafted before the verdict that it follows, without `watch` nothing is said of drafts.
+        `keep` is given what the pacer has seen, now and then and at the end, for other runs."""
+        self.scheduler = scheduler
+        self.totals = RunStatistics()
+        self.commit_seconds = 0.0
+        self._ranks = ranks
+        self._pacer = pacer
+        self._ahead = ahead
+        self._watch = watch
+        self._keep = keep
+        self._clock = clock
+        self._plans_ahead = scheduler.limits.plans_ahead
+        self._last_verdict = 0.0
+        self._committed = 0
+        self._log: SpanLog | None = None
+        self._published: deque[_PublishedPlan] = deque()
+        self._rows_with_logprobs: set[int] = set()
+        self._rows_drafted_for: dict[int, int] = {}
+        self._num_unkept = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a completion waits or runs, or a plan is still out."""
+        return self.scheduler.has_work or bool(self._published)
+
+    def step(self) -> list[RowGain]:
+        """Keep the ranks supplied with plans, and take one verdict in. Where all that is left waits for guides, nothing
+        comes, after a moment.
+
+        Raises:
+            RankFailedError: a rank failed; the message names it.
+        """
+        self.commit_seconds = 0.0
+        with self._ranks.stepping():
+            started = self._clock()
+            self._publish_plans(started)
+            planned = self._clock()
+            self.totals.orchestrating += planned - started
+            if not self._published:
+                if self.scheduler.has_guide_news:
+                    self._let_in(_GUIDE_SECONDS)
+                return []
+            report = self._collect()
+            received = self._clock()
+            self.totals.waiting += received - planned
+            self._trace("waiting", self._published[0].plan.round_index, planned, received)
+            began = time.thread_time()
+            gains = self._commit(self._published.popleft(), report, received)
+            self.commit_seconds = time.thread_time() - began
+            self.add_committing(self._clock() - received)
+            if self._plans_ahead:  # the ranks go on while the text of this round is made
+                started = self._clock()
+                self._publish_plans(started)
+                self.totals.orchestrating += self._clock() - started
+            return gains
+
+    @property
+    def draft_is_lost(self) -> bool:
+        """Whether the draft engine is gone for good: no row will be drafted any more."""
+        return self._ranks.draft_is_lost
+
+    @property
+    def activity(self) -> Activity:
+        """Where the thread that takes the steps says what it is doing."""
+        return self._ranks.activity
+
+    def look(self) -> Mapping[int, Doing]:
+        """What each rank is doing, by world ranks; 0 is the thread that takes the steps. From any thread."""
+        return self._ranks.look()
+
+    def add_committing(self, seconds: float) -> None:
+        """Count the time that something took, until now, between a verdict and the tokens and texts of its rows."""
+        self.totals.committing += seconds
+        self.totals.orchestrating += seconds
+        if self._log is not None:
+            ended = self._clock()
+            self._trace("committing", self._committed, ended - seconds, ended)
+
+    def drain(self) -> None:
+        """Take in the verdicts of plans that are still out, once no completion is left; nothing while one is."""
+        while self._published and not self.scheduler.has_work:
+            self.step()
+
+    def reset(self) -> None:
+        """Forget all completions and plans after an exception in the middle of a round, so that the next finds all
+        whole.
+
+        Raises:
+            RankFailedError: a rank failed, too.
+        """
+        self._published.clear()
+        self._rows_drafted_for.clear()
+        self.scheduler.reset()
+        self._ranks.reset()
+
+    def begin_adapter(self, name: str, path: Path) -> None:
+        """Have every target rank read an adapter; see EngineRanks."""
+        self._ranks.begin_adapter(name, path)
+
+    def take_adapter(self, seconds: float) -> list[str] | None:
+        """What is wrong with it, once all ranks have answered; see EngineRanks."""
+        return self._ranks.take_adapter(seconds)
+
+    def end_adapter(self, slot: int) -> None:
+        """Have it fill a slot that no row has, or forgotten where that is 0; see EngineRanks."""
+        self._ranks.end_adapter(slot)
+
+    def start_trace(self, most_rounds: int) -> None:
+        """Log what this rank and every engine rank does in the next `most_rounds` rounds. No plan may be out.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        self._log = SpanLog(most_rounds)
+        self._ranks.start_trace(most_rounds)
+
+    def take_trace(self) -> list[RankSpans]:
+        """End the logs and return them: this rank's as orchestrator, then those of the engine ranks in rank order, all
+        by this process's clock. No plan may be out.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        log, self._log = self._log or SpanLog(0), None
+        own = RankSpans(0, ORCHESTRATOR, log.spans, log.num_dropped_rounds)
+        return [own, *self._ranks.take_trace()]
+
+    def close(self) -> None:
+        """Let the engine ranks end."""
+        self._keep_what_was_seen()
+        self._ranks.close()
+
+    def _keep_what_was_seen(self) -> None:
+        if self._pacer is not None and self._keep is not None and self._num_unkept:
+            self._num_unkept = 0
+            self._keep(self._pacer.seen_costs, self._pacer.seen)
+
+    def _trace(self, name: str, round_index: int, start: float, end: float) -> None:
+        if self._log is not None:
+            self._log.add(name, round_index, start, end)
+
+    def _order_guides(self) -> None:
+        """Have guides built that completions wait for, and those let in whose are. What is built at once, as what is
+        kept from before, makes room for others."""
+        while self.scheduler.has_guide_news:
+            orders = self.scheduler.take_guide_orders()
+            if orders:
+                self._ranks.order_guides(orders)
+            if not self._let_in():
+                return
+
+    def _let_in(self, seconds: float = 0.0) -> bool:
+        """Take in what guides are built, and wait for some where there are none; whether there were."""
+        built = self._ranks.take_built_guides(seconds)
+        for guide in built:
+            self.scheduler.note_built(guide)
+        return bool(built)
+
+    def _publish_plans(self, started: float) -> None:
+        self._order_guides()
+        while len(self._published) <= self._plans_ahead:
+            num_decoding, num_plain = self.scheduler.decoding_load() if self._pacer is not None else (0, 0)
+            most_drafting, plan = self._schedule(num_decoding, num_plain)
+            if plan is None:
+                return
+            if self._pacer is not None and num_decoding:
+                num_drafting = int((plan.draft_lens > 0).sum())
+                if isinstance(self._pacer, MatchPacer):
+                    num_plain = num_decoding - num_drafting
+                self._pacer.note_plan(num_decoding, num_plain, plan.draft_len, num_drafting)
+            self._ranks.publish(plan)
+            published = self._clock()
+            places, is_partial = self._places_with_logprobs(plan), most_drafting is not None and plan.draft_len > 0
+            self._published.append(_PublishedPlan(plan, places, num_plain, is_partial, published))
+            self._trace("planning", plan.round_index, started, published)
+            started = published
+
+    def _schedule(self, num_decoding: int, num_plain: int) -> tuple[int | None, RoundPlan | None]:
+        """Rows that may draft, None for all, and the plan."""
+        pacer, draft_len, most_drafting, kinds = self._pacer, None, None, None
+        if isinstance(pacer, MatchPacer):
+            draft_len, kinds = pacer.choose_matches(self.scheduler.match_kinds())
+        elif pacer is not None and num_decoding:
+            draft_len = pacer.choose(num_decoding, num_plain)
+            # A draft engine that drafts ahead is fed anyway.
+            most_drafting = pacer.most_drafting(num_decoding, num_plain) if self._ahead is None else None
+        if self.draft_is_lost:
+            draft_len = 0  # the target alone: no packet is looked for
+        pays = pacer is None or pacer.pays
+        plan = self.scheduler.schedule(
+            draft_len,
+            most_drafting=most_drafting,
+            takes_given=not self.draft_is_lost,
+            drafts_pay=pays,
+            drafted_kinds=kinds,
+            # One that drafts ahead is fed anyway.
+            is_unsure=pacer is not None and pacer.is_unsure and self._ahead is None,
+        )
+        if plan is None or self._ahead is None:
+            return most_drafting, plan
+        num_rows = len(plan.decode_rows)
+        if not self.draft_is_lost:
+            self._rows_drafted_for[plan.round_index] = num_rows
+        # A round without drafts has nothing to foresee, but for the first tokens behind prompts.
+        guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
+        return None, replace(plan, num_guesses=guesses, redraft_from=self._ahead.redraft_from(num_rows))
+
+    def _places_with_logprobs(self, plan: RoundPlan) -> list[int]:
+        """Places in the plan's verdict whose rows asked for log probabilities.
+
+        Worked out when the plan goes out: by the time its verdict is here, a row may belong to another request.
+        """
+        for admission in plan.admissions:
+            if admission.sampling.logprobs is not None:
+                self._rows_with_logprobs.add(admission.row)
+            else:
+                self._rows_with_logprobs.discard(admission.row)
+        if not self._rows_with_logprobs:
+            return []
+        return [place for place, row in enumerate(plan.sampled_rows) if row in self._rows_with_logprobs]
+
+    def _collect(self) -> RoundReport:
+        """The next verdict; reports of the draft leader on the way only add their times."""
+        while True:
+            report = self._ranks.collect()
+            if self._ranks.draft_is_lost:
+                self.totals.draft_losses = 1
+            if report.round_index >= FIRST_REHEARSED_ROUND:
+                continue  # the draft leader's of a round before the first request, whose verdict has been there
+            times = report.times
+            self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
+            self.totals.add_first_uses(times.first_uses)
+            if report.is_verdict:
+                return report
+            self._note_draft(report)
+
+    def _note_draft(self, report: RoundReport) -> None:
+        """The draft leader's report, which comes before or after that of the target leader."""
+        self.totals.add_guesses(report.num_guesses, report.times.anticipating)
+        num_rows = self._rows_drafted_for.pop(report.round_index, None)  # None: of a round that was given up
+        if self._ahead is not None and num_rows is not None:
+            self._ahead.record_draft(
+                num_rows,
+                report.num_guesses,
+                report.times.anticipating,
+                report.num_redrafted,
+                report.times.drafting,
+                report.hit_chances,
+            )
+
+    def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowGain]:
+        seconds = received - max(self._last_verdict, published.published)
+        self._last_verdict = received
+        self._committed = published.plan.round_index
+        self.totals.num_rounds += 1
+        self.totals.add_request_work("guides", report.times.guiding)
+        self.totals.num_guide_waits += sum([count < 0 for count in report.num_tokens])
+        self._num_unkept += 1
+        if self._num_unkept >= _ROUNDS_BETWEEN_KEEPING:
+            self._keep_what_was_seen()
+        logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
+        num_rows = len(published.plan.decode_rows)
+        if self._ahead is not None and num_rows:
+            gained = [max(0, count) for count in report.num_tokens[:num_rows]]
+            of_rows = (gained, report.draft_lens[:num_rows])
+            self._ahead.record_round(num_rows, report.times.verifying, seconds, *of_rows)
+        results = commit_round(
+            self.scheduler,
+            published.plan,
+            report,
+            self._pacer,
+            seconds,
+            num_plain=published.num_plain,
+            is_partial=published.is_partial,
+            watch=self._watch,
+        )
+        self.totals.num_tokens += sum([len(result.new_token_ids) for result in results])
+        return [
+            RowGain(result, logprobs.get(result.index_in_verdict), report.logits.get(result.index_in_verdict))
+            for result in results
+        ]
+
+
+def commit_round(
+    scheduler: Scheduler,
+    plan: RoundPlan,
+    report: RoundReport,
+    pacer: Pacer | None = None,
+    seconds: float = 0.0,
+    num_plain: int = 0,
+    is_partial: bool = False,
+    watch: AcceptanceWatch | None = None,
+) -> list[RowResult]:
+    """Enter the verdict in the books: the scheduler's, and those of what drafts pay.
+
+    Args:
+        scheduler: appends the tokens, applies stop rules, frees blocks and offers verified ones for reuse.
+        plan: the plan that the report answers.
+        report: the target leader's, on the host.
+        pacer: chooses how much is drafted; None where draft_len is fixed.
+        seconds: how long the round took.
+        num_plain: decode rows that are as if nothing were drafted for them, when the plan was made.
+        is_partial: whether only some of the others were to draft.
+        watch: says so where drafts are not worth their time.
+
+    Returns:
+        One result for each row that gained tokens.
+    """
+    if report.round_index != plan.round_index:
+        raise RuntimeError(f"a report of round {report.round_index} came for the plan of round {plan.round_index}")
+    planned = plan.draft_lens.tolist()
+    # A round in which nothing may be drafted for any row (speculation is off) says nothing about drafting.
+    if (pacer is not None or watch is not None) and any(length >= 0 for length in planned):
+        # A draft that was asked for and not found costs the round as much as one that is rejected at once. One that
+        # came with a request says nothing about the drafter, and its row may have had more than the others.
+        asked = zip(plan.decode_rows.tolist(), planned, report.num_tokens, strict=False)
+        acceptances = [
+            (length, max(0, count - 1))
+            for row, length, count in asked
+            if length > 0 and count >= 0 and row not in plan.given_rows
+        ]
+        is_usual = not (plan.prefill or plan.given_rows)
+        if pacer is not None:
+            took = seconds if is_usual else None
+            pacer.record(len(planned), plan.draft_len, took, acceptances, num_plain, is_partial)
+        if watch is not None:
+            # As statistics and metrics count: of drafts that were not found nothing was verified.
+            verified = zip(plan.decode_rows.tolist(), planned, report.draft_lens, report.num_tokens, strict=False)
+            watch.record(
+                [
+                    (found, max(0, count - 1))
+                    for row, length, found, count in verified
+                    if length > 0 and found > 0 and row not in plan.given_rows
+                ]
+            )
+            if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:
+                logger.warning(said)
+    foreseen = report.foreseen if plan.num_guesses else None
+    found = report.num_suffix_tokens
+    of_prompts = (report.prompt_ids, report.prompt_values) if len(report.prompt_ids) else None
+    logits = report.prompt_logits if len(report.prompt_logits) else None
+    return scheduler.commit(
+        plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found, of_prompts, logits
+    )

@@ -1,0 +1,144 @@
+"""The engine ranks of a job of one process, which the orchestrator's thread runs in place.
+
+It knows `EngineRanks`' interface, and the worker. It does not know what a plan means.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
+from trtrun.core.guide import GuideStart
+from trtrun.core.nouns import RoundPlan
+from trtrun.errors import RankFailedError
+from trtrun.rounds.launched_round import LaunchedRound
+from trtrun.rounds.ordered_adapters import AdapterReading
+from trtrun.rounds.round import Worker
+from trtrun.scheduling.guide_books import GuideOrders
+from trtrun.timing.spans import ENGINES, RankSpans
+from trtrun.timing.tracing import PhaseTracer
+from trtrun.wire.reports import RoundReport
+
+
+class SoloRanks:
+    """One process with every role: a plan runs when its report is asked for, or on a GPU that of the plan before.
+
+    Args:
+        worker: of this process.
+        launches_ahead: whether all plans that are there are launched before a report is waited for. It pays where a
+            launch returns before its work is done.
+    """
+
+    def __init__(self, worker: Worker, *, launches_ahead: bool = False) -> None:
+        self._worker = worker
+        self._launches_ahead = launches_ahead
+        self._tracer = PhaseTracer(worker)
+        self._plans: deque[RoundPlan] = deque()
+        self._launched: deque[LaunchedRound] = deque()
+        self._guides_due: list[GuideStart] = []
+        self._published = NO_ROUND
+        self._reading: AdapterReading | None = None
+
+    @property
+    def draft_is_lost(self) -> bool:
+        """See EngineRanks; a process alone loses nothing."""
+        return False
+
+    @property
+    def activity(self) -> Activity:
+        """Where this process says what it does."""
+        return self._worker.activity
+
+    def look(self) -> Mapping[int, Doing]:
+        """See EngineRanks."""
+        return {0: self._worker.activity.look()}
+
+    def publish(self, plan: RoundPlan) -> None:
+        """See EngineRanks."""
+        self._plans.append(plan)
+        self._published = plan.round_index
+
+    def collect(self) -> RoundReport:
+        """See EngineRanks."""
+        with self._on_device():
+            while self._plans and (self._launches_ahead or not self._launched):
+                self._launched.append(self._worker.launch_round(self._plans.popleft()))
+            report = self._launched.popleft().finish()
+        if report is None:
+            raise RankFailedError("the single process of this job does not lead the target engine")
+        return report.unpack()
+
+    def order_guides(self, orders: GuideOrders) -> None:
+        """See EngineRanks."""
+        guides = self._worker.guides
+        if guides is not None:
+            for guide in orders.over:
+                guides.forget(guide)
+            for guide in orders.begun:
+                guides.build(guide)
+        self._guides_due = [*(guide for guide in self._guides_due if guide not in orders.over), *orders.begun]
+
+    def take_built_guides(self, seconds: float = 0.0) -> list[GuideStart]:
+        """See EngineRanks."""
+        guides, due = self._worker.guides, self._guides_due
+        if guides is not None and seconds and due:
+            guides.wait_for_any(due, seconds)
+        built = [guide for guide in due if guides is None or guides.is_built(guide)]
+        self._guides_due = [guide for guide in due if guide not in built]
+        return built
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels run on the current GPU of the thread that launches them, and any thread may call."""
+        device = self._worker.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See EngineRanks; who looks from outside sees it."""
+        self._worker.activity.enter(self._published, Phase.SCHEDULING)
+        try:
+            yield
+        finally:
+            self._worker.activity.rest()
+
+    def reset(self) -> None:
+        """See EngineRanks."""
+        self._plans.clear()
+        self._launched.clear()
+        self._worker.reset()
+
+    def begin_adapter(self, name: str, path: Path) -> None:
+        """Have an adapter read beside the rounds."""
+        self._reading = AdapterReading(self._worker, name, path)
+
+    def take_adapter(self, seconds: float = 0.0) -> list[str] | None:
+        """What kept it from being read, nothing where it is; None while it is read."""
+        assert self._reading is not None
+        return list(filter(None, [self._reading.problem])) if self._reading.wait(seconds) else None
+
+    def end_adapter(self, slot: int) -> None:
+        """Put what was read into a slot; 0 gives it up."""
+        reading, self._reading = self._reading, None
+        if slot and reading is not None:
+            with self._on_device():
+                reading.install(slot)
+
+    def start_trace(self, most_rounds: int) -> None:
+        """See EngineRanks."""
+        self._tracer.start(most_rounds)
+
+    def take_trace(self) -> list[RankSpans]:
+        """See EngineRanks; there is one clock."""
+        log = self._tracer.take()
+        return [RankSpans(0, ENGINES, log.spans, log.num_dropped_rounds)]
+
+    def close(self) -> None:
+        """See EngineRanks."""
+        self._plans.clear()
+        if self._worker.guides is not None:
+            self._worker.guides.close()

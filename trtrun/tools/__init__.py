@@ -1,0 +1,1 @@
+"""What is made of models beside serving them: drafters, quantized and converted checkpoints, engine directories."""

@@ -1,0 +1,187 @@
+"""AWQ (arXiv:2306.00978): scales of input channels by the size of their activations, and ranges of groups, both
+searched for on calibration texts, so that rounding weights to 4 bits changes what a layer computes least.
+
+A scale is a^ratio, a the mean size of a channel's activations (equation 5), over a grid of ratios; the loss is the mean
+square error of what the parent block puts out. Where the block is one product its error follows from the products of
+its inputs alone, E|(W' - W) x|² = tr((W' - W) E[x xᵀ] (W' - W)ᵀ), as does that of each group of a row when its range
+is cut. It knows a plain layer and what was seen in it. It does not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtrun.tools.quantizing.activations import Devices, Flow, Observer
+from trtrun.tools.quantizing.folding import Pair, fold, linear_pairs, norm_pairs
+from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights
+from trtrun.tools.quantizing.rounding import int4_codes, int4_grid, nearest_int4
+
+NUM_RATIOS = 20
+"""Of the grid: 0, 0.05, … 0.95. With 0 nothing is scaled."""
+
+RANGES = tuple(1 - step / 40 for step in range(20))
+"""Shares of the whole range that groups' ranges are cut to: 1, 0.975, … 0.525."""
+
+_LEAST_SCALE = 1e-4
+_NUMBERS_AT_ONCE = 1 << 24
+"""Numbers of a matrix whose ranges are searched at once."""
+
+Loss = Callable[[Tensor], float]
+"""A scale [in] of a pair's channels → the error that rounding makes then."""
+
+
+@dataclass(frozen=True)
+class Awq:
+    """The search in one layer.
+
+    Attributes:
+        layers: the plain layer in each slot.
+        masters: its weights there, float32.
+        devices: of the slots.
+        seen: in the layer, with products.
+        hidden: what enters the layer.
+        group_size: by the last name of a module.
+        dtype: of scales and norms in files.
+        is_symmetric: whether there are no zero points.
+    """
+
+    layers: Sequence[PlainLayer]
+    masters: Sequence[Weights]
+    devices: Devices
+    seen: Observer
+    hidden: Flow
+    group_size: Callable[[str], int]
+    dtype: torch.dtype
+    is_symmetric: bool = False
+
+    def run(self) -> tuple[Weights, dict[str, float]]:
+        """The layer's weights with scales folded in and ranges cut, float32 in the first slot, for rounding to nearest;
+        and the ratio for each site."""
+        plan = self.layers[0].plan
+        inputs_norm, behind_norm = norm_pairs(plan)
+        scales: list[tuple[Pair, Tensor]] = []
+        ratios: dict[str, float] = {}
+
+        def search(pair: Pair, loss: Loss) -> None:
+            ratios[pair.site], scale = self._search(pair, loss)
+            scales.append((pair, scale))
+
+        attended = self.hidden.map(lambda slot, x: self.layers[slot].norm(plan.input_norm, x))
+        search(inputs_norm, self._block_loss(inputs_norm, attended, PlainLayer.attention))
+        normed = self._mlp_inputs(attended)
+        del attended
+        search(behind_norm, self._block_loss(behind_norm, normed, PlainLayer.mlp))
+        for pair in linear_pairs(plan):
+            search(pair, self._product_loss(pair))
+        weights = self.masters[0]
+        for pair, scale in scales:
+            weights = fold(weights, pair, scale, self.dtype)
+        return self._cut_ranges(weights, dict((pair.site, scale) for pair, scale in scales)), ratios
+
+    def _mlp_inputs(self, attended: Flow) -> Flow:
+        """What gate_proj and up_proj get."""
+        found = Flow(self.devices)
+        for index in range(len(attended)):
+            layer = self.layers[self.devices.slot(index)]
+            hidden = self.hidden[index] + layer.attention(attended[index])
+            found.append(layer.norm(layer.plan.post_attention_norm, hidden))
+        return found
+
+    def _search(self, pair: Pair, loss: Loss) -> tuple[float, Tensor]:
+        """The ratio with the least loss, and its scale; the first of several."""
+        sizes = pair.shared(self.seen.mean_size(pair.site))
+        best: tuple[float, float, Tensor] | None = None
+        for step in range(NUM_RATIOS):
+            scale = sizes.pow(step / NUM_RATIOS).clamp(min=_LEAST_SCALE)
+            scale = scale / (scale.max() * scale.min()).sqrt()
+            found = loss(scale)
+            if best is None or found < best[0]:
+                best = found, step / NUM_RATIOS, scale
+        assert best is not None
+        return best[1], best[2]
+
+    def _rounded(self, weight: Tensor, name: str, scale: Tensor) -> Tensor:
+        """What weights are that are scaled, rounded and scaled back, float32."""
+        scaled = weight * scale
+        return nearest_int4(scaled, self.group_size(name), self.dtype, self.is_symmetric).div_(scale)
+
+    def _block_loss(self, pair: Pair, inputs: Flow, block: Callable[[PlainLayer, Tensor], Tensor]) -> Loss:
+        """The error of what a block of the layer puts out."""
+        expected = inputs.map(lambda slot, x: block(self.layers[slot], x))
+
+        def loss(scale: Tensor) -> float:
+            changed = []
+            for slot, layer in enumerate(self.layers):
+                own = scale.to(self.devices.slots[slot])
+                rounded = {}
+                for name in (f"{name}.weight" for name in pair.consumers):
+                    rounded[name] = self._rounded(self.masters[slot][name], name, own).to(self.devices.dtype)
+                changed.append(layer.with_weights(rounded))
+            errors = []
+            for index in range(len(inputs)):
+                found = block(changed[self.devices.slot(index)], inputs[index])
+                errors.append((found.float() - expected[index].float()).square().sum(dtype=torch.float64))
+            return sum(float(error) for error in errors)
+
+        return loss
+
+    def _product_loss(self, pair: Pair) -> Loss:
+        """The error of one product, from the products of its inputs."""
+        (consumer,) = pair.consumers
+        name = f"{consumer}.weight"
+        weight, products = self.masters[0][name], self.seen.products(pair.site)
+
+        def loss(scale: Tensor) -> float:
+            difference = self._rounded(weight, name, scale) - weight
+            return float(((difference @ products) * difference).sum(dtype=torch.float64))
+
+        return loss
+
+    def _cut_ranges(self, weights: Weights, scales: Mapping[str, Tensor]) -> Weights:
+        """Weights with the range of each group of each row cut to where its error is least. Queries and keys keep
+        theirs, as their products are not what the loss looks at (AWQ's own rule)."""
+        plan = self.layers[0].plan
+        found = dict(weights)
+        for pair in (*norm_pairs(plan), *linear_pairs(plan)):
+            names = [name for name in pair.consumers if not name.endswith(("q_proj", "k_proj"))]
+            scale = scales[pair.site]
+            products = self.seen.products(pair.site) / scale / scale.unsqueeze(1)
+            for name in (f"{name}.weight" for name in names):
+                size = self.group_size(name)
+                places = torch.arange(len(scale) // size, device=products.device)
+                blocks = torch.unflatten(torch.unflatten(products, 1, (-1, size)), 0, (-1, size))[places, :, places]
+                weight, step = weights[name], max(1, _NUMBERS_AT_ONCE // len(scale))
+                parts = [weight[row : row + step] for row in range(0, len(weight), step)]
+                found[name] = torch.cat(
+                    [cut_ranges(part, blocks, size, self.dtype, self.is_symmetric) for part in parts]
+                )
+        return found
+
+
+def cut_ranges(weight: Tensor, products: Tensor, size: int, dtype: torch.dtype, is_symmetric: bool) -> Tensor:
+    """weight [out, in] float32 with each group's numbers cut to the range that rounds best.
+
+    Args:
+        weight: [out, in] float32.
+        products: [groups, size, size] float32: means of x xᵀ of each group's inputs.
+        size: of a group.
+        dtype: of scales.
+        is_symmetric: whether there are no zero points.
+    """
+    groups = torch.unflatten(weight, 1, (-1, size))
+    largest = groups.abs().amax(-1, keepdim=True)
+    best, best_error = groups, torch.full_like(largest.squeeze(-1), torch.inf)
+    for share in RANGES:
+        most = largest * share
+        cut = groups.clamp(-most, most)
+        scale, zero = int4_grid(cut, dtype, is_symmetric)
+        difference = int4_codes(cut, scale, zero).sub_(zero).mul_(scale).sub_(groups)
+        error = torch.einsum("ogi,gij,ogj->og", difference, products, difference)
+        is_better = error < best_error
+        best = torch.where(is_better.unsqueeze(-1), cut, best)
+        best_error = torch.where(is_better, error, best_error)
+    return best.flatten(1)

@@ -1,4 +1,0 @@
-"""The methods of training: `table` has their names, and each has a module.
-
-A method knows its own losses and the layout of its checkpoint; the loop (`trtrun.training.loop`) knows neither.
-"""

@@ -1,0 +1,110 @@
+"""Makes the linear layers of one rank, and the tensors beside them, of weights that a loader brings. Plans of layers
+build with it.
+
+It knows its rank's group. It does not know files, where in the model a weight stands, or what else the process holds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from parallel.communicator import Communicator
+from trtrun.attention.backend import AttentionBackend, attention_backend
+from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
+from trtrun.kvcache.formats import ByteKV, KVFormat
+from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.linear.adapted import AdaptedLayers
+from trtrun.linear.layer import Linear
+from trtrun.weights.weight import Axis, Weight
+from trtrun.weights.weight_loader import WeightLoader
+
+_MADE_UP_MOST = 64.0
+"""The largest key or value that made-up scales are for."""
+
+
+class WeightReader:
+    """Builds with the weights of one rank.
+
+    Args:
+        loader: of them.
+        communicator: of the tensor-parallel group.
+        batch_invariant: see `Quantization.apply`.
+        kv_format: how the store that attention will meet keeps keys and values.
+        adapted: collects the linear layers that may have adapters, which are those of the model's layers; None without.
+    """
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        communicator: Communicator,
+        batch_invariant: bool,
+        kv_format: KVFormat,
+        adapted: AdaptedLayers | None = None,
+    ) -> None:
+        self.device, self.share, self.dtype = loader.device, loader.share, loader.dtype
+        self._loader = loader
+        self._communicator = communicator
+        self._batch_invariant = batch_invariant
+        self._kv_format = kv_format
+        self._adapted = adapted
+        self._backends: dict[int, AttentionBackend] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+        return self._loader.bytes_read
+
+    def close(self) -> None:
+        """Close the files and report completion."""
+        self._loader.close()
+
+    def release_buffer(self) -> None:
+        """Give the packing buffer back; the next packed weight maps another."""
+        self._loader.release_buffer()
+
+    def attention(self, head_dim: int) -> AttentionBackend:
+        """What attends over heads of a size: the same for all layers, which share its scratch memory."""
+        if head_dim not in self._backends:
+            self._backends[head_dim] = attention_backend(self.device, self.dtype, head_dim, self._kv_format)
+        return self._backends[head_dim]
+
+    def kv_scales(self, attention: str, keys: Axis) -> torch.Tensor | None:
+        """The scales of a layer's keys and values, where its store has none of tokens.
+
+        Args:
+            attention: in front of the layer's names.
+            keys: their features.
+
+        Returns:
+            [2, this rank's KV heads] float32 on the device, numbers of bfloat16, or None.
+
+        Raises:
+            CheckpointError: see `load_kv_scales`.
+        """
+        if not isinstance(self._kv_format, ByteKV) or not self._kv_format.has_layer_scales:
+            return None
+        heads = keys.units(self.share)
+        scales = self._loader.kv_scales(attention, keys.size, heads)
+        if scales is None:  # made-up weights have made-up scales
+            scales = torch.full((2, len(heads)), _MADE_UP_MOST / LARGEST[self._kv_format.kind])
+        return scales.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16).float().to(self.device)
+
+    def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
+        """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""
+        cut, held, tensors = weight.cut(self.share), self._loader.held(weight), self._loader.load(weight, present)
+        of_bias, invariant = None if bias is None else self.tensor(bias), self._batch_invariant
+        if self._adapted is None or weight.use != "linear":
+            return Linear(cut.shape, held, tensors, of_bias, batch_invariant=invariant)
+        return self._adapted.make(cut, held, tensors, of_bias, self.dtype, batch_invariant=invariant)
+
+    def row_parallel(self, weight: Weight, bias: Weight | None = None) -> RowParallelLinear:
+        """A linear layer whose input features are shared out."""
+        return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self._communicator)
+
+    def tensor(self, weight: Weight) -> torch.Tensor:
+        """Read `weight` on to the device in the model's dtype.
+
+        Raises:
+            CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.
+        """
+        return self._loader.tensor(weight)
