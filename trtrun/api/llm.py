@@ -10,8 +10,7 @@ A program whose configuration needs several ranks is started on every rank by mp
         if llm is not None:  # rank 0; the others have served until it closed
             outputs = llm.generate(["def main("])
 
-It knows calls. It does not know what becomes of a call's prompts (`calls`), how threads share the engine core
-(`calls`), rounds or ranks.
+
 """
 
 from __future__ import annotations
