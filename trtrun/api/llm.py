@@ -9,8 +9,6 @@ A program whose configuration needs several ranks is started on every rank by mp
     with open_llm(load_config("run.yaml")) as llm:
         if llm is not None:  # rank 0; the others have served until it closed
             outputs = llm.generate(["def main("])
-
-
 """
 
 from __future__ import annotations
