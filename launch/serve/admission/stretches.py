@@ -17,6 +17,7 @@ from contextvars import Context
 from typing import Any
 
 import uvloop
+from typing_extensions import override
 
 RESOLUTION = 0.001
 """Seconds after which a reading of the processor's clock is too old to begin a stretch."""
@@ -75,20 +76,20 @@ class MeasuredLoop(uvloop.Loop):
         self.stretches = Stretches()
         self._called: object = None
 
+    @override
     def call_soon(  # type: ignore[override]  # the same, in the words of Python 3.10
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """As of every loop."""
         return super().call_soon(self._call, callback, args, context=context)
 
+    @override
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As of every loop."""
         return super().call_later(delay, self._call, callback, args, context=context)
 
+    @override
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
-        """As of every loop."""
         super().add_reader(fd, self._call, callback, args)
 
     def _call(self, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp
+from typing_extensions import override
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -126,8 +127,8 @@ class _Flow(FlowControl):
         super().__init__(transport)
         self._feed = feed
 
+    @override
     def resume_reading(self) -> None:
-        """As uvicorn calls it."""
         if self.read_paused:
             self.read_paused = False
             self._feed()
@@ -153,8 +154,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._num_framing_bytes = 0
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As asyncio calls it."""
         self.bounds.make_room()
         if len(self.bounds.open) >= self.bounds.most + SPARE:
             self.transport = transport
@@ -174,14 +175,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_feeding = True
             self.loop.call_soon(self._feed)
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio calls it."""
         self.bounds.leave(self)
         self._unparsed.clear()
         super().connection_lost(error)
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """As asyncio calls it."""
         self._unparsed += data
         if not self._is_feeding:
             self._feed()
@@ -214,8 +215,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_held = True
             self.transport.pause_reading()
 
+    @override
     def on_response_complete(self) -> None:
-        """As a request calls it that was answered."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -237,38 +238,38 @@ class BoundedProtocol(HttpToolsProtocol):
             # Bytes that belong to no request, such as empty lines, and the rest of a body that was refused.
             self._waits_since = self.bounds.now()
 
+    @override
     def on_message_begin(self) -> None:
-        """As httptools calls it."""
         self._is_in_head, self._num_head_bytes, self._num_headers = True, 0, 0
         self._num_body_bytes = self._num_framing_bytes = 0
         self._waits_since = self.bounds.now()
         super().on_message_begin()
 
+    @override
     def on_header(self, name: bytes, value: bytes) -> None:
-        """As httptools calls it."""
         self._num_headers += 1
         if self._num_headers <= MOST_HEADERS:
             super().on_header(name, value)
         elif self._num_headers == MOST_HEADERS + 1:
             self.send_400_response(f"The head of the request has more than {MOST_HEADERS} fields.")
 
+    @override
     def on_headers_complete(self) -> None:
-        """As httptools calls it."""
         self._is_in_head, self._waits_since = False, None
         if self.transport.is_closing():  # it was refused already, and is no request
             return
         self.bounds.idle.pop(self, None)
         super().on_headers_complete()
 
+    @override
     def on_body(self, body: bytes) -> None:
-        """As httptools calls it."""
         self._num_body_bytes += len(body)
         self._num_framing_bytes -= len(body)
         if not self.transport.is_closing():
             super().on_body(body)
 
+    @override
     def on_message_complete(self) -> None:
-        """As httptools calls it."""
         if not self.transport.is_closing():
             super().on_message_complete()
 

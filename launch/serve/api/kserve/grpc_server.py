@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
+from typing_extensions import override
 
 from launch.serve.admission.limits import READ_HERE
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
@@ -63,8 +64,8 @@ class _WithoutGoneClients(logging.Filter):
         super().__init__()
         self._metrics = metrics
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        """As `logging` calls it."""
         is_gone = record.getMessage().startswith(_GONE)
         self._metrics.totals.num_calls_cut += is_gone
         return not is_gone

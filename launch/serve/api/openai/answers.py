@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from launch.serve.api.openai.answer_parts import (
     Choice,
@@ -315,8 +316,8 @@ class ChatAnswer(Answer):
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     scores_beside = True
 
+    @override
     def prepare(self, answering: Answering) -> None:
-        """See `Answer`."""
         is_parsed = answering.parsing.is_needed
         self._texts = [ChatText(answering.parsing) for _ in range(self._num_choices)] if is_parsed else []
         self._num_thought = 0
