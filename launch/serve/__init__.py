@@ -2,5 +2,5 @@
 
 Rooms from the top down: `application` puts a server together, beside it `reader` is what its reading processes run;
 `kserve` and `openai` are its protocols; `front` takes requests in no protocol's words; `metrics` counts; `engine`,
-`http`, `reading` and `page` do not know each other; `door` is below all.
+`http`, `reading` and `page` do not know each other; `admission` is below all.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Message
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.limits import AdmissionControl
 from launch.serve.application.parser_worker import Reader
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
@@ -104,8 +104,8 @@ def make_front(tokenizer: Any, engine: Any, template: str | None = None) -> Fron
         tokenizer=None, template=template, template_tokens={}, model_name="m", vocab_size=4096, eos_token_ids=(0,),
         draft_len=4, excludes_prompt=None, max_batch_size=8,
     )  # fmt: skip
-    door, reading = Door(8, 2048, 16, is_open=True), HereReading(facts, tokenizer)
-    return Front("m", prompts, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0, reading)
+    admission, reading = AdmissionControl(8, 2048, 16, is_open=True), HereReading(facts, tokenizer)
+    return Front("m", prompts, tokenizer, 4, admission, engine, FrontMetrics("m", 4), 60.0, reading)
 
 
 def request_of(body: bytes, **path_params: str) -> Request:

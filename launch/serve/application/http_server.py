@@ -59,7 +59,7 @@ def make_application(front: Front, routes: Sequence[Route], allowed_origins: Seq
     async def health(request: Request) -> Response:
         phases = describe_phases(front.client.standings())
         try:
-            front.door.check_open()
+            front.admission.check_open()
         except Refusal as refusal:
             told = {"status": refusal.code, "phases": phases}
             return JSONResponse(told, status_code=503, headers=retry_headers(refusal))

@@ -1,5 +1,5 @@
-"""What a server is made of, put together from its configuration: the front with its door, counts and readers, and the
-protocols before it. It starts nothing.
+"""What a server is made of, put together from its configuration: the front with its admission, counts and readers, and
+the protocols before it. It starts nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.limits import AdmissionControl
 from launch.serve.admission.logits import LogitsLimit
 from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
@@ -85,7 +85,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     name = model_name(config)
     if name in config.adapters:
         raise ConfigError(f"adapters.{name}: clients call the model itself so: give the adapter another name")
-    door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
+    admission = AdmissionControl(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
     metrics = FrontMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
     defaults = sampling_defaults(config)
@@ -118,7 +118,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         prompts,
         tokenizer,
         config.draft_len,
-        door,
+        admission,
         engine,
         metrics,
         section.request_timeout_s,

@@ -150,7 +150,7 @@ class _Server:
         self._running = running
         parts = make_parts(config, keys, running.engine)
         self._front, self._readers = parts.front, parts.readers
-        self._door, self._metrics = self._front.door, self._front.metrics
+        self._admission, self._metrics = self._front.admission, self._front.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
         self._is_ready = asyncio.Event()
@@ -227,15 +227,15 @@ class _Server:
     async def _drain(self, keeping: asyncio.Task[int]) -> bool:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
-        self._door.is_closing = True
+        self._admission.is_closing = True
         seconds = self._config.launch.drain_seconds
-        if self._door.num_requests:
+        if self._admission.num_requests:
             name = signal.Signals(self._stopped_by).name
             say(
-                f"{name}: no more requests are let in, the {self._door.num_requests} in work have {seconds:g} s; a "
-                "second SIGINT or SIGTERM ends at once"
+                f"{name}: no more requests are let in, the {self._admission.num_requests} in work have {seconds:g} s; "
+                "a second SIGINT or SIGTERM ends at once"
             )
-        emptying = asyncio.create_task(self._door.wait_empty(seconds))
+        emptying = asyncio.create_task(self._admission.wait_empty(seconds))
         await asyncio.wait((emptying, keeping), return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             emptying.cancel()
@@ -245,7 +245,7 @@ class _Server:
     async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
         """End the engine, or take note of its end."""
         if keeping.done():
-            self._door.is_closing = True
+            self._admission.is_closing = True
             return keeping.result()
         self._running.engine.end_all(server_ending())
         await self._running.close()
@@ -267,19 +267,19 @@ class _Server:
         self._is_asked.set()
 
     def _engine_is_there(self) -> None:
-        self._door.is_open = True
+        self._admission.is_open = True
         self._is_ready.set()
 
     def _engine_is_gone(self) -> None:
-        self._door.is_open = self._door.is_hanging = False
+        self._admission.is_open = self._admission.is_hanging = False
         self._metrics.count_loss()
 
     def _engine_hangs(self, line: str) -> None:
-        self._door.is_hanging = True
+        self._admission.is_hanging = True
         say(line)
 
     def _engine_gets_on(self) -> None:
-        self._door.is_hanging = False
+        self._admission.is_hanging = False
         say("the engine gets on again")
 
     def _engine_is_restarted(self, line: str) -> None:

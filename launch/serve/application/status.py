@@ -78,7 +78,7 @@ def metrics_route(front: Front, keys: Keys) -> Route:
         keys.check(request)
         status = await front.client.ask_status()
         client = front.client
-        told = front.metrics.render(client.ready, status, client.standings(), is_hanging=front.door.is_hanging)
+        told = front.metrics.render(client.ready, status, client.standings(), is_hanging=front.admission.is_hanging)
         return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     return Route(METRICS_PATH, metrics, methods=["GET"])
@@ -134,9 +134,9 @@ class StatusBoard:
 
     def _describe(self, engine: Status | None) -> dict[str, Any]:
         front, config = self._front, self._config
-        door, totals = front.door, front.metrics.totals
-        engine_state = "starting" if not door.is_open else "hanging" if door.is_hanging else "serving"
-        state = "ending" if door.is_closing else engine_state
+        admission, totals = front.admission, front.metrics.totals
+        engine_state = "starting" if not admission.is_open else "hanging" if admission.is_hanging else "serving"
+        state = "ending" if admission.is_closing else engine_state
         is_draft_lost = engine is not None and bool(engine.totals.get("draft_losses"))
         ready = front.client.ready
         return {
@@ -161,10 +161,10 @@ class StatusBoard:
             "queue": {
                 "running": engine.num_running if engine is not None else None,
                 "waiting": engine.num_waiting if engine is not None else None,
-                "max_running": door.max_running,
-                "max_waiting": door.max_queue,
-                "requests": door.num_requests,
-                "max_requests": door.max_streams,
+                "max_running": admission.max_running,
+                "max_waiting": admission.max_queue,
+                "requests": admission.num_requests,
+                "max_requests": admission.max_streams,
             },
             "kv_cache": {
                 "blocks": engine.num_blocks if engine is not None else None,

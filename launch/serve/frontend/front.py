@@ -1,7 +1,7 @@
 """The front without a protocol: prompts with sampling parameters in, numbered pieces of completions out.
 
 The way of a request: its prompts become tokens here, beside the rounds, or are tokens already where it was long; what
-the model cannot follow is refused; the door lets it in; the engine's client has it completed, over as many engines as
+the model cannot follow is refused; admission lets it in; the engine's client has it completed, over as many engines as
 it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`. It
 knows no HTTP and no process.
 """
@@ -18,7 +18,7 @@ import msgspec
 
 from launch.serve.admission.limits import (
     SHORT_BODY,
-    Door,
+    AdmissionControl,
     Ticket,
     check_counts,
     distinct,
@@ -180,7 +180,7 @@ class Front:
         model_name: what clients call the model.
         tokenizer: None where prompts are token ids alone.
         draft_len: tokens drafted in a round, at most; 0 where none are.
-        door: who is let in.
+        admission: who is let in.
         client: the engine.
         metrics: what is counted.
         ping_seconds: after so long without news a stream says that it is there; None for never.
@@ -192,7 +192,7 @@ class Front:
         prompts: PromptReader,
         tokenizer: Tokenizer | None,
         draft_len: int,
-        door: Door,
+        admission: AdmissionControl,
         client: EngineClient,
         metrics: FrontMetrics,
         timeout: float,
@@ -208,14 +208,14 @@ class Front:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.draft_len = draft_len
-        self.door = door
+        self.admission = admission
         self.client = client
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
         self._readers = readers
         self._tokens = PromptTokens(prompts)
-        self._arrivals = ArrivalBatches(door)
+        self._arrivals = ArrivalBatches(admission)
 
     @property
     def adapters(self) -> list[str]:
@@ -275,7 +275,7 @@ class Front:
         of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         if not are_read:
             check_counts(prompts, of_each)
-        ticket = self.door.enter(sum(parameters.n for parameters in of_each), OWNER.get())
+        ticket = self.admission.enter(sum(parameters.n for parameters in of_each), OWNER.get())
         try:
             tokens: Sequence[Sequence[int]]
             if are_read:
@@ -334,6 +334,6 @@ class Front:
 
     def _limits(self) -> SchedulerLimits:
         """Of the engine; raises a Refusal where it is gone, and its limits with it."""
-        self.door.check_open()
+        self.admission.check_open()
         assert self.client.limits is not None
         return self.client.limits

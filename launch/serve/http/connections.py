@@ -1,6 +1,6 @@
 """Connections of an HTTP port: how many there may be, and for how long a client may leave one without moving.
 
-Requests are bounded behind their heads: by their bodies' size and time, by the door, by the time that they may take.
+Requests are bounded behind their heads: by their bodies' size and time, by admission, by the time that they may take.
 This bounds what comes before and behind: connections that send nothing, heads that do not end, answers that nobody
 reads. It knows uvicorn's protocol over httptools. It does not know what is asked for.
 """

@@ -87,7 +87,7 @@ def test_requests_that_came_with_one_are_let_in(tokenizer: Tokenizer) -> None:
             await begin(["x"], bad_words=(HOSTILE,))
 
     asyncio.run(work())
-    assert len(engine.requests) == 1 and front.door.num_requests == 0
+    assert len(engine.requests) == 1 and front.admission.num_requests == 0
 
 
 def test_a_reader_goes_on_behind_one(tokenizer: Tokenizer) -> None:

@@ -151,7 +151,7 @@ class KServeService:
         """Serve a front's model.
 
         Args:
-            front: whose door and metrics these are, too.
+            front: whose admission control and metrics these are, too.
             facts: of the model.
             max_batch_size: rows that a request may have.
             block_size: tokens of a KV block.
@@ -165,7 +165,7 @@ class KServeService:
 
     def check_ready(self, model: Model | None = None) -> None:
         """Raise a Refusal while requests, or those for a model, are not answered."""
-        self.front.door.check_open()
+        self.front.admission.check_open()
         if model is not None:
             self._check_text(model)
 

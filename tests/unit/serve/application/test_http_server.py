@@ -137,7 +137,7 @@ def test_metrics_are_told_on_both_ports_and_need_a_key_on_the_apis() -> None:
 
 def test_whoever_comes_while_the_server_ends_is_told_when_to_come_again() -> None:
     front = front_of()
-    front.door.is_closing = True
+    front.admission.is_closing = True
     for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
         answer = ask(method, path, front, content=json.dumps({"prompt": "x"}).encode())
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0

@@ -14,7 +14,7 @@ from engine_messages import LIMITS, run
 from quantized_checkpoints import make_pair
 from starlette.requests import Request
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.limits import AdmissionControl
 from launch.serve.application import status as board
 from launch.serve.application.status import StatusBoard
 from launch.serve.engine.messages import Ready, Standing, Status
@@ -57,7 +57,11 @@ def make_board(engine: Engine, draft: str = "draft", **sections: Any) -> StatusB
         }
     )
     front = SimpleNamespace(
-        client=engine, door=Door(4, 8, 8, is_open=True), metrics=FrontMetrics("pair", 4), model_name="pair", draft_len=4
+        client=engine,
+        admission=AdmissionControl(4, 8, 8, is_open=True),
+        metrics=FrontMetrics("pair", 4),
+        model_name="pair",
+        draft_len=4,
     )
     return StatusBoard(cast(Front, front), config, make_topology(config), Keys(()), False)
 

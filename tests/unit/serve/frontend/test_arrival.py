@@ -97,4 +97,4 @@ def test_the_time_of_a_request_runs_from_its_body(
     front = make_front(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
     with pytest.raises(Refusal, match="was not done within 60 s"):
         asyncio.run(asyncio.wait_for(call(front, endpoint), 30))
-    assert now == 61.0 and front.door.num_requests == 0
+    assert now == 61.0 and front.admission.num_requests == 0

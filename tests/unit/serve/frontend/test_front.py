@@ -45,7 +45,7 @@ def begin(
     try:
         asyncio.run(work())
     finally:
-        assert front.door.num_requests == front.door.num_completions == 0
+        assert front.admission.num_requests == front.admission.num_completions == 0
     return tokenizer, engine
 
 

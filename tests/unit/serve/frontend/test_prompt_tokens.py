@@ -144,14 +144,14 @@ def test_one_given_up_while_its_tokens_are_made_holds_up_nobody() -> None:
         beginning[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await beginning[0]
-        assert front.door.num_requests == 2
+        assert front.admission.num_requests == 2
         tokenizer.may.set()
         (await beginning[1]).close()
         with pytest.raises(Refusal, match="the prompt is empty"):
             await beginning[2]
 
     asyncio.run(work())
-    assert len(engine.requests) == 1 and front.door.num_requests == front.door.num_completions == 0
+    assert len(engine.requests) == 1 and front.admission.num_requests == front.admission.num_completions == 0
 
 
 def test_too_little_memory_is_no_fault_of_a_prompt() -> None:

@@ -115,7 +115,7 @@ def test_a_body_is_let_go_once_its_request_is_in_work() -> None:
         body = json.dumps({"model": "m", "prompt": "x", "user": "y" * 100_000, "stream": True}).encode()
         reader, writer = await ports.begin(f"Content-Length: {len(body)}", body)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        assert ports.front.door.num_requests == 1 and ports.bodies.num_bytes == 0
+        assert ports.front.admission.num_requests == 1 and ports.bodies.num_bytes == 0
         writer.close()
 
     with_ports(check)

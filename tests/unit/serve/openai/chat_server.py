@@ -105,7 +105,7 @@ class ChatServer:
             changed = self._config.model_copy(update={"server": self._config.server.model_copy(update=section)})
             with mock.patch.object(parts, "Readers", HereReaders):
                 made = parts.make_parts(changed, Keys(()), self._engine)
-            made.front.door.is_open = True
+            made.front.admission.is_open = True
             self._applications[key] = make_application(made.front, made.routes)
         return self._applications[key]
 

@@ -48,7 +48,7 @@ def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str
         await asyncio.gather(asking, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(send(), 60))
-    assert front.door.num_requests == 0
+    assert front.admission.num_requests == 0
     return [task.kind for task in front._readers.tasks], front  # type: ignore[attr-defined]
 
 
@@ -145,7 +145,7 @@ def test_a_text_that_no_tokens_can_spell_is_refused_before_it_becomes_tokens() -
 
 def test_a_chat_is_not_read_while_nobody_is_let_in() -> None:
     front = make_front(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
-    front.door.is_open = False
+    front.admission.is_open = False
     with pytest.raises(Refusal, match="the engine is starting"):
         asyncio.run(front.read("chat", b"{}", time.perf_counter()))
     assert not front._readers.tasks  # type: ignore[attr-defined]
