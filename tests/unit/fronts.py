@@ -1,4 +1,4 @@
-"""A front without an engine: what comes to it is read, checked and let in, and nothing is generated."""
+"""A frontend without an engine: what comes to it is read, checked and let in, and nothing is generated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from launch.serve.admission.limits import AdmissionControl
 from launch.serve.application.parser_worker import Reader
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.frontend.front import Front
-from launch.serve.metrics import FrontMetrics
+from launch.serve.frontend.frontend import Frontend
+from launch.serve.metrics import FrontendMetrics
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
 from launch.serve.parsing.readers import Found, Readers, found_of
 from trtrun.api.prompts import PromptReader
@@ -97,7 +97,7 @@ class HereReading(Readers):
         return found_of(reply.result, blocks)
 
 
-def make_front(tokenizer: Any, engine: Any, template: str | None = None) -> Front:
+def make_frontend(tokenizer: Any, engine: Any, template: str | None = None) -> Frontend:
     """A front of the model m, whose requests have 60 s; chats have a template, or none."""
     prompts = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
     facts = Facts(
@@ -105,7 +105,7 @@ def make_front(tokenizer: Any, engine: Any, template: str | None = None) -> Fron
         draft_len=4, excludes_prompt=None, max_batch_size=8,
     )  # fmt: skip
     admission, reading = AdmissionControl(8, 2048, 16, is_open=True), HereReading(facts, tokenizer)
-    return Front("m", prompts, tokenizer, 4, admission, engine, FrontMetrics("m", 4), 60.0, reading)
+    return Frontend("m", prompts, tokenizer, 4, admission, engine, FrontendMetrics("m", 4), 60.0, reading)
 
 
 def request_of(body: bytes, **path_params: str) -> Request:

@@ -393,7 +393,7 @@ def test_every_room_is_in_the_table_and_every_line_of_it_exists(house: str) -> N
         ("trtrun.core.values", "from trtrun.core.outputs import RequestOutput"),
         ("trtrun.kernels.torch.fp8", "from trtrun.kernels.cpu import fp8_matmul"),
         ("launch.jobs.mpi.job", "from launch.batch.run import play_run"),
-        ("launch.serve.frontend.front", "from launch.serve.api.openai.api import OpenAIApi"),
+        ("launch.serve.frontend.frontend", "from launch.serve.api.openai.api import OpenAIApi"),
         ("launch.serve.admission.limits", "from launch.serve import front"),
         ("launch.serve.metrics.server_metrics", "from launch.serve.http.requests import Keys"),
         ("launch.commands.run", "def f():\n    from launch.cli import cli"),

@@ -1,7 +1,7 @@
 """Admission: who is let in while how much is in work, how long a request may take, and how much it may bring, whatever
 its protocol.
 
-Completions that have a row run at once, others wait for one; the front knows how many of both there can be, so that
+Completions that have a row run at once, others wait for one; the frontend knows how many of both there can be, so that
 admission answers at once. Words are strings that stop a text, that must not come, or that have a bias. All of them are
 gone through when a request comes, and some become tokens, while others wait. One list is held to what
 `trtrun.core.values` says; a request has one for each of its prompts. It knows numbers and sampling parameters. It does

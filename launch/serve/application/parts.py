@@ -1,5 +1,5 @@
-"""What a server is made of, put together from its configuration: the front with its admission, counts and readers, and
-the protocols before it. It starts nothing.
+"""What a server is made of, put together from its configuration: the frontend with its admission, counts and readers,
+and the protocols before it. It starts nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.engine.adapters import AdapterBook
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from launch.serve.page.routes import page_routes
 from launch.serve.parsing.messages import Facts
 from launch.serve.parsing.readers import Readers
@@ -51,14 +51,14 @@ class Parts:
     """Of one server.
 
     Attributes:
-        front: a request's way.
+        frontend: a request's way.
         readers: of long requests; not started.
         routes: of the HTTP port.
         servicer: of the gRPC port.
         sampling: the model's, where requests do not say it.
     """
 
-    front: Front
+    frontend: Frontend
     readers: Readers
     routes: tuple[Route, ...]
     servicer: KServeServicer
@@ -86,7 +86,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     if name in config.adapters:
         raise ConfigError(f"adapters.{name}: clients call the model itself so: give the adapter another name")
     admission = AdmissionControl(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
-    metrics = FrontMetrics(name, config.draft_len)
+    metrics = FrontendMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
     defaults = sampling_defaults(config)
     tool_format, reasoning_format = _formats(section, template)
@@ -113,7 +113,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         section.max_body_bytes,
     )
     prompts = PromptReader(model, tokenizer)
-    front = Front(
+    frontend = Frontend(
         name,
         prompts,
         tokenizer,
@@ -136,20 +136,20 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         section.exclude_input_in_output,
         tuple(config.adapters),
     )
-    kserve = KServeService(front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
+    kserve = KServeService(frontend, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
-    chats = OpenAIApi(front, keys, bodies, defaults)
+    chats = OpenAIApi(frontend, keys, bodies, defaults)
     routes = (
         *chats.routes(),
-        *MessagesApi(chats, front, keys, bodies).routes(),
-        *TokenApi(front, keys, bodies).routes(),
-        *AdapterApi(AdapterDesk.of(front, section), keys, bodies).routes(),
+        *MessagesApi(chats, frontend, keys, bodies).routes(),
+        *TokenApi(frontend, keys, bodies).routes(),
+        *AdapterApi(AdapterDesk.of(frontend, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
-        *StatusBoard(front, config, make_topology(config), keys, template is not None).routes(),
+        *StatusBoard(frontend, config, make_topology(config), keys, template is not None).routes(),
         *page_routes(),
-        metrics_route(front, keys),
+        metrics_route(frontend, keys),
     )
-    return Parts(front, readers, routes, KServeServicer(kserve, keys, bodies), defaults)
+    return Parts(frontend, readers, routes, KServeServicer(kserve, keys, bodies), defaults)
 
 
 def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:

@@ -1,7 +1,7 @@
-"""`trtrun serve`: the front's process from its start to its end.
+"""`trtrun serve`: the frontend's process from its start to its end.
 
 It listens, starts the engine, says where it listens once the engine is there, and drains on a signal. What requests go
-through is `front`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
+through is `frontend`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
 `restarted_engine` or `own_engine`.
 """
 
@@ -51,7 +51,7 @@ METRICS_CONNECTIONS = 64
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
-if TYPE_CHECKING:  # the front of an engine in processes of its own does without torch
+if TYPE_CHECKING:  # the frontend of an engine in processes of its own does without torch
     from launch.serve.engine.own_engine import OwnEngine
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def play_serve_rank(config: RuntimeConfig) -> int:
 
 
 def say(line: str) -> None:
-    """Tell the user a line, which the front's log file has, too."""
+    """Tell the user a line, which the frontend's log file has, too."""
     logger.info("%s", line, extra=FILE_ONLY)
     with suppress(OSError):
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
@@ -149,8 +149,8 @@ class _Server:
         self._config = config
         self._running = running
         parts = make_parts(config, keys, running.engine)
-        self._front, self._readers = parts.front, parts.readers
-        self._admission, self._metrics = self._front.admission, self._front.metrics
+        self._frontend, self._readers = parts.frontend, parts.readers
+        self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
         self._is_ready = asyncio.Event()
@@ -163,12 +163,12 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
-        grpc = GrpcServer(self._servicer, section, self._front.metrics)
-        application = make_application(self._front, self._routes, section.allowed_origins)
+        grpc = GrpcServer(self._servicer, section, self._frontend.metrics)
+        application = make_application(self._frontend, self._routes, section.allowed_origins)
         servers = (
             HttpServer(application, http, section, section.max_connections),
             grpc,
-            HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
+            HttpServer(make_metrics_application(self._frontend), metrics, section, METRICS_CONNECTIONS),
         )
         self._readers.start()
         serving = asyncio.gather(*(server.run_here() for server in servers))
@@ -215,7 +215,7 @@ class _Server:
     def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
         url = _address(section, http)
         say(
-            f"{self._front.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
+            f"{self._frontend.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
             f"{_host(section)}:{grpc_port}"
         )
         if self._sampling:

@@ -1,4 +1,4 @@
-"""The front's side of the engine, wherever that runs: behind a socket, of another process or of this one.
+"""The frontend's side of the engine, wherever that runs: behind a socket, of another process or of this one.
 
 A request is sent to the engine that is there, together with those of the same turn of the event loop, and begins with
 them. Whatever comes back is kept: its tokens, as long as it goes on. When
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """All requests of the front, and the engine that is there, if one is.
+    """All requests of the frontend, and the engine that is there, if one is.
 
     Attributes:
         ready: what the engine has said of itself; None while there is none.

@@ -54,7 +54,7 @@ FED_BYTES = 1 << 12
 
 _SWEEP_SECONDS = 1.0
 _OTHER_FILES = 256
-"""File descriptors of the front beside its connections."""
+"""File descriptors of the frontend beside its connections."""
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ class Sizes:
 
 
 @dataclass
-class FrontTotals:
+class FrontendTotals:
     """Since the server's start.
 
     Attributes:
@@ -117,7 +117,7 @@ class FrontTotals:
 
 @dataclass
 class Numbers:
-    """What the metrics are read from: what the front has counted, and what the engine has last said of itself, with
+    """What the metrics are read from: what the frontend has counted, and what the engine has last said of itself, with
     what engines before it have counted.
 
     Attributes:
@@ -129,7 +129,7 @@ class Numbers:
         is_hanging: whether the engine is there and does not get on.
     """
 
-    totals: FrontTotals
+    totals: FrontendTotals
     draft_len: int
     ask_longest_stretch: Callable[[], float] = lambda: 0.0
     ready: Ready | None = None

@@ -1,5 +1,5 @@
-"""Processes that read, as the front has them: started, given a request, ended; and who waits for one. A request has a
-process to itself, and one that is lost is replaced.
+"""Processes that read, as the frontend has them: started, given a request, ended; and who waits for one. A request has
+a process to itself, and one that is lost is replaced.
 
 What they run is `launch.serve.application.parser_worker`. It knows no requests.
 """
@@ -76,8 +76,8 @@ class Child:
                 num_sent = self._ours.send(greeting)
             command = [sys.executable, "-m", "launch.serve.application.parser_worker", str(os.getpid())]
             try:
-                # In a session of its own: what a terminal or a batch system sends to all of the front's is not for it,
-                # not even while it starts. It ends with the front all the same, by the kernel's word.
+                # In a session of its own: what a terminal or a batch system sends to all of the frontend's is not for
+                # it, not even while it starts. It ends with the frontend all the same, by the kernel's word.
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=_environment(),
                     start_new_session=True,

@@ -1,4 +1,4 @@
-"""The processes that read for a front: which of them reads what, and what it may take.
+"""The processes that read for a frontend: which of them reads what, and what it may take.
 
 Short requests and long ones have processes of their own, so that a chat does not wait behind megabytes. One is there
 from the start; another one is started when all are busy, up to the most (`lane`). A request that its client has given

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from fronts import NoEngine, make_front
+from fronts import NoEngine, make_frontend
 from pipelines import make_llm
 
 from launch.serve.admission.refusals import Kind, Refusal
@@ -71,10 +71,10 @@ def test_a_template_without_its_token_panics_over_each_text(tmp_path: Path) -> N
 
 def test_requests_that_came_with_one_are_let_in(tokenizer: Tokenizer) -> None:
     engine = NoEngine()
-    front = make_front(tokenizer, engine)
+    frontend = make_frontend(tokenizer, engine)
 
     async def begin(prompts: list[str], **others: Any) -> None:
-        (await front.begin(prompts, SamplingParams(**others), 0.0)).close()
+        (await frontend.begin(prompts, SamplingParams(**others), 0.0)).close()
 
     async def work() -> None:
         with pytest.raises(Refusal, match=f"the prompt cannot be tokenized: {SAID}") as caught:
@@ -87,7 +87,7 @@ def test_requests_that_came_with_one_are_let_in(tokenizer: Tokenizer) -> None:
             await begin(["x"], bad_words=(HOSTILE,))
 
     asyncio.run(work())
-    assert len(engine.requests) == 1 and front.admission.num_requests == 0
+    assert len(engine.requests) == 1 and frontend.admission.num_requests == 0
 
 
 def test_a_reader_goes_on_behind_one(tokenizer: Tokenizer) -> None:

@@ -16,7 +16,7 @@ from launch.serve.api.openai.calls import Answering
 from launch.serve.api.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event, Reasoning, Text
 from launch.serve.api.openai.output.parsing import ChoiceParser
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import event
 from trtrun.core.outputs import CompletionDelta
 

@@ -40,7 +40,7 @@ from launch.serve.api.kserve.tensors import MOST_WHOLE_BYTES
 from launch.serve.http.bodies import BODY_SECONDS, Bodies
 from launch.serve.http.connections import SPARE_SECONDS, STALLED_SECONDS
 from launch.serve.http.requests import REQUEST_ID, Keys, choose_id
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from launch.serve.parsing.readers import ReadAnswer
 
 _STATUS: Mapping[Kind, grpc.StatusCode] = {
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 class ObservedCall:
     """What one call happens within. Its log line has nothing of its content."""
 
-    def __init__(self, metrics: FrontMetrics, keys: Keys | None, context: Context, name: str) -> None:
+    def __init__(self, metrics: FrontendMetrics, keys: Keys | None, context: Context, name: str) -> None:
         self._metrics = metrics
         self._keys = keys
         self._context = context
@@ -194,7 +194,7 @@ class KServeServicer:
 
     def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
         """What a call happens within."""
-        return ObservedCall(self._service.front.metrics, self._keys if needs_key else None, context, name)
+        return ObservedCall(self._service.frontend.metrics, self._keys if needs_key else None, context, name)
 
     def handler(self, name: str) -> Handler:
         """The call of this name in the protocol."""

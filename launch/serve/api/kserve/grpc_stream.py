@@ -139,7 +139,7 @@ class InferStream:
             await self._write(service_pb2.ModelStreamInferResponse(infer_response=told))
 
     async def _refuse(self, message: Any, refusal: Refusal) -> None:
-        self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+        self._service.frontend.metrics.count_refusal(HTTP_STATUS[refusal.kind])
         await self._write_error(message, str(refusal))
 
     async def _write_error(self, message: Any, line: str) -> None:

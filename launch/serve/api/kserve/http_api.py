@@ -139,7 +139,7 @@ class KServeHttpApi:
             work.close()
             work.let_go()
 
-        return EventStream(close, self._events(work), self._service.front.ping_seconds)
+        return EventStream(close, self._events(work), self._service.frontend.ping_seconds)
 
     async def _begin(self, request: Request, sent: Sent, arrived: float) -> Begun:
         """Let a request in; it is given up when its client goes away while it is read, which may take long: a guide may
@@ -166,7 +166,7 @@ class KServeHttpApi:
             async for response in work.responses():
                 yield event(b"".join(await make_parts(write_generate(response))))
         except Refusal as refusal:
-            self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            self._service.frontend.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield event(dump({"error": str(refusal)}))
 
     def _add(self, routes: list[Route], method: str, path: str, endpoint: Endpoint) -> None:

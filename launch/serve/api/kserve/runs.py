@@ -18,7 +18,7 @@ from launch.serve.admission.stretches import Rests
 from launch.serve.api.kserve.requests import InferRequest, InferResponse
 from launch.serve.api.kserve.row_requests import RowRequest
 from launch.serve.api.kserve.tensors import Array, Tensor, text_array
-from launch.serve.frontend.front import Front, Generation
+from launch.serve.frontend.frontend import Frontend, Generation
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from trtrun.core.outputs import CompletionDelta
@@ -179,14 +179,14 @@ class Run:
         request: InferRequest,
         requests: Sequence[RowRequest],
         generation: Generation,
-        front: Front,
+        frontend: Frontend,
         block_size: int,
         counted: ModelRequest,
     ) -> None:
         self._request = request
         self._requests = requests
         self._generation = generation
-        self._tokenizer = front.tokenizer
+        self._tokenizer = frontend.tokenizer
         self._block_size = block_size
         self._counted = counted
         self._n = requests[0].sampling.n

@@ -28,7 +28,7 @@ from launch.serve.api.openai.answer_parts import (
 )
 from launch.serve.api.openai.calls import Answering
 from launch.serve.api.openai.output.parsing import ChatText
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import PING, event
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta

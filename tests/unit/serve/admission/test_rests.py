@@ -12,7 +12,7 @@ from starlette.responses import Response
 from launch.serve.admission.stretches import MOST_SECONDS, Rests
 from launch.serve.api.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import JOINED_BYTES, answer_in_parts, make_parts
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fronts import TOKENIZER, NoEngine, make_front
+from fronts import TOKENIZER, NoEngine, make_frontend
 
 from launch.serve.admission.limits import AdmissionControl
 from launch.serve.frontend.arrivals import MOST_SECONDS, ArrivalBatches
@@ -106,12 +106,12 @@ def test_one_that_was_given_up_counts_no_more() -> None:
 
 def test_requests_of_a_front_begin_together() -> None:
     engine = NoEngine()
-    front = make_front(TOKENIZER, engine)
+    frontend = make_frontend(TOKENIZER, engine)
 
     async def work() -> None:
         beginning = []
         for _ in range(3):
-            beginning.append(asyncio.create_task(front.begin(["def main("], SamplingParams(), 0.0)))
+            beginning.append(asyncio.create_task(frontend.begin(["def main("], SamplingParams(), 0.0)))
             await turn()
             assert not engine.starts
         for generation in await asyncio.gather(*beginning):
@@ -123,10 +123,10 @@ def test_requests_of_a_front_begin_together() -> None:
 
 def test_all_that_begin_together_reach_the_engine_before_the_first_is_answered() -> None:
     engine = NoEngine()
-    front = make_front(TOKENIZER, engine)
+    frontend = make_frontend(TOKENIZER, engine)
 
     async def begin() -> int:
-        generation = await front.begin(["def main("], SamplingParams(), 0.0)
+        generation = await frontend.begin(["def main("], SamplingParams(), 0.0)
         num_started = len(engine.starts)
         generation.close()
         return num_started

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from launch.serve.application import parts
 from launch.serve.application.http_server import make_application
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.process import serve_front
+from launch.serve.engine.process import serve_frontend
 from launch.serve.http.requests import Keys
 from launch.serve.parsing.messages import Facts
 from trtrun import AsyncLLM
@@ -75,7 +75,7 @@ class ChatServer:
     async def _serve(self, llm: AsyncLLM) -> None:
         fronts, own = socket.socketpair()
         hearing = asyncio.create_task(self._engine.serve(*await asyncio.open_unix_connection(sock=fronts)))
-        await serve_front(llm, own)
+        await serve_frontend(llm, own)
         await hearing
 
     async def _wait_ready(self) -> None:
@@ -105,8 +105,8 @@ class ChatServer:
             changed = self._config.model_copy(update={"server": self._config.server.model_copy(update=section)})
             with mock.patch.object(parts, "Readers", HereReaders):
                 made = parts.make_parts(changed, Keys(()), self._engine)
-            made.front.admission.is_open = True
-            self._applications[key] = make_application(made.front, made.routes)
+            made.frontend.admission.is_open = True
+            self._applications[key] = make_application(made.frontend, made.routes)
         return self._applications[key]
 
     def ask(self, template: str, work: Callable[[openai.AsyncOpenAI], Awaitable[T]], **section: Any) -> T:

@@ -216,12 +216,12 @@ async def work():
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(work())
 """
-    front = subprocess.Popen(
+    frontend = subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    with front:
-        assert front.stdout is not None
-        pid, *apart = front.stdout.readline().split()
+    with frontend:
+        assert frontend.stdout is not None
+        pid, *apart = frontend.stdout.readline().split()
         assert apart == ["True", "True"]
         with suppress(ProcessLookupError):
             ended = os.pidfd_open(int(pid))
@@ -230,7 +230,7 @@ asyncio.run(work())
             finally:
                 signal.pidfd_send_signal(ended, signal.SIGKILL)
                 os.close(ended)
-    assert front.returncode == -signal.SIGKILL
+    assert frontend.returncode == -signal.SIGKILL
 
 
 def test_what_a_template_writes_is_bounded() -> None:

@@ -18,7 +18,7 @@ from launch.serve.api.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.api.openai.output.machine import Text
 from launch.serve.api.openai.output.parsing import ChoiceParser
 from launch.serve.api.openai.responses.output import OutputItems, Told
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import event
 from trtrun.core.outputs import CompletionDelta
 

@@ -1,4 +1,4 @@
-"""The front without a protocol: prompts with sampling parameters in, numbered pieces of completions out.
+"""The frontend without a protocol: prompts with sampling parameters in, numbered pieces of completions out.
 
 The way of a request: its prompts become tokens here, beside the rounds, or are tokens already where it was long; what
 the model cannot follow is refused; admission lets it in; the engine's client has it completed, over as many engines as
@@ -31,7 +31,7 @@ from launch.serve.admission.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.arrivals import ArrivalBatches, PromptTokens
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from launch.serve.parsing.readers import Found, Readers, ReadRequest
 from trtrun.api.adapters import check_adapter
 from trtrun.api.prompts import Prompt, PromptReader
@@ -84,7 +84,7 @@ class Generation:
         requests: Sequence[EngineRequest],
         ticket: Ticket,
         logits: LogitsPlace,
-        metrics: FrontMetrics,
+        metrics: FrontendMetrics,
         arrived: float,
         timeout: float,
     ) -> None:
@@ -173,7 +173,7 @@ class Generation:
         self._observed.end(is_whole=not self._going_on, now=time.perf_counter())
 
 
-class Front:
+class Frontend:
     """What all protocols share.
 
     Attributes:
@@ -194,7 +194,7 @@ class Front:
         draft_len: int,
         admission: AdmissionControl,
         client: EngineClient,
-        metrics: FrontMetrics,
+        metrics: FrontendMetrics,
         timeout: float,
         readers: Readers,
         ping_seconds: float | None = None,
