@@ -27,9 +27,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.admission.limits import RETRY_SECONDS
 from launch.serve.admission.refusals import Refusal, retry_headers
-from launch.serve.admission.stretches import MeasuredLoop
 from launch.serve.api.anthropic import api as anthropic
 from launch.serve.api.kserve import http_api as kserve
 from launch.serve.api.openai import api as openai
@@ -229,7 +229,7 @@ class HttpServer(uvicorn.Server):
         """Answer until `finish`."""
         loop = asyncio.get_running_loop()
         if isinstance(loop, MeasuredLoop):
-            self._connections.mark = loop.stretches.mark
+            self._connections.mark = loop.stalls.mark
         sweeping = asyncio.create_task(self._connections.sweep_on())
         try:
             await self.serve(sockets=[self._listener.socket])

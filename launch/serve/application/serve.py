@@ -20,8 +20,8 @@ from launch.jobs.logs import FILE_ONLY
 from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
 from launch.jobs.slurm.reach import describe_way, tell_way
+from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.admission.limits import server_ending
-from launch.serve.admission.stretches import MeasuredLoop
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.http_server import (
     HttpServer,
@@ -209,8 +209,8 @@ class _Server:
         """The start is over: from here on the loop's stretches count."""
         leave_out_what_is()  # streams wait for whatever holds up this process
         if isinstance(loop, MeasuredLoop):
-            loop.stretches.begin()
-            self._metrics.ask_longest_stretch(lambda: loop.stretches.longest)
+            loop.stalls.begin()
+            self._metrics.ask_longest_stall(lambda: loop.stalls.longest)
 
     def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
         url = _address(section, http)

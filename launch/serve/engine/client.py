@@ -19,9 +19,9 @@ from itertools import count
 
 import msgspec
 
+from launch.serve.admission.event_loop_stalls import YieldTimer
 from launch.serve.admission.limits import engine_starting
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.admission.stretches import Rests
 from launch.serve.engine.adapters import AdapterBook, AdapterChange
 from launch.serve.engine.handshake import listen
 from launch.serve.engine.messages import (
@@ -268,10 +268,10 @@ class EngineClient:
             if not self.accepts(ready):
                 return
             self._attach(ready, writer)
-            rests = Rests()
+            yield_timer = YieldTimer()
             while (message := await messages.read()) is not None and self._writer is writer:
                 if isinstance(message, Deltas):
-                    await self._take_deltas(message, writer, rests)
+                    await self._take_deltas(message, writer, yield_timer)
                 else:
                     self._take(message)
         except MessageError as error:
@@ -332,11 +332,11 @@ class EngineClient:
         if opened is not None:
             self._submit(opened)
 
-    async def _take_deltas(self, message: Deltas, writer: asyncio.StreamWriter, rests: Rests) -> None:
+    async def _take_deltas(self, message: Deltas, writer: asyncio.StreamWriter, yield_timer: YieldTimer) -> None:
         """What a round has added; no more once the engine is given up, for the next one begins where this was left."""
         for delta in message.deltas:
             self._take_delta(delta)
-            await rests.rest()
+            await yield_timer.yield_if_due()
             if self._writer is not writer:
                 return
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from launch.serve.admission.stretches import MOST_SECONDS
+from launch.serve.admission.event_loop_stalls import MOST_SECONDS
 from launch.serve.http.old_clients import HalfClosed, may_be_half_closed, without_chunks
 
 HEAD_SECONDS = 20.0
@@ -69,7 +69,7 @@ class Connections:
         clock: seconds; for tests.
         open: all of them.
         idle: those without a request, and those whose request's head has not come to its end; the oldest first.
-        mark: called where the event loop begins with a connection; see `stretches`.
+        mark: called where the event loop begins with a connection; see `stalls`.
     """
 
     most: int

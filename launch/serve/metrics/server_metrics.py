@@ -270,9 +270,9 @@ class FrontendMetrics:
         for name, value in found.items():
             self._histograms[name].observe(value)
 
-    def ask_longest_stretch(self, ask: Callable[[], float]) -> None:
+    def ask_longest_stall(self, ask: Callable[[], float]) -> None:
         """Where the longest stretch of the event loop is told, in seconds; 0 without."""
-        self._numbers.ask_longest_stretch = ask
+        self._numbers.ask_longest_stall = ask
 
     def count_loss(self) -> None:
         """The engine is gone: the totals of the next one begin at zero."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from launch.serve.admission.event_loop_stalls import YieldTimer
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.admission.stretches import Rests
 from launch.serve.api.kserve.requests import InferRequest, InferResponse
 from launch.serve.api.kserve.row_requests import RowRequest
 from launch.serve.api.kserve.tensors import Array, Tensor, text_array
@@ -45,7 +45,7 @@ async def stack_logits(of_rows: Sequence[Sequence[Array]]) -> Array:
     width = max((part.shape[1] for parts in of_rows for part in parts), default=0)
     stacked = np.zeros((len(of_rows), max(lengths, default=0), width), np.float32)
     step = max(1, _AT_ONCE // max(1, width))
-    rests = Rests()
+    yield_timer = YieldTimer()
     for row, parts in zip(stacked, of_rows, strict=True):
         at = 0
         for part in parts:
@@ -53,7 +53,7 @@ async def stack_logits(of_rows: Sequence[Sequence[Array]]) -> Array:
                 piece = part[start : start + step]
                 row[at : at + len(piece)] = piece
                 at += len(piece)
-                await rests.rest()
+                await yield_timer.yield_if_due()
     return stacked
 
 
@@ -202,15 +202,15 @@ class Run:
         """
         with self._counted:
             found: dict[tuple[int, int], Gain] = {}
-            rests = Rests()
+            yield_timer = YieldTimer()
             async for gain in self._gains():
                 _add(found, gain)
-                await rests.rest()
+                await yield_timer.yield_if_due()
             self._counted.enter(Stage.OUTPUT)
             gains, rows = [found[place] for place in sorted(found)], []
             for gain in gains:
                 rows.append(self._row(gain, is_whole=True))
-                await rests.rest()
+                await yield_timer.yield_if_due()
             return await self._response(gains, rows, is_last=True)
 
     async def responses(self) -> AsyncIterator[InferResponse]:

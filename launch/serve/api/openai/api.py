@@ -20,9 +20,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from launch.serve.admission.event_loop_stalls import YieldTimer
 from launch.serve.admission.limits import READ_HERE
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
-from launch.serve.admission.stretches import Rests
 from launch.serve.api.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
 from launch.serve.api.openai.prompts import PromptMaker
@@ -201,15 +201,15 @@ class OpenAIApi:
         out."""
         if beginning := answer.beginning():
             yield b"".join(map(answer.event, beginning))
-        rests = Rests()
+        yield_timer = YieldTimer()
         try:
             while pieces := await generation.take():
                 counted.begin_answer()
                 events: list[bytes] = []
-                rests.begin()
+                yield_timer.restart()
                 for piece in pieces:
                     events += await _work(piece, lambda piece: list(map(answer.event, answer.chunks(piece))))
-                    await rests.rest()
+                    await yield_timer.yield_if_due()
                 if generation.is_over:
                     counted.move_to_queue(generation.queue_seconds)
                     counted.succeed()
@@ -254,11 +254,11 @@ def answer_refusal(refusal: Refusal) -> JSONResponse:
 
 async def _collect(generation: Generation, answer: Answer, counted: ModelRequest) -> None:
     """Have an answer keep all pieces."""
-    rests = Rests()
+    yield_timer = YieldTimer()
     async for piece in generation:
         counted.begin_answer()
         await _work(piece, answer.keep)
-        await rests.rest()
+        await yield_timer.yield_if_due()
 
 
 async def _work(piece: CompletionDelta, work: Callable[[CompletionDelta], T]) -> T:
