@@ -22,7 +22,7 @@ from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.api.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
 from launch.serve.application.status import StatusBoard, metrics_route
-from launch.serve.engine.adapters import AdapterBook
+from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
 from launch.serve.frontend.frontend import Frontend
@@ -127,7 +127,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
         cache_by_client=section.cache_by_client,
     )
-    engine.adapters = AdapterBook.of(config.adapters)
+    engine.adapters = AdapterRegistry.of(config.adapters)
     facts = ModelFacts(
         tokenizer,
         model.vocab_size,

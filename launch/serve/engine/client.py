@@ -22,7 +22,7 @@ import msgspec
 from launch.serve.admission.event_loop_stalls import YieldTimer
 from launch.serve.admission.limits import engine_starting
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.engine.adapters import AdapterBook, AdapterChange
+from launch.serve.engine.adapters import AdapterChange, AdapterRegistry
 from launch.serve.engine.handshake import listen
 from launch.serve.engine.messages import (
     Abort,
@@ -71,7 +71,7 @@ class EngineClient:
     def __init__(self) -> None:
         self.ready: Ready | None = None
         self.limits: SchedulerLimits | None = None
-        self.adapters = AdapterBook()
+        self.adapters = AdapterRegistry()
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
