@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from launch.serve.admission.limits import AdmissionControl
-from launch.serve.application.parser_worker import Reader
+from launch.serve.application.parser_worker import RequestParser
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.frontend import Frontend
 from launch.serve.metrics import FrontendMetrics
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
-from launch.serve.parsing.readers import Found, Readers, found_of
+from launch.serve.parsing.parsers import Parsed, Parsers, parsed_of
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.models.config import read_model_config
@@ -79,7 +79,7 @@ class NoEngine(EngineClient):
         pass
 
 
-class HereReading(Readers):
+class ParsersHere(Parsers):
     """Reads in this process what others read for a server.
 
     Attributes:
@@ -88,13 +88,13 @@ class HereReading(Readers):
 
     def __init__(self, facts: Facts, tokenizer: Any) -> None:
         self.tasks: list[Task] = []
-        self._reader = Reader(facts, tokenizer)
+        self._reader = RequestParser(facts, tokenizer)
 
-    async def _read(self, task: Task, body: bytes) -> Found:
+    async def _read(self, task: Task, body: bytes) -> Parsed:
         self.tasks.append(task)
         result, blocks = self._reader.read(task, body)
         reply = unpack(pack(Reply(result=result))[HEAD_BYTES:], Reply)  # as it travels
-        return found_of(reply.result, blocks)
+        return parsed_of(reply.result, blocks)
 
 
 def make_frontend(tokenizer: Any, engine: Any, template: str | None = None) -> Frontend:
@@ -104,7 +104,7 @@ def make_frontend(tokenizer: Any, engine: Any, template: str | None = None) -> F
         tokenizer=None, template=template, template_tokens={}, model_name="m", vocab_size=4096, eos_token_ids=(0,),
         draft_len=4, excludes_prompt=None, max_batch_size=8,
     )  # fmt: skip
-    admission, reading = AdmissionControl(8, 2048, 16, is_open=True), HereReading(facts, tokenizer)
+    admission, reading = AdmissionControl(8, 2048, 16, is_open=True), ParsersHere(facts, tokenizer)
     return Frontend("m", prompts, tokenizer, 4, admission, engine, FrontendMetrics("m", 4), 60.0, reading)
 
 

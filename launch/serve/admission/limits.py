@@ -171,7 +171,7 @@ def out_of_time(seconds: float) -> Refusal:
     )
 
 
-READ_HERE = 1 << 12
+PARSED_IN_LOOP_BYTES = 1 << 12
 """Bytes of a request that the event loop reads itself: its JSON, its lists, the tokens of its prompt. What is longer is
 read in other processes (`reading`)."""
 

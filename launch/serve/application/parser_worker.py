@@ -71,7 +71,7 @@ _TRANSLATED: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Ref
 """Who reads a request that becomes a chat, and who says what is wrong with the chat in its words."""
 
 
-class Reader:
+class RequestParser:
     """Reads for one model."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer | None) -> None:
@@ -224,26 +224,26 @@ def main() -> None:
     with socket.socket(fileno=os.dup(0)) as frontend:
         facts = unpack(_read(frontend, HEAD_BYTES), Facts)
         os.nice(facts.niceness)
-        reader = _make_reader(facts)
-        if reader is not None:
-            reader.prepare()
-        _read_on(frontend, reader, facts)
+        parser = _make_parser(facts)
+        if parser is not None:
+            parser.prepare()
+        _read_on(frontend, parser, facts)
 
 
-def _make_reader(facts: Facts) -> Reader | None:
+def _make_parser(facts: Facts) -> RequestParser | None:
     """Who reads; None where the tokenizer's files are not those that the frontend has read."""
     if facts.tokenizer is None:
-        return Reader(facts, None)
+        return RequestParser(facts, None)
     directory = Path(facts.tokenizer)
     try:
         tokenizer = read_tokenizer(directory)
     except CheckpointError:
         tokenizer = None  # as while they are being replaced
     # Behind the reading: whatever has come between shows.
-    return Reader(facts, tokenizer) if hash_tokenizer_files(directory) == facts.tokenizer_hash else None
+    return RequestParser(facts, tokenizer) if hash_tokenizer_files(directory) == facts.tokenizer_hash else None
 
 
-def _read_on(frontend: socket.socket, reader: Reader | None, facts: Facts) -> None:
+def _read_on(frontend: socket.socket, parser: RequestParser | None, facts: Facts) -> None:
     """A task after the other."""
     has_at_first = _pages()[0]
     _bound_memory(facts.most_bytes)
@@ -251,9 +251,9 @@ def _read_on(frontend: socket.socket, reader: Reader | None, facts: Facts) -> No
         task = unpack(_receive(frontend, int.from_bytes(head, "big")), Task)
         body = _receive(frontend, int.from_bytes(_receive(frontend, BLOCK_HEAD_BYTES), "big"))
         signal.setitimer(signal.ITIMER_PROF, task.seconds)  # what it sends then ends the process
-        result, blocks = _do(reader, task, body)
+        result, blocks = _do(parser, task, body)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        is_last = reader is None or _pages()[0] - has_at_first > MOST_KEPT_BYTES
+        is_last = parser is None or _pages()[0] - has_at_first > MOST_KEPT_BYTES
         frontend.sendall(pack(Reply(result=result, sizes=tuple(map(len, blocks)), is_last=is_last)))
         for block in blocks:
             frontend.sendall(block)
@@ -262,11 +262,11 @@ def _read_on(frontend: socket.socket, reader: Reader | None, facts: Facts) -> No
             return
 
 
-def _do(reader: Reader | None, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-    if reader is None:
+def _do(parser: RequestParser | None, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+    if parser is None:
         return Refused(kind=Kind.FAILED.name, reason=_CHANGED_LINE, field=None, code=CHANGED), []
     try:
-        return reader.read(task, body)
+        return parser.read(task, body)
     except MemoryError:
         return Refused.of(too_much_memory()), []
     except Exception:  # a defect, whose traceback goes where the frontend's goes

@@ -1,4 +1,4 @@
-"""What a server is made of, put together from its configuration: the frontend with its admission, counts and readers,
+"""What a server is made of, put together from its configuration: the frontend with its admission, counts and parsers,
 and the protocols before it. It starts nothing.
 """
 
@@ -31,7 +31,7 @@ from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontendMetrics
 from launch.serve.page.routes import page_routes
 from launch.serve.parsing.messages import Facts
-from launch.serve.parsing.readers import Readers
+from launch.serve.parsing.parsers import Parsers
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.chat_template import ChatTemplate, read_chat_template
 from trtrun.configuration.config import RuntimeConfig
@@ -52,14 +52,14 @@ class Parts:
 
     Attributes:
         frontend: a request's way.
-        readers: of long requests; not started.
+        parsers: of long requests; not started.
         routes: of the HTTP port.
         servicer: of the gRPC port.
         sampling: the model's, where requests do not say it.
     """
 
     frontend: Frontend
-    readers: Readers
+    parsers: Parsers
     routes: tuple[Route, ...]
     servicer: KServeServicer
     sampling: Mapping[str, Any]
@@ -91,7 +91,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     defaults = sampling_defaults(config)
     tool_format, reasoning_format = _formats(section, template)
     _say_unseen_tools(section, template)
-    readers = Readers(
+    parsers = Parsers(
         Facts(
             tokenizer=None if tokenizer is None else str(directory),
             tokenizer_hash=tokenizer_hash,
@@ -122,7 +122,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         engine,
         metrics,
         section.request_timeout_s,
-        readers,
+        parsers,
         section.ping_seconds,
         LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
         cache_by_client=section.cache_by_client,
@@ -149,7 +149,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         *page_routes(),
         metrics_route(frontend, keys),
     )
-    return Parts(frontend, readers, routes, KServeServicer(kserve, keys, bodies), defaults)
+    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), defaults)
 
 
 def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:

@@ -149,7 +149,7 @@ class _Server:
         self._config = config
         self._running = running
         parts = make_parts(config, keys, running.engine)
-        self._frontend, self._readers = parts.frontend, parts.readers
+        self._frontend, self._parsers = parts.frontend, parts.parsers
         self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
@@ -170,7 +170,7 @@ class _Server:
             grpc,
             HttpServer(make_metrics_application(self._frontend), metrics, section, METRICS_CONNECTIONS),
         )
-        self._readers.start()
+        self._parsers.start()
         serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
             on_ready=self._engine_is_there,
@@ -193,7 +193,7 @@ class _Server:
             return await self._end(keeping, is_whole)
         finally:
             self._running.engine.end_all(server_ending())
-            self._readers.close()  # requests that are being read are told so, too
+            self._parsers.close()  # requests that are being read are told so, too
             for server in servers:
                 server.finish()
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)

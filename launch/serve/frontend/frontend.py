@@ -32,7 +32,7 @@ from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.arrivals import ArrivalBatches, PromptTokens
 from launch.serve.metrics import FrontendMetrics
-from launch.serve.parsing.readers import Found, Readers, ReadRequest
+from launch.serve.parsing.parsers import Parsed, ParsedRequest, Parsers
 from trtrun.api.adapters import check_adapter
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.core.outputs import OWN_FAULTS, CompletionDelta
@@ -196,7 +196,7 @@ class Frontend:
         client: EngineClient,
         metrics: FrontendMetrics,
         timeout: float,
-        readers: Readers,
+        parsers: Parsers,
         ping_seconds: float | None = None,
         logits_limit: LogitsLimit | None = None,
         *,
@@ -213,7 +213,7 @@ class Frontend:
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
-        self._readers = readers
+        self._parsers = parsers
         self._tokens = PromptTokens(prompts)
         self._arrivals = ArrivalBatches(admission)
 
@@ -227,7 +227,7 @@ class Frontend:
         """Tokens that end a text."""
         return self._prompts.end_token_ids
 
-    async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Found:
+    async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Parsed:
         """Have a request read beside the event loop.
 
         Args:
@@ -244,10 +244,10 @@ class Frontend:
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
                 with self._arrivals.announced() if is_short else nullcontext():
-                    found = await self._readers.read(kind, body, most_tokens, model, json_length, self.adapters)
+                    found = await self._parsers.read(kind, body, most_tokens, model, json_length, self.adapters)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
-        if isinstance(found, ReadRequest) and not found.prompts:
+        if isinstance(found, ParsedRequest) and not found.prompts:
             with refusing():
                 self._limits().check_prompt(max(found.lengths))
             raise engine_starting()  # another one, with more room

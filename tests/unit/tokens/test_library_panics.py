@@ -15,7 +15,7 @@ from fronts import NoEngine, make_frontend
 from pipelines import make_llm
 
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.application.parser_worker import Reader
+from launch.serve.application.parser_worker import RequestParser
 from launch.serve.parsing.messages import Facts, Refused, Task
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
@@ -95,7 +95,7 @@ def test_a_reader_goes_on_behind_one(tokenizer: Tokenizer) -> None:
         tokenizer=None, template="{{ messages[0].content }}", template_tokens={}, model_name="m", vocab_size=4096,
         eos_token_ids=(0,), draft_len=4, excludes_prompt=None, max_batch_size=8,
     )  # fmt: skip
-    reader = Reader(facts, tokenizer)
+    reader = RequestParser(facts, tokenizer)
     ids = read_tokenizer(ASSETS / "target").encode(HOSTILE)  # type: ignore[union-attr]
 
     def ask(kind: str, body: dict[str, Any], **others: Any) -> Any:

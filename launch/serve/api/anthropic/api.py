@@ -21,7 +21,7 @@ from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.answers import answer_in_parts
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 
 PREFIX = "/v1/messages"
 
@@ -65,7 +65,7 @@ class MessagesApi:
         self._keys.check(request)
         with await self._bodies.read(request) as body:
             found = await unless_gone(request, self._frontend.read("count", body.content, time.perf_counter()))
-        assert isinstance(found, ReadAnswer)
+        assert isinstance(found, ParsedAnswer)
         return answer_in_parts([found.content])
 
 

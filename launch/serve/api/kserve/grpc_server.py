@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 from typing_extensions import override
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.http.connections import HEAD_SECONDS
 from launch.serve.metrics import FrontendMetrics
@@ -160,7 +160,7 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
     servicer refuses."""
 
     def read(raw: bytes) -> Any:
-        if len(raw) > READ_HERE:
+        if len(raw) > PARSED_IN_LOOP_BYTES:
             return None
         try:
             return kind.FromString(raw)

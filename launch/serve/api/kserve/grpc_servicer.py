@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.owners import OWNER, owner_of_address
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal
 from launch.serve.api.kserve.grpc_messages import (
@@ -41,7 +41,7 @@ from launch.serve.http.bodies import BODY_SECONDS, Bodies
 from launch.serve.http.connections import SPARE_SECONDS, STALLED_SECONDS
 from launch.serve.http.requests import REQUEST_ID, Keys, choose_id
 from launch.serve.metrics import FrontendMetrics
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 
 _STATUS: Mapping[Kind, grpc.StatusCode] = {
     Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -260,14 +260,14 @@ class KServeServicer:
     @_call()
     async def ModelInfer(self, message: Any, context: Context) -> Any:
         """Tensors in, tensors out: bytes of both messages."""
-        head = read_head(message, READ_HERE)
+        head = read_head(message, PARSED_IN_LOOP_BYTES)
         with (
             self._callers.of(caller_of(context)) as places,
             places.take(head.id) as place,
             self._bodies.hold(len(message)),
         ):
             work = (await self._begin(message, head, places if head.id else None)).work
-            if isinstance(work, ReadAnswer):
+            if isinstance(work, ParsedAnswer):
                 return work.content
             place.fill(work.stop)
             context.add_done_callback(lambda _: work.let_go())  # its answer is sent then

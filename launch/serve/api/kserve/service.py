@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import Kind, Refusal, refusing
 from launch.serve.api.kserve.grpc_messages import Sent, read_body, write_response
 from launch.serve.api.kserve.http_bodies import InferBody
@@ -27,7 +27,7 @@ from launch.serve.frontend.frontend import Frontend
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import ModelTotals
 from launch.serve.parsing.messages import Stops
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 from trtrun import __version__
 
 
@@ -141,7 +141,7 @@ class Begun:
     """
 
     body: InferBody
-    work: Run | ReadAnswer
+    work: Run | ParsedAnswer
 
 
 class KServeService:
@@ -234,7 +234,7 @@ class KServeService:
     async def _begin_long(self, sent: Sent, arrived: float, beside: Places | None, counted: ModelRequest) -> Begun:
         """The same for one that is read beside the event loop: for its length, or for what its guide may take."""
         found = await self.frontend.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
-        if isinstance(found, ReadAnswer):
+        if isinstance(found, ParsedAnswer):
             counted.num_inferences = found.num_inferences
             counted.enter(Stage.INFER)
             counted.begin_answer()
@@ -266,10 +266,10 @@ class KServeService:
 def _is_long(sent: Sent) -> bool:
     """Whether a request is read beside the event loop without a look at it: for its length, or for what a word of it
     may become."""
-    return len(sent.raw) > READ_HERE or sent.model.is_processing
+    return len(sent.raw) > PARSED_IN_LOOP_BYTES or sent.model.is_processing
 
 
-def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> ReadAnswer:
+def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> ParsedAnswer:
     """Stop what has the same id on the same stream or connection of gRPC: nobody ends the requests of others."""
     if beside is None:
         raise refuse_input(
@@ -277,7 +277,7 @@ def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRe
         )
     beside.stop(request_id)
     counted.succeed()
-    return ReadAnswer(1, write_response(InferResponse(model, request_id)).SerializeToString(), None)
+    return ParsedAnswer(1, write_response(InferResponse(model, request_id)).SerializeToString(), None)
 
 
 def _statistics(name: str, totals: ModelTotals) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.admission.event_loop_stalls import YieldTimer
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from launch.serve.api.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
@@ -34,7 +34,7 @@ from launch.serve.http.bodies import Bodies, parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
-from launch.serve.parsing.readers import ReadRequest
+from launch.serve.parsing.parsers import ParsedRequest
 from trtrun.api.prompts import Prompt
 from trtrun.core.outputs import CompletionDelta
 
@@ -135,7 +135,7 @@ class OpenAIApi:
             raise
 
     async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
-        if len(body) > READ_HERE:
+        if len(body) > PARSED_IN_LOOP_BYTES:
             return await self._read_aside("completion", request, body, arrived)
         call = read_completion(parse_json(body), self._frontend.model_name, self._frontend.adapters, self._defaults)
         if call.answering.sampling.guided is not None:
@@ -146,7 +146,7 @@ class OpenAIApi:
 
     async def _read_aside(self, kind: str, request: Request, body: bytes, arrived: float) -> _Asked:
         found = await unless_gone(request, self._frontend.read(kind, body, arrived))
-        assert isinstance(found, ReadRequest)
+        assert isinstance(found, ParsedRequest)
         sampling = found.sampling[0]
         answering = replace(msgspec.convert({**found.others, "sampling": {}}, Answering), sampling=sampling)
         return _Asked(found.prompts, answering, is_read=True)

@@ -25,7 +25,7 @@ from launch.serve.application import parser_worker as reader
 from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT = {"text_input": "x", "max_tokens": 5}
@@ -56,7 +56,7 @@ async def call(frontend: Frontend, endpoint: str) -> None:
                 tensor.contents.int_contents.append(5)
         servicer = KServeServicer(kserve(frontend), Keys(()), Bodies(1 << 20, 1 << 20))
         begun = await servicer._begin(message.SerializeToString(), message)
-        assert not isinstance(begun.work, ReadAnswer)
+        assert not isinstance(begun.work, ParsedAnswer)
         try:
             await begun.work.whole()
         finally:

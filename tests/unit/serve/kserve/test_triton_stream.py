@@ -12,7 +12,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.api.kserve import grpc_server
 from launch.serve.api.kserve.grpc_messages import FINAL
 from launch.serve.api.kserve.grpc_server import GrpcServer
@@ -91,8 +91,8 @@ def test_a_request_is_stopped_that_is_not_let_in_yet() -> None:
 
 def test_a_message_that_is_none_ends_itself_alone() -> None:
     long = service_pb2.ModelInferRequest(model_name=DRAFT, id="long")
-    long.parameters["x"].string_param = "y" * READ_HERE
-    refused = [b"\xff" * 10, b"\x0a" + b"\xff" * READ_HERE, long.SerializeToString()]
+    long.parameters["x"].string_param = "y" * PARSED_IN_LOOP_BYTES
+    refused = [b"\xff" * 10, b"\x0a" + b"\xff" * PARSED_IN_LOOP_BYTES, long.SerializeToString()]
 
     async def work() -> None:
         context, works, metrics = Context(), [], FrontendMetrics("m", 4)
@@ -115,7 +115,7 @@ def test_a_message_that_is_none_ends_itself_alone() -> None:
         assert [told.infer_response.id for told in errors] == ["", "", "long"]
         assert all(told.infer_response.parameters[FINAL].bool_param for told in errors)
         assert ["no message" in told.error_message for told in errors] == [True, True, False]
-        assert f"{READ_HERE} bytes at most" in errors[-1].error_message
+        assert f"{PARSED_IN_LOOP_BYTES} bytes at most" in errors[-1].error_message
         assert answer.infer_response.id == "a" and not answer.error_message
         assert b'requests_refused_total{model_name="m",status="400"} 3' in metrics.render(None, None)
 

@@ -15,7 +15,7 @@ from unittest import mock
 import httpx
 import openai
 from checkpoints import make_checkpoint, make_tokenizer
-from fronts import HereReading
+from fronts import ParsersHere
 from pipelines import configuration, noisy_copy
 from starlette.applications import Starlette
 
@@ -39,7 +39,7 @@ MARKS = (
 PATIENCE = 120.0
 
 
-class HereReaders(HereReading):
+class ParsersHere(ParsersHere):
     """Reads in this process, as a server's own readers are made."""
 
     def __init__(self, facts: Facts, most_body_bytes: int) -> None:
@@ -103,7 +103,7 @@ class ChatServer:
         if key not in self._applications:
             (self._config.target.model / "chat_template.jinja").write_text(template, encoding="utf-8")
             changed = self._config.model_copy(update={"server": self._config.server.model_copy(update=section)})
-            with mock.patch.object(parts, "Readers", HereReaders):
+            with mock.patch.object(parts, "Parsers", ParsersHere):
                 made = parts.make_parts(changed, Keys(()), self._engine)
             made.frontend.admission.is_open = True
             self._applications[key] = make_application(made.frontend, made.routes)

@@ -13,7 +13,7 @@ from engine_messages import delta_of, run
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_frontend, request_of
 from starlette.requests import Request
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import Refusal
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.engine.open_requests import EngineRequest, Inbox
@@ -49,7 +49,7 @@ def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str
 
     asyncio.run(asyncio.wait_for(send(), 60))
     assert frontend.admission.num_requests == 0
-    return [task.kind for task in frontend._readers.tasks], frontend  # type: ignore[attr-defined]
+    return [task.kind for task in frontend._parsers.tasks], frontend  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -57,7 +57,8 @@ def test_a_long_completion_is_read_elsewhere_and_asks_for_the_same(is_long: bool
     engine = NoEngine()
     body = {
         "prompt": ["def main(", "x"], "max_tokens": 7, "seed": 3, "stop": ["a", "b"], "bad_words": ["os"],
-        "logit_bias": {"5": 1, "7": -2.5}, "stop_token_ids": [1, 2], "user": "u" * (READ_HERE if is_long else 1),
+        "logit_bias": {"5": 1, "7": -2.5}, "stop_token_ids": [1, 2],
+        "user": "u" * (PARSED_IN_LOOP_BYTES if is_long else 1),
     }  # fmt: skip
     kinds, _ = ask("completions", body, engine)
     assert kinds == (["completion"] if is_long else [])
@@ -148,4 +149,4 @@ def test_a_chat_is_not_read_while_nobody_is_let_in() -> None:
     frontend.admission.is_open = False
     with pytest.raises(Refusal, match="the engine is starting"):
         asyncio.run(frontend.read("chat", b"{}", time.perf_counter()))
-    assert not frontend._readers.tasks  # type: ignore[attr-defined]
+    assert not frontend._parsers.tasks  # type: ignore[attr-defined]
