@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_readers import CHAT, FACTS, PATIENCE, SLOW
+from test_parsers import CHAT, FACTS, PATIENCE, SLOW
 
 from launch.serve.admission.owners import OWNER
 from launch.serve.admission.refusals import Kind, Refusal
