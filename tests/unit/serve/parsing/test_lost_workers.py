@@ -113,7 +113,7 @@ def test_where_none_can_be_started_results_stay_waiters_are_told_and_it_is_tried
         raise OSError(24, "Too many open files")
 
     async def check(found: WorkerPool) -> None:
-        monkeypatch.setattr(worker_pool, "Child", fail)
+        monkeypatch.setattr(worker_pool, "ParserWorker", fail)
         first = asyncio.create_task(found.read(Task(kind="chat", seconds=0.2, most_tokens=100), CHAT))
         await asyncio.sleep(0)
         waiting = asyncio.create_task(read(found))

@@ -34,7 +34,7 @@ SLOW = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% e
 CHAT = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 
 
-def with_readers(
+def with_parsers(
     check: Callable[[Parsers], Awaitable[None]], template: str | None = None, facts: Facts = FACTS
 ) -> None:
     """Check processes, all of which end."""
@@ -88,7 +88,7 @@ def test_what_is_found_is_what_was_asked_for_and_reading_goes_on_behind_a_refusa
         read = await ask(found, "completion", b'{"prompt": [1, 2, 3]}', most_tokens=2)
         assert isinstance(read, ParsedRequest) and (list(read.lengths), read.prompts) == ([3], [])
 
-    with_readers(check)
+    with_parsers(check)
 
 
 def test_a_template_that_does_not_end_is_ended_and_the_next_request_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_request_is_read(monk
         read = await ask(found, "completion", b'{"prompt": [1]}')
         assert isinstance(read, ParsedRequest)
 
-    with_readers(check, SLOW)
+    with_parsers(check, SLOW)
 
 
 def test_a_reader_whose_client_is_gone_is_ended_and_the_next_request_is_read(
@@ -120,7 +120,7 @@ def test_a_reader_whose_client_is_gone_is_ended_and_the_next_request_is_read(
         assert isinstance(read, ParsedRequest) and found._short._all != {first}
         assert not caplog.records  # a client that goes is no error
 
-    with_readers(check, SLOW)
+    with_parsers(check, SLOW)
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 await ask(found, "chat", CHAT)
             assert caught.value.kind is Kind.TOO_LARGE
 
-    with_readers(check, "{{ messages[0].content * 300000000 }}")  # not of constants, which Jinja reckons beforehand
+    with_parsers(check, "{{ messages[0].content * 300000000 }}")  # not of constants, which Jinja reckons beforehand
 
 
 def test_a_limit_on_memory_that_is_there_already_stays() -> None:
@@ -169,13 +169,13 @@ def test_a_tokenizer_that_is_replaced_under_the_server_makes_no_tokens(
 
     for other in (content + " ", "{"):
         file.write_text(other, encoding="utf-8")
-        with_readers(check, facts=facts)
+        with_parsers(check, facts=facts)
     file.write_text(content, encoding="utf-8")
 
     async def read(found: Parsers) -> None:
         assert isinstance(await ask(found, "completion", b'{"prompt": "def"}'), ParsedRequest)
 
-    with_readers(read, facts=facts)
+    with_parsers(read, facts=facts)
 
 
 def test_readers_make_themselves_ready_before_the_first_request() -> None:
@@ -187,14 +187,14 @@ def test_readers_make_themselves_ready_before_the_first_request() -> None:
             await asyncio.sleep(0.01)
         assert process._streams is None
 
-    with_readers(check)
+    with_parsers(check)
 
 
 def test_what_readers_are_told_first_may_be_longer_than_a_socket_holds() -> None:
     async def check(found: Parsers) -> None:
         assert isinstance(await ask(found, "chat", CHAT), ParsedRequest)
 
-    with_readers(check, "{# " + "x" * (1 << 22) + " #}{{ messages[0].content }}")
+    with_parsers(check, "{# " + "x" * (1 << 22) + " #}{{ messages[0].content }}")
 
 
 def test_signals_to_all_of_the_fronts_session_do_not_reach_readers_and_they_end_with_the_front() -> None:
@@ -202,10 +202,10 @@ def test_signals_to_all_of_the_fronts_session_do_not_reach_readers_and_they_end_
     program = f"""
 import asyncio, os, signal
 from launch.serve.parsing.messages import pack
-from launch.serve.parsing.worker_pool import Lane
+from launch.serve.parsing.worker_pool import WorkerPool
 from launch.serve.parsing.messages import Facts, Task
 async def work():
-    found = Lane(pack(Facts(**{msgspec.structs.asdict(facts)!r})), 1)
+    found = WorkerPool(pack(Facts(**{msgspec.structs.asdict(facts)!r})), 1)
     found.start_one()
     (process,) = found._all
     print(process.pid, os.getpgid(process.pid) != os.getpgid(0), os.getsid(process.pid) != os.getsid(0), flush=True)
@@ -238,7 +238,7 @@ def test_what_a_template_writes_is_bounded() -> None:
         with pytest.raises(Refusal, match="the model's chat template writes more than 16777216 characters"):
             await ask(found, "chat", CHAT)
 
-    with_readers(check, "{% for i in range(1000) %}{{ 'a' * 100000 }}{% endfor %}")
+    with_parsers(check, "{% for i in range(1000) %}{{ 'a' * 100000 }}{% endfor %}")
 
 
 def test_a_reader_needs_no_torch() -> None:
