@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from parallel.communicator import SumTiming, check_dtype, check_peer, check_root, check_tensor, use_every_operation
 from parallel.errors import CommunicatorError
-from parallel.transports.ordered_sum import add_up, needs_total, slice_bounds
+from parallel.transports.sums import add_up, needs_total, slice_bounds
 from parallel.waiting import Waiter, wait_until
 
 TAG = 1

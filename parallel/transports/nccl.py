@@ -22,11 +22,10 @@ from mpi4py import MPI
 
 from parallel.communicator import SumTiming, check_peer, check_root, check_tensor, use_every_operation
 from parallel.errors import CommunicatorError
-from parallel.json_gather import all_gather_json
-from parallel.transports.nccl_sums import NcclSums
+from parallel.mpi_rank import all_gather_json
 from parallel.transports.peer_all_reduce import MOST_RANKS, Layout, PeerAllReduce
 from parallel.transports.peer_memory import PeerMemory, open_peer_memory
-from parallel.transports.sum_ways import Add, SumWays, Way
+from parallel.transports.sums import Add, NcclSums, SumWays, Way
 
 UNIQUE_ID_BYTES = 128
 GATHERED_BYTES = 256 << 10

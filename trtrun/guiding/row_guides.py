@@ -26,7 +26,7 @@ from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
 from trtrun.guiding.round_budget import RoundBudget
 from trtrun.guiding.row_guide import Begun, GuidePace, RowGuide
 from trtrun.guiding.walk import Walk
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 
 _ANYTHING = Guide("json", "true")
 

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from trtrun.guiding.host_copies import HostCopies
 from trtrun.guiding.masks import MaskMaker
 from trtrun.guiding.round_budget import RoundBudget
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 
 
 class Walk:

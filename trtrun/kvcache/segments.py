@@ -1,14 +1,4 @@
-"""Which tokens of a forward see which keys: segments of rows, and the indices that all layers share.
-
-It knows block tables and positions as tensors. It does not know requests or phases, or how attention is computed.
-
-A forward's tokens lie in segments: R rows with Q query positions each. A decode row of a plain round has Q = 1, a row
-under verification Q = draft_len + 1, a prefill chunk is one row with Q = its length. All shapes come from numbers that
-the host knows; what each row sees comes from `positions` on the device, so nothing is copied back to the host and a
-forward can become a CUDA graph.
-
-Indices count in one layer's store, [2, blocks, kv_heads, block, head]: keys first, then values.
-"""
+"""TODODOC"""
 
 from __future__ import annotations
 
@@ -20,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from trtrun.kvcache.blocks import NULL_BLOCK
+from trtrun.tensors import device_integers
 
 _REGISTER = 16
 """Numbers of float32 that a processor adds at a time, at most."""
@@ -243,3 +234,30 @@ def _cut(tables: torch.Tensor, blocks: int, block_size: int) -> torch.Tensor:
     width = -(-blocks // step) * step
     missing = width - tables.shape[1]
     return functional.pad(tables, (0, missing)) if missing > 0 else tables[:, :width]
+
+
+class BlockSlots:
+    """The slot of each block of a store; 0 where there is none, as for the null block.
+
+    Args:
+        num_blocks: of the store.
+        device: where the store lives.
+    """
+
+    def __init__(self, num_blocks: int, device: torch.device) -> None:
+        self._slots = torch.zeros(num_blocks, dtype=torch.int64, device=device)
+
+    def assign(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Give each of some blocks its slot."""
+        if blocks:
+            where, values = device_integers([list(blocks), list(slots)], self._slots.device)
+            self._slots.index_copy_(0, where, values)
+
+    def of_batch(self, batch: AttentionBatch) -> torch.Tensor:
+        """[tokens] int64: the slot of each token of a forward. It reads nothing back, so that it becomes a graph."""
+        parts = []
+        for segment in batch.segments:
+            of_rows = self._slots.index_select(0, segment.block_tables[:, 0])
+            parts.append(of_rows.unsqueeze(1).expand(-1, segment.queries).reshape(-1))
+        places = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return places if batch.forks is None else places.index_select(0, batch.forks.places)

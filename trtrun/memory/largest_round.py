@@ -25,7 +25,7 @@ from trtrun.rounds.launched_round import LaunchedRound, VerdictRound
 from trtrun.rounds.round import Worker
 
 _MUCH_PADDING = 17
-"""Tokens of a prompt that becomes a tile of 32 queries (engine/prompt_tiles.py)."""
+"""Tokens of a prompt that becomes a tile of 32 queries (engine/batch.py)."""
 
 _GRAPH_TENSORS_BYTES = 1 << 17
 """What a graph reads and writes of its own; block tables are all graphs' together."""

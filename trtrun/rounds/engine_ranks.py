@@ -17,8 +17,7 @@ from parallel.watchdog.activity import Activity, Doing, Phase
 from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.failures import RankFailures
-from trtrun.rounds.ordered_adapters import OrderedAdapters
-from trtrun.rounds.ordered_guides import OrderedGuides
+from trtrun.rounds.prepared_work import OrderedAdapters, OrderedGuides
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import RankSpans
 from trtrun.timing.tracing import Answer, RankTracer

@@ -17,7 +17,7 @@ from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.rounds.launched_round import LaunchedRound
-from trtrun.rounds.ordered_adapters import AdapterReading
+from trtrun.rounds.prepared_work import AdapterReading
 from trtrun.rounds.round import Worker
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import ENGINES, RankSpans

@@ -18,8 +18,7 @@ from torch import Tensor
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.found_paths import no_draft
-from trtrun.speculation.given_drafts import GivenDrafts
+from trtrun.speculation.found_paths import GivenDrafts, no_draft
 from trtrun.speculation.protocols import Rows, TargetGroup
 from trtrun.tensors import inference, kept_integers, kept_range
 

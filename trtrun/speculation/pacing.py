@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from statistics import median_low
 
 from trtrun.speculation.acceptance import DraftRecord, PlaceAcceptance
-from trtrun.speculation.load_costs import NUM_SAMPLES, Load, estimate_between, rounded
-from trtrun.speculation.round_costs import RoundCosts
+from trtrun.speculation.round_costs import NUM_SAMPLES, Load, RoundCosts, estimate_between, rounded
 
 _FIRST_TRIAL, _FIRST_TRIAL_OF_KNOWN = 8, 16
 _LONGEST_PAUSE, _LONGEST_WITHOUT = 512, 128

@@ -20,13 +20,11 @@ from parallel.communicator import Communicator
 from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
-from trtrun.rounds.exchange.draft_tables import DraftTable, Origins
-from trtrun.rounds.exchange.gated_drafts import GatedDrafts, GatedRound
-from trtrun.rounds.exchange.guess_tables import KnownVerdict
+from trtrun.rounds.exchange.gated_drafts import DraftTable, GatedDrafts, GatedRound, KnownVerdict, Origins
 from trtrun.rounds.exchange.hidden_link import HiddenLink, feeds, settled
 from trtrun.rounds.launched_round import DoneRound, LaunchedRound, VerdictRound
 from trtrun.speculation.trees import along_paths
-from trtrun.wire.packets import DRAFT_TAG, GUESS_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
+from trtrun.wire.messages import DRAFT_TAG, GUESS_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays
 
 SHORTEST_PATIENCE = 0.1

@@ -23,15 +23,12 @@ from torch.nn import functional
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.speculation.ahead.chains import Chains
-from trtrun.speculation.ahead.fan_out import FanOut
-from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.speculation.ahead.chains import Chains, MaskedChains
 from trtrun.speculation.ahead.guessing import Guesser
-from trtrun.speculation.ahead.host_texts import HostTexts
-from trtrun.speculation.ahead.masked_chains import MaskedChains
-from trtrun.speculation.ahead.row_texts import Guesses, RowText
+from trtrun.speculation.ahead.policy import FanOut, GuessSpace
+from trtrun.speculation.ahead.row_texts import Guesses, HostTexts, RowText
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.given_drafts import HostGivenDrafts
+from trtrun.speculation.found_paths import HostGivenDrafts
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import device_integers, inference
 

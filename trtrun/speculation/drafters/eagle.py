@@ -1,23 +1,9 @@
-"""An EAGLE head (EAGLE-1, EAGLE-2: Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858; EAGLE-3: Li et al. 2025,
-arXiv:2503.01840) on the target ranks, in chains and in trees. What a rank of its own does beside: eagle_apart.py.
-
-The head keeps keys and values of every position, in the target's blocks. What it keeps of position i is made of the
-target's hidden states of i and of the token at i + 1, so that each round feeds it what the target has just read, one
-position late: prompts chunk by chunk, and the tokens that a row gained. Behind the last of them stands the first draft
-token; for the others the head goes on with its own states. These write scratch behind what is fed, which the next round
-writes over with the target's states; of trees, blocks that no row has.
-
-Sampled rows choose as the target will, with its random numbers of each place (Daliri et al. 2024, arXiv:2408.07978).
-The rank that has the head's logits chooses, and the others are told. A row that is followed is fed in all rounds,
-whether tokens are drafted in them or not: what the target computed is gone afterwards. Rows that nothing is drafted for
-in any round are left alone.
-
-It knows rows, the target's step, and heads by protocol. It does not know files, or how heads compute.
-"""
+"""TODODOC"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic
 
 import torch
@@ -28,8 +14,7 @@ from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.sampling.distributions import distributions_of
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks, distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.head_trees import HeadTrees
@@ -266,3 +251,55 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
 def _followed(plan: RoundPlan) -> list[int]:
     """Indices into the plan's decode rows of those that something is drafted for, in this round or in others."""
     return [index for index, length in enumerate(plan.draft_lens.tolist()) if length >= 0]
+
+
+class ApartEagleDrafter(EagleDrafter[PreparedStep]):
+    """See EagleDrafter; drafts and verdicts are on the host."""
+
+    _lacking: frozenset[int] = frozenset()
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._lacking -= {*plan.dropped_rows, *(admission.row for admission in plan.admissions)}
+        super().begin_round(plan)
+
+    @inference
+    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+        """See Drafter: on the host, as it travels as a message."""
+        draft = super().propose(plan, probability_rows)
+        # What the target tells of a tree is that of the accepted path alone.
+        self._proposed = None
+        lens = [
+            0 if row in self._lacking else max(0, length)
+            for row, length in zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
+        ]
+        found = draft.num_suffix_tokens
+        return replace(
+            draft,
+            tokens=draft.tokens.cpu(),
+            draft_lens=torch.tensor(lens, dtype=torch.int64),
+            paths=None if draft.paths is None else draft.paths.cpu(),
+            num_suffix_tokens=None if found is None else found.cpu(),
+        )
+
+    @inference
+    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
+        """See Drafter: its rows move on, and are fed what came of them."""
+        self._proposed = None
+        if verdict is not None:
+            device = self._states.device
+            counts, tokens = (part.to(device, non_blocking=True) for part in (verdict.num_tokens, verdict.tokens))
+            verdict = Verdict(counts, tokens)
+            self._rows.advance(kept_integers(plan.sampled_rows, device), verdict.num_tokens, verdict.tokens)
+        if step is None:
+            self._lacking |= fed_rows(plan)
+        elif fed_rows(plan):
+            super().observe(plan, verdict, step)
+
+
+def fed_rows(plan: RoundPlan) -> frozenset[int]:
+    """Rows that a round feeds to heads: those that something is drafted for in any round."""
+    decoding = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
+    return frozenset(
+        [row for row, length in decoding if length >= 0] + [chunk.row for chunk in plan.prefill if chunk.followed]
+    )

@@ -22,8 +22,7 @@ from trtrun.configuration.drafting.lookahead_windows import LOOKAHEAD_ROUNDS_KEP
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.sampling.distributions import distributions_of
-from trtrun.sampling.likeliest import argmax
-from trtrun.sampling.pieces import pieces
+from trtrun.sampling.filters import argmax, pieces
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, distinct

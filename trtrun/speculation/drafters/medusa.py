@@ -26,7 +26,7 @@ from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import Distributions, distributions_of
-from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.filters import likeliest
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import PositionHeads, Rows, TargetEngine

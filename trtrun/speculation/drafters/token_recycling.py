@@ -21,7 +21,7 @@ from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.errors import ConfigError
-from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.led_drafts import DraftShape, LedDrafter, verified_nodes
 from trtrun.speculation.protocols import Rows, TargetGroup

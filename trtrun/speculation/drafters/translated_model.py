@@ -21,7 +21,7 @@ from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.given_drafts import with_certain_tokens
+from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.translated_rows import TranslatedRows, Translation

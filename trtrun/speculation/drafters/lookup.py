@@ -1,20 +1,16 @@
-"""Prompt lookup on the target ranks: the drafting method `ngram`.
-
-What a row's last tokens were followed by when they occurred before is likely to follow again: in texts that quote,
-summarise or rewrite their prompt, and in code. (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; vLLM's
-method of the same name: the longest match counts, and of equally long ones the first.) Where several continuations may
-be proposed, those of the next best matches are further paths of a draft tree. It needs no model. Every target rank
-looks up the same integers in its own copy of the rows, so that all propose the same and nothing has to travel.
-"""
+"""TODODOC"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from trtrun.configuration.drafting.text_methods import PromptLookupSection
+from trtrun.configuration.drafting.text_methods import PromptLookupSection, SuffixSection
+from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, LookupDrafter, distinct
 from trtrun.speculation.protocols import Rows
+from trtrun.speculation.suffixes.search import SuffixSearch
 
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
@@ -72,3 +68,40 @@ def make_ngram_drafter(place: DrafterContext) -> Drafter:
     section = place.section
     assert isinstance(section, PromptLookupSection) and place.target is not None
     return NgramDrafter(place.target.rows, *section.lookup_range, section.max_paths)
+
+
+class SuffixDrafter(LookupDrafter):
+    """Proposes what followed the row's last tokens most often; nothing where they are new."""
+
+    def __init__(self, rows: Rows, search: SuffixSearch, max_paths: int = 1) -> None:
+        """Propose what `search` finds, up to `max_paths` continuations of each of the `rows`."""
+        super().__init__(rows)
+        self._search = search
+        self._max_paths = max_paths
+
+    def release_rows(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._search.release_rows(plan)
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        super().begin_round(plan)
+        self._search.begin_round(plan)
+
+    def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
+        """See LookupDrafter."""
+        return self._search.rows_at_a_time(columns, draft_len)
+
+    def _look_up(self, rows: Tensor, draft_len: int, columns: int) -> Continuations:
+        """See LookupDrafter: what is likely."""
+        return self._search.look_up(rows, draft_len, columns, self._max_paths)
+
+
+@DRAFTERS.register("suffix")
+def make_suffix_drafter(place: DrafterContext) -> Drafter:
+    """The longest and likeliest continuations in the target's rows, past answers and the corpus, with the section's
+    options."""
+    section = place.section
+    assert isinstance(section, SuffixSection) and place.target is not None
+    rows = place.target.rows
+    return SuffixDrafter(rows, SuffixSearch.of_options(section, rows, place.corpus), section.max_paths)
