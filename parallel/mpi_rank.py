@@ -1,4 +1,11 @@
-"""TODODOC"""
+"""Whether this process is an MPI rank, and which: told from the environment, before MPI is touched; whether MPI goes on
+when one of its ranks is gone, and how it says so (ULFM, User Level Failure Mitigation); and one small value of every
+rank on every rank.
+
+With ULFM a call that needs a lost rank fails with an error of its own, and all other calls go on. Which rank is at
+fault the heartbeat says (`parallel.watchdog`); whoever only meets the error waits for that. Values travel as JSON,
+because mpi4py's own way would read others' pickles.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ without CUDA. Calls enqueue and return: nothing here waits on the host, and the 
 
 Floating-point sums are made in the order of the ranks: by kernels over peer memory where the group's GPUs reach each
 other (`peer_all_reduce`), else from what NCCL moves (`nccl_sums`). Which way is the fastest for a size is measured in
-`warm_up` (`sum_ways`).
+`warm_up` (`parallel.transports.sums`).
 
 It knows raw pointers and ranks; it knows no role and no model. MPI carries what ranks tell each other at start: the 128
 bytes of the unique id, handles of memory and times.

@@ -1,4 +1,16 @@
-"""TODODOC"""
+"""Sums of the ranks' tensors in the order of the ranks, and which way such a sum goes.
+
+With torch's operations on any device: half types are added up in float32 and rounded once. So the sum of an element
+depends on nothing but the ranks' values: not on the tensor's shape, nor on what else is summed beside it.
+
+Over GPUs NCCL moves the tensors and torch adds them up. NCCL's own sums of three or more ranks may add in another order
+for another size of message. Of two they may not: a + b is b + a, and is rounded once in float32 as in the half types,
+whose sum of two has one nearest value whichever way it is reached. So a group of two may use them. Calls enqueue and
+return, as NCCL's do.
+
+Which way a sum goes depends on its size: ways are measured when a group is opened, the same on all ranks. All give the
+same bits, so the choice is about time alone.
+"""
 
 from __future__ import annotations
 

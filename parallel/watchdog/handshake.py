@@ -1,4 +1,17 @@
-"""TODODOC"""
+"""How rank 0 and a worker find each other and prove that they know the job's token.
+
+    rank 0 → worker    a nonce
+    worker → rank 0    a nonce of its own, and its first message
+    rank 0 → worker    its first message
+
+Messages are sealed (message_socket.py), by which each side knows the other. A side that has not proved who it is can
+make the other compare a line of a few bytes with what it should be, and no more.
+
+Rank 0 listens at a port of its host alone or of all its interfaces. Whatever a stranger sends there, and however fast,
+costs its own connection: it has a few bytes and seconds for one line, which is compared and not parsed; there are few
+places, and those of one address crowd out each other; and the port closes once every worker is in. One thread uses it.
+It does not know what messages say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""TODODOC"""
+"""Lines over TCP that never block, and sealed messages in them: one JSON object a line behind its seal.
+
+    seal of 64 hexadecimal digits │ space │ {"doing": …} │ line feed
+
+A seal is a keyed hash (RFC 2104) of a message's number and text. Each connection has a key for either direction, made
+of the token and of a nonce of each side. So a message that somebody between the two has written, changed, repeated,
+left out, moved, turned around or taken from another connection does not bear the seal that its place calls for. Texts
+are not secret; token and keys never cross the network.
+
+What bears no right seal is not parsed: its connection ends. A connection is read once a turn and bounded in what it
+keeps, so that no peer keeps a thread from the others. It does not know what the objects mean.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""TODODOC"""
+"""A process by a name that no later process gets, and the stack of its main thread.
+
+By its name rank 0 ends a rank that does not answer, where it can: process numbers are used again, and the same number
+on another host is another process. The stack is text; it is taken by another thread of the process, and says whether
+the main thread waits for another rank: it knows which files of this package wait for peers. What a stack says about a
+job is decided elsewhere (`blame`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""TODODOC"""
+"""From a plan to the tensors of one forward: flattened tokens, positions and attention segments.
+
+Every shape comes from the plan (numbers that the host knows); contents come from the rows' state on the device.
+
+Chunks of prompts are cut into tiles: rows of a few queries each, so that a forward over many prompts has few segments.
+A kernel on a GPU computes attention for a tile of queries at a time anyway, and every segment of a forward is another
+launch in every layer. Tiles are as wide as the kernel's, and what is left of each chunk goes into a narrower one,
+padded to a power of two, where a tile of the other width would be much padding. Tiles of a chunk are rows of one
+forward: a later one sees the keys of those before it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""TODODOC"""
+"""Draft trees in a target engine: where each path of a tree has its keys, and what a forward over trees reads; and what
+plans do to blocks of a store: they are copied, and marked with the adapter that their row is computed with.
+
+Every path is a row of its own to attention, as if it were a chain (kvcache/segments.py): so a node has the bits that
+the same tokens have in a chain, whatever kernel attends. The first path's keys go to the row's own blocks. Every other
+path has blocks of its own behind the pool's: a copy of the block in which the row's newest token stands, and what a
+draft needs behind it. Once the target has decided, the blocks of the path that was accepted are copied to the row's.
+"""
 
 from __future__ import annotations
 

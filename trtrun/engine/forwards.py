@@ -1,4 +1,8 @@
-"""TODODOC"""
+"""How one engine rank's forwards run: as they are, or as CUDA graphs; and what they tap of the residual stream.
+
+A graph writes taps to memory of a fixed place; a forward without one gets memory of its own. It knows a model, its
+store, rows, and batches of them. It does not know phases of a round (runner.py), or who reads taps.
+"""
 
 from __future__ import annotations
 
@@ -251,7 +255,7 @@ class Forwards:
         return MixedResult(of_queries.contiguous(), found)
 
     def _forward_mixed(self, decoded: RowsBatch, prompts: RowsBatch) -> torch.Tensor:
-        """See `mixed_graphs.MixedForward`."""
+        """See `decode_graphs.MixedForward`."""
         builder = BatchBuilder(self._rows)
         builder.add_tables(decoded.tables, decoded.tokens, decoded.positions)
         start = builder.add_tables(prompts.tables, prompts.tokens, prompts.positions)

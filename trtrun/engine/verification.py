@@ -1,4 +1,10 @@
-"""TODODOC"""
+"""The forward that verifies drafts, beside the prompts of the round: logits, what is tapped on the way, and what
+prompts are asked for: log probabilities of their tokens, and logits behind them.
+
+Logits of few positions of a prompt exist at a time, whatever the chunk: those of a whole chunk would take a gigabyte
+for each 2,048 positions and 128k entries of the vocabulary. It does not know which tokens are accepted, who asked, or
+how the numbers travel.
+"""
 
 from __future__ import annotations
 

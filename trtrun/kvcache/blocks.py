@@ -1,4 +1,11 @@
-"""TODODOC"""
+"""The pool of KV blocks: who holds a block, which are free, and which free ones still hold reusable tokens; reuse of
+full blocks between rows, where a block is found again by the chain of all tokens up to its end; and one row's block
+table.
+
+The same table serves draft and target: block b is slot b in both stores. Which tokens are verified or written the
+scheduler says: blocks are reserved ahead of a round, committed for reuse after it, and released at the end. `store.py`
+holds the keys and values. The idea of hashing (parent, tokens of the block) is from vLLM's automatic prefix caching.
+"""
 
 from __future__ import annotations
 

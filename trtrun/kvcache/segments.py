@@ -1,4 +1,18 @@
-"""TODODOC"""
+"""Which tokens of a forward see which keys: segments of rows, and the indices that all layers share; and with which
+adapter the keys and values of each block are made.
+
+It knows block tables and positions as tensors. It does not know requests or phases, or how attention is computed.
+
+A forward's tokens lie in segments: R rows with Q query positions each. A decode row of a plain round has Q = 1, a row
+under verification Q = draft_len + 1, a prefill chunk is one row with Q = its length. All shapes come from numbers that
+the host knows; what each row sees comes from `positions` on the device, so nothing is copied back to the host and a
+forward can become a CUDA graph.
+
+Indices count in one layer's store, [2, blocks, kv_heads, block, head]: keys first, then values.
+
+A block is shared between rows of the same adapter alone (`BlockTable`), so that a row's first block says which adapter
+the row computes with: the batch's block tables, which graphs read in any case, are all that a forward needs to know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""TODODOC"""
+"""The key and value tensors of one engine rank, in blocks; for layers with a sliding window, in rings of blocks.
+
+A ring is as long as the window and what a round may write beside it. Block c of a row lies at place c modulo the ring's
+length, over what fell out of the window: so nothing is ever given back, and what a layer needs does not grow with the
+text. Which place a block has follows from the row and the index that it was announced for; block tables stay what they
+are, and are translated for these layers. A prefix cannot be found again, as another row writes elsewhere.
+
+It does not know which row owns a block, which blocks are free (blocks.py), or how attention reads them
+(trtrun.attention).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What the failure of a rank means: it reaches the orchestrator's main thread as one RankFailedError, wherever it
-waits; and whether a job goes on when it loses its draft ranks: one answer for all who start, run and check it.
+"""What the failure of a rank means.
+
+It reaches the orchestrator's main thread as one RankFailedError, wherever that waits. Whether a job goes on when it
+loses its draft ranks, and why not, has one answer for all who start, run and check it: the functions below the class.
+It knows the heartbeat and the topology. It does not know rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""TODODOC"""
+"""What ranks prepare beside the rounds, by order of the orchestrator: adapters that they read, guides that they build.
+
+One adapter is loaded at a time. It is put into its slot between two rounds, once every rank has read it, and nowhere
+where one could not. A guide is built once every rank that takes plans has said so; ranks that keep no matchers say so
+at once. The orchestrator's side sends orders and counts answers; a rank's desk carries them out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""TODODOC"""
+"""The distributions of a round's positions after every row's own parameters, and what is drawn from them.
+
+Two ways to the same: torch's operations, which make a table of processed logits, and on CUDA kernels that look at the
+logits alone (kernels/triton/sampling). On one device all tokens of a text come from the same way.
+
+Where rows choose in several steps that are one piece of work, a CUDA graph, kernels choose from tables on the device:
+for rows without penalties, biases and bans, whose choices look at nothing but the logits, the row's parameters and the
+position.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""TODODOC"""
+"""Temperature, top_k, top_p and min_p: which tokens a sampled row may choose, and how likely each is; and the few
+largest of many numbers, row by row.
+
+Functions of [rows, positions, vocabulary] logits; each row has its own parameters. No value is read back from a device;
+on the CPU, where reading costs nothing, the nucleus is searched among fewer candidates. Rows are ranked some at a time,
+so that a large batch takes no more memory: every step of sampling treats rows independently, so the pieces give the
+same bits.
+
+Order: temperature, top_k, top_p over the distribution that top_k left, then min_p, as transformers orders them. min_p
+compares with the most likely token, which every other filter keeps, so its place does not change what it removes.
+Where tokens tie at a boundary the lower token ids stay, as after a stable descending sort.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""TODODOC"""
+"""Changes to the logits that depend on a row's tokens so far: penalties, min_tokens and bad words; and logit_bias.
+
+Functions of one or more rows' logits at P consecutive positions: position i is chosen after the row's tokens and draft
+tokens 0 .. i-1, which count as output there. Nothing is read back from the device. Counts are made anew from the row's
+tokens each time: there is no state that a rejected draft could spoil.
+
+Bad words are sequences of tokens whose last one is masked where the others stand before it. What that takes does not
+grow with the number of words times the longest. On the CPU the beginnings of words are sorted by their tokens from the
+last to the first, and one binary search a position finds those that the text ends with: of what sorts no higher than
+the text, all that it ends with are beginnings' own endings, one of the other. Elsewhere each token of each beginning is
+compared at each position, in a fixed number of operations whatever the text. Both give the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODODOC"""
+"""What the host knows of a row's sampling: which steps it takes, and the tables that some of them use; and which tokens
+a guide allows, as bits on the device.
+
+Made once, when a request gets its row, so that choosing tokens later never asks the device which path to take. Rows of
+the same lists, such as the completions of one prompt, share their tables.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODODOC"""
+"""What chunks report of one prompt's tokens: their log probabilities, and the target's logits behind them."""
 
 from __future__ import annotations
 

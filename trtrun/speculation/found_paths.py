@@ -1,4 +1,12 @@
-"""TODODOC"""
+"""Drafts made of continuations that were found somewhere, predicted outputs that came with requests, and what methods
+have in common that look for continuations in the target's rows.
+
+A client may know better than any model what comes: it has an earlier answer to nearly the same prompt, or has run a
+draft model of its own. For as long as a row's output is the start of such a predicted output, what follows there is
+proposed, without probabilities (one-hot distributions), as in prompt lookup. Rows are compared on the device, so that a
+plan may be sent before the verdict of the round before is known, and no rank has to be told how far a row has followed
+its predicted output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""TODODOC"""
+"""What rounds cost: seconds by number of rows and draft_len, as the start measured or assumed them, and as the run has
+measured them since.
+
+It does not know how rounds are timed, or how many tokens to draft (pacing.py).
+"""
 
 from __future__ import annotations
 

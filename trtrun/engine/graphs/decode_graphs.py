@@ -1,4 +1,17 @@
-"""TODODOC"""
+"""CUDA graphs of the forwards that rounds repeat, over rows alone and with tiles of prompts: a whole forward becomes
+one launch.
+
+On a GPU a small forward takes longer to launch, kernel by kernel from Python, than to run. A forward over rows with the
+same number of queries each is captured once for each of a few shapes (graph_shapes.py), and replayed from then on: its
+inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share. A forward runs through
+the smallest graph that holds it, and the rest is padding.
+
+Where a row's next token follows from the logits and the row's parameters, the graph of one step chooses it, too, and
+stands ready for the next: a chain of steps is that graph again and again, without a look at the host.
+
+It knows a function from tokens, positions and block tables to logits. It does not know models, plans or which ranks the
+function talks to; collectives inside it must be capturable (`Communicator.is_capturable`).
+"""
 
 from __future__ import annotations
 

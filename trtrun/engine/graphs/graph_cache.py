@@ -1,4 +1,7 @@
-"""TODODOC"""
+"""Graphs of work on tensors of fixed place, by shape: made when a shape comes up first, and replayed from then on.
+
+It knows shapes as keys, inputs and an output. It does not know what is captured.
+"""
 
 from __future__ import annotations
 

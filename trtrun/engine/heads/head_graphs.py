@@ -1,4 +1,10 @@
-"""TODODOC"""
+"""CUDA graphs of what heads compute in rounds that repeat: what rows gained is fed, and tokens are drafted without the
+host, or nodes of draft trees fed; or whole trees are drawn up, depth by depth, in one launch.
+
+Shapes are those of the target's graphs. A tree takes some hundred small operations, which the host launches more slowly
+than a device works on those of few rows. It knows what heads compute by protocol. It does not know rounds, where tokens
+and hidden states come from, or how trees grow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""TODODOC"""
+"""What heads with a store of keys and values read and compute, as the engine sees it: their layers by protocol, whose
+rows they are fed, and where the nodes of draft trees have their keys.
+
+Heads are fed the target's rows, beside which they sit, or on a rank of their own rows that they keep themselves by
+plans and verdicts.
+
+A tree is fed depth by depth. Each of its nodes is a row of its own to attention, with scratch blocks behind the store's
+others: a copy of what its parent's hold, of a row's own block at first. So it sees what stands before it on its own
+path and nothing else, in the order of a chain. There are two sets of such blocks, for parents and for nodes, as several
+nodes may have one parent. Once the target has decided, its hidden states of the accepted path are fed into the row's
+own blocks, and all of this is forgotten.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""TODODOC"""
+"""Heads that keep keys and values of every token, over the target's rows, or rows of their own that follow these: a
+store of their own, in the target's blocks.
+
+Block b of a row is slot b in the target's store and in this one. So rows, prompts in chunks, preemption and the reuse
+of prefixes are the target's; a block is found again by its tokens and the one behind them, as what is kept at a
+position depends on the token behind it (kvcache/blocks.py).
+
+Masked heads draft all tokens of a row in one forward: the row's newest token and mask tokens behind it, which see what
+is kept of the tokens before, and each other. What a draft writes lies behind what is kept, where the next round writes
+over it. It does not know what heads compute, or which tokens are chosen.
+"""
 
 from __future__ import annotations
 

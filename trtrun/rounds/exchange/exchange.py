@@ -40,7 +40,7 @@ class Exchange(Protocol):
 
     def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """On ranks that draft ahead: send drafts for likely verdicts of the round, as `guesses` has them for who asks
-        (guess_tables.py), where target ranks look for them. Nothing waits."""
+        (gated_drafts.py), where target ranks look for them. Nothing waits."""
         ...
 
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:

@@ -1,4 +1,16 @@
-"""TODODOC"""
+"""Drafts that come while their round is already with the device: target ranks launch a round before the verdict of the
+round before is known, and the device waits at a gate for the draft that follows from that verdict.
+
+So nothing of what a host does to launch a round lies between a verdict and the next verification, but for the way of
+the verdict to the draft rank and of the draft back. The draft rank may also send the drafts that it made for the likely
+verdicts of a round, before the verdict is known: a table with a line for each verdict that it has guessed. The device
+finds the verdict in it and goes on; the draft rank, which hears of the verdict later, finds the same line. So both have
+the same draft, and neither waited for the other. The two agree only as long as a line is looked up in one way; a row of
+which the target verified less than its draft rank has proposed is a case that draft ranks know.
+
+The leader has the gate, and hands what came through it to the other target ranks on the device: all of them verify the
+same, whatever the leader's host did. Packets, and how long they are waited for, are message_exchange.py's.
+"""
 
 from __future__ import annotations
 
@@ -220,7 +232,7 @@ class GatedDrafts:
         self._decided = plan, verdict
 
     def guess(self, round_index: int, guesses: npt.NDArray[np.int64]) -> None:
-        """On the leader: what was drafted ahead of the verdict of a round; see guess_tables."""
+        """On the leader: what was drafted ahead of the verdict of a round."""
         assert self.gate is not None
         following = round_index + 1
         self._guesses[following], self._looked_up = guesses, None

@@ -1,4 +1,9 @@
-"""TODODOC"""
+"""Chains of forwards on a draft engine: feed what is missing, then step by step the tokens that it would choose.
+
+Rows of a chain are real ones or guesses; both have block tables and sampling parameters. All stays on the device. Where
+the model drafts all tokens of a row in one forward (drafters/draft_model.py), what takes steps elsewhere takes one
+here, for all guesses of a round together.
+"""
 
 from __future__ import annotations
 

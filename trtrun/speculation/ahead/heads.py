@@ -1,4 +1,14 @@
-"""TODODOC"""
+"""An EAGLE head on a rank of its own that drafts ahead of verdicts: while the target verifies, it goes on behind the
+likely ones with states of its own, and when a guess comes true, the next draft is there.
+
+Once the target's states of the accepted tokens are here, they are fed as in every round, over what was guessed; and
+from the state behind them the head goes along its draft again, for better states and candidates of the next guesses.
+What it writes on the way is scratch: behind a row's newest token in the row's own blocks, where the target's states are
+fed over it, and in blocks of guesses.
+
+Source: Speculative Speculative Decoding (arXiv:2603.03251), here with a head that reads hidden states. It does not know
+messages, clocks, or how heads compute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""TODODOC"""
+"""How much is drafted ahead in a round, for which verdicts, and when a fresh draft is worth waiting for.
+
+The policy answers two questions in tokens a second, by measured times. How many verdicts to guess: more are right more
+often, but the target waits where the draft ranks are done after it; none at all where a fresh draft in each round gains
+more, as where a verification is short beside what guesses take. And how many rows must have missed until a fresh draft
+for them, which all rows wait for, gains more tokens than the wait costs.
+
+The fan-out deals the guesses. The verdict on a draft of k tokens is a position (how many of them are accepted, 0 to k)
+and the token that follows. The draft's own candidates for that token are in order of likelihood, so a guess is a
+position and a rank. How often each position comes up, and how far down the order its token stands, differs from pair to
+pair and from text to text; this keeps count, and gives the guesses to the pairs of position and rank that are likeliest
+together. The question is that of Saguaro's cache (arXiv:2603.03251), with running counts in place of a profile. All
+draft ranks see the same verdicts, so all answer alike.
+
+All of it is numbers: no tokens, clocks or devices.
+"""
 
 from __future__ import annotations
 

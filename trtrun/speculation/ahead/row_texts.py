@@ -1,4 +1,10 @@
-"""TODODOC"""
+"""What a draft rank keeps of each row on the host: where it stands, the draft behind it, and what was guessed.
+
+Verdicts reach a draft rank as messages, so that its host knows every row's length and newest tokens without asking the
+device. A row's tokens and the draft behind them are its text; the row's blocks hold the keys and values of the text's
+front, and the rest of it is still to be fed. What followed a row's last tokens before is looked up in these texts
+without a word to the device. Pure bookkeeping: it knows no engine, no device and no message.
+"""
 
 from __future__ import annotations
 

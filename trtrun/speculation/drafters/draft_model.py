@@ -1,4 +1,15 @@
-"""TODODOC"""
+"""The drafting method `draft_target`: a draft model on the draft ranks, in one of four ways.
+
+Step by step: a small model of the same vocabulary runs draft_len steps ahead. Or all tokens in one forward, where the
+model was trained for that: behind the row's tokens stand mask tokens, for which it has learned to say what comes there
+(An et al. 2025, PARD, arXiv:2504.18583; nothing of it is the target's, so that one draft serves a family). What it says
+of a position depends on the row alone, and not on the tokens that were drafted before it. The store has keys and values
+of no drafted token, so that all that a row gained is fed in the next forward, in front of its masks.
+
+Both ways also go ahead of verdicts, where the draft has devices of its own (ahead/drafter.py); and step by step in a
+vocabulary of its own, where its tokenizer is not the target's (translated_model.py). It does not know the target, or
+how a draft travels.
+"""
 
 from __future__ import annotations
 

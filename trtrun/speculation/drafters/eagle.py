@@ -1,4 +1,24 @@
-"""TODODOC"""
+"""An EAGLE head (EAGLE-1, EAGLE-2: Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858; EAGLE-3: Li et al. 2025,
+arXiv:2503.01840) on the target ranks, in chains and in trees, and on a rank of its own.
+
+The head keeps keys and values of every position, in the target's blocks. What it keeps of position i is made of the
+target's hidden states of i and of the token at i + 1, so that each round feeds it what the target has just read, one
+position late: prompts chunk by chunk, and the tokens that a row gained. Behind the last of them stands the first draft
+token; for the others the head goes on with its own states. These write scratch behind what is fed, which the next round
+writes over with the target's states; of trees, blocks that no row has.
+
+Sampled rows choose as the target will, with its random numbers of each position (Daliri et al. 2024, arXiv:2408.07978).
+The rank that has the head's logits chooses, and the others are told. A row with a draft KV is fed in all rounds,
+whether tokens are drafted in them or not: what the target computed is gone afterwards. Rows that nothing is drafted for
+in any round are left alone.
+
+On a rank of its own hidden states come beside each verdict, of the tokens that rows have gained, and of chunks of
+prompts as the target reads them. So it feeds them as on the target's ranks, and drafts the same. Where those of a round
+did not come, as the target does not wait for a rank that is far behind, the head lacks a part of their rows, and
+proposes nothing for them any more; that blocks of theirs are reused all the same costs acceptance alone.
+
+It does not know files, how hidden states travel, or how heads compute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""TODODOC"""
+"""The drafting methods `ngram` and `suffix`: what followed a row's last tokens before is proposed, on the target ranks.
+
+Where texts quote, summarise or rewrite their prompt, and in code, what a row's last tokens were followed by when they
+occurred before is likely to follow again. Prompt lookup (`ngram`: Saxena 2023,
+github.com/apoorvumang/prompt-lookup-decoding, and vLLM's method of the same name) takes the longest match at its word,
+and of equally long ones the first; where several continuations may be proposed, those of the next best matches are
+further paths of a draft tree. SuffixDecoding (`suffix`: Oliaro et al. 2024, arXiv:2411.04975) proposes what followed
+most often at all places where the last tokens stood, as far as it is likely.
+
+Neither needs a model. Every target rank looks at the same integers in its own copy of the rows, so that all propose the
+same and nothing has to travel. A corpus is a further text in which every row is looked up, and so are past answers
+where some are kept; in no other way a row sees another's text. How places are found is `suffixes`' business.
+"""
 
 from __future__ import annotations
 

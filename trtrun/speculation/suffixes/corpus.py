@@ -1,4 +1,15 @@
-"""TODODOC"""
+"""Texts that all rows share, in which a row's last tokens are looked up: a corpus, and answers of the past.
+
+A corpus (REST, He et al. 2023, arXiv:2311.08252) is a suffix array (Manber and Myers 1990) of its texts read backwards:
+its places in the order of what stands before them. A row's last tokens have a place in that order, and the places of
+longest match are its neighbours. The place is found by looking at many places at a time, the same for all rows, so that
+a search takes few operations of the device.
+
+Past answers are the shared tree of SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975), bounded in requests and in
+tokens: the newest answer is last, and the oldest go first. How long an answer is only the device knows, so that
+everything there has one shape whatever it holds, and nothing waits for a GPU. What is in it depends on the rows that
+were added and their order alone: ranks that add the same hold the same.
+"""
 
 from __future__ import annotations
 

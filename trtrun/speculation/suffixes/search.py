@@ -1,4 +1,9 @@
-"""TODODOC"""
+"""What may follow rows, by what followed their last tokens before: in their own prompts and outputs, in past answers
+and in a corpus.
+
+It knows where rows stand, and which of them a plan drops. It does not know who drafts, nor what becomes of what is
+found. Nothing is read back from the device.
+"""
 
 from __future__ import annotations
 
