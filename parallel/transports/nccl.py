@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
-from parallel.communicator import SumTiming, check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import Communicator, SumTiming, check_peer, check_root, check_tensor, use_every_operation
 from parallel.errors import CommunicatorError
 from parallel.mpi_rank import all_gather_json
 from parallel.transports.peer_all_reduce import MOST_RANKS, Layout, PeerAllReduce
@@ -56,7 +57,7 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-class NcclCommunicator:
+class NcclCommunicator(Communicator):
     """A Communicator over NCCL; see the protocol for shapes and errors."""
 
     is_capturable = True
@@ -216,8 +217,9 @@ class NcclCommunicator:
             beside = {Way.NCCL: self._nccl_sums.plain}
             self.sum_timings = self._ways.measure(self._comm, self.device, beside)
 
+    @override
     def abandon(self) -> None:
-        """See Communicator: NCCL's kernels end without their peer."""
+        """Abort NCCL's kernels, which end without their peer."""
         self._handle.abort()
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.tensors import device_integers
@@ -187,14 +188,14 @@ class StepBatch(AttentionBatch):
         super().__init__([AttentionSegment(0, segment.rows, 1, segment.block_tables, positions)], whole.block_size)
         self._whole, self._step = whole, step
 
+    @override
     def write_index(self, store: StoreShape) -> torch.Tensor:
-        """See AttentionBatch."""
         segment = self._whole.segments[0]
         every = self._whole.write_index(store).view(2, segment.rows, segment.queries, store[1])
         return every[:, :, self._step].reshape(-1)
 
+    @override
     def groups(self, number: int) -> Sequence[ContextGroup]:
-        """See AttentionBatch."""
         if number not in self._groups:
             self._groups[number] = [_StepGroup(group, self._step) for group in self._whole.groups(number)]
         return self._groups[number]

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from parallel.control import ControlPlane, Report
 from parallel.watchdog.activity import Activity, Doing, Phase
 from trtrun.core.guide import GuideStart
@@ -26,16 +28,17 @@ from trtrun.wire.reports import ReportKind, RoundReport, decode_report
 
 
 class EngineRanks(Protocol):
-    """All engine ranks, as the orchestrator sees them."""
+    """All engine ranks, as the orchestrator sees them.
+
+    Attributes:
+        activity: where this process says what it is doing.
+    """
+
+    activity: Activity
 
     @property
     def draft_is_lost(self) -> bool:
         """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
-        ...
-
-    @property
-    def activity(self) -> Activity:
-        """Where this process says what it is doing."""
         ...
 
     def look(self) -> Mapping[int, Doing]:
@@ -139,7 +142,7 @@ class EngineRanks(Protocol):
         ...
 
 
-class MpiRanks:
+class MpiRanks(EngineRanks):
     """Worker ranks behind the control plane.
 
     Args:
@@ -162,23 +165,24 @@ class MpiRanks:
         self._is_stepping = False
 
     @property
+    @override
     def draft_is_lost(self) -> bool:
-        """See EngineRanks; known from the next publish or collect on."""
+        """Whether draft ranks are lost, as is known from the next publish or collect on."""
         return bool(self._failures.lost_ranks)
 
+    @override
     def look(self) -> Mapping[int, Doing]:
-        """See EngineRanks."""
         return self._failures.look()
 
+    @override
     def publish(self, plan: RoundPlan) -> None:
-        """See EngineRanks."""
         self._failures.check()
         self._published = plan.round_index
         self._control.publish(encode_plan(plan))
         self._num_due += 1
 
+    @override
     def collect(self) -> RoundReport:
-        """See EngineRanks."""
         self.activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             received = self._set_aside.popleft() if self._set_aside else self._next_report()
@@ -188,13 +192,13 @@ class MpiRanks:
         finally:
             self._leave()
 
+    @override
     def order_guides(self, orders: GuideOrders) -> None:
-        """See EngineRanks."""
         self._failures.check()
         self._control.publish(self._guides.encode(orders))
 
+    @override
     def take_built_guides(self, seconds: float = 0.0) -> list[GuideStart]:
-        """See EngineRanks."""
         built = self._take_built()
         if seconds and not built:
             report = self._failures.collect_within(seconds, self._control)
@@ -223,8 +227,8 @@ class MpiRanks:
         return True
 
     @contextmanager
+    @override
     def stepping(self) -> Iterator[None]:
-        """See EngineRanks."""
         self._failures.check()
         self._is_stepping = True
         self.activity.enter(self._published, Phase.SCHEDULING)
@@ -234,17 +238,17 @@ class MpiRanks:
             self._is_stepping = False
             self.activity.rest()
 
+    @override
     def reset(self) -> None:
-        """See EngineRanks."""
         while self._num_due:
             self.collect()
 
+    @override
     def start_trace(self, most_rounds: int) -> None:
-        """See EngineRanks."""
         self._tracer.start(most_rounds)
 
+    @override
     def take_trace(self) -> list[RankSpans]:
-        """See EngineRanks."""
         return self._tracer.take()
 
     def begin_adapter(self, name: str, path: Path) -> None:
@@ -262,13 +266,13 @@ class MpiRanks:
             problems = self._adapters.problems(self._control.num_workers, self._failures.lost_ranks)
         return problems
 
+    @override
     def end_adapter(self, slot: int) -> None:
-        """See EngineRanks."""
         self._failures.check()
         self._control.publish(self._adapters.end(slot))
 
+    @override
     def close(self) -> None:
-        """See EngineRanks."""
         self._failures.close(self._control)
 
     def _ask(self, request: bytes) -> Iterator[Answer]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.penalties import add_logit_bias_
@@ -55,7 +56,7 @@ def _forbids(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) == -torch.inf
 
 
-class TorchDistributions:
+class TorchDistributions(Distributions):
     """By torch's operations."""
 
     def __init__(self, sampling: RowSampling, processed: Tensor, rows: Sequence[int], lengths: Tensor) -> None:
@@ -65,55 +66,55 @@ class TorchDistributions:
         self._rows = rows
         self._lengths = lengths
 
+    @override
     def choose(self, stream: Stream) -> Tensor:
-        """See Distributions."""
         return self._sampling.choose(self.processed, self._rows, self._lengths, stream)
 
+    @override
     def rank(self, count: int) -> Tensor:
-        """See Distributions."""
         return self._sampling.rank(self.processed[:, 0], self._rows, self._lengths, count)
 
+    @override
     def scores(self) -> Tensor:
-        """See Distributions."""
         return self._sampling.scores(self.processed[:, 0], self._rows, self._lengths)
 
+    @override
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
-        """See Distributions."""
         picked = self.processed[kept_integers(indices, self.processed.device)]
         return torch.nn.functional.pad(self._sampling.probabilities(picked), (0, width - picked.shape[-1]))
 
+    @override
     def forbids(self, tokens: Tensor) -> Tensor:
-        """See Distributions."""
         return _forbids(self.processed, tokens)
 
 
-class KernelDistributions:
+class KernelDistributions(Distributions):
     """By kernels on CUDA, for rows of which at least one is sampled or changes its logits."""
 
     def __init__(self, lines: Lines) -> None:
         """Draw from lines that are cut."""
         self.lines = lines
 
+    @override
     def choose(self, stream: Stream) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import choose
 
         return choose(self.lines, int(stream))
 
+    @override
     def rank(self, count: int) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import rank
 
         return rank(self.lines, int(Stream.TARGET), count)
 
+    @override
     def scores(self) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import scores
 
         return scores(self.lines, int(Stream.TARGET))
 
+    @override
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import write_probabilities
 
         logits = self.lines.logits
@@ -121,8 +122,8 @@ class KernelDistributions:
         write_probabilities(self.lines, kept_integers(indices, logits.device), output)
         return output
 
+    @override
     def forbids(self, tokens: Tensor) -> Tensor:
-        """See Distributions."""
         return _forbids(self.lines.logits, tokens)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from trtrun.core.nouns import Draft, RoundPlan, RowAdmission
 from trtrun.guiding.row_guides import RowGuides
@@ -232,21 +233,21 @@ class LookupDrafter(Drafter):
         self._given = GivenDrafts(rows)
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._rows
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter."""
         self._given.guides = guides
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter."""
         device = self._rows.lengths.device
         if plan.draft_len == 0:
             return no_draft(plan, device)

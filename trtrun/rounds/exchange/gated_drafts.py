@@ -22,11 +22,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from parallel.communicator import Communicator
 from parallel.transports.device_gate import KEY_NUMBERS, Question
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
-from trtrun.rounds.launched_round import VerdictRound
+from trtrun.rounds.launched_round import LaunchedRound, VerdictRound
 from trtrun.tensors import device_integers
 from trtrun.wire.reports import ReportArrays
 
@@ -274,7 +275,7 @@ class GatedDrafts:
 
 
 @dataclass
-class GatedRound:
+class GatedRound(LaunchedRound):
     """A round of the target leader whose device may wait for its draft; see LaunchedRound.
 
     Attributes:
@@ -297,18 +298,19 @@ class GatedRound:
     may_be_followed = True
     _report: ReportArrays | None = field(default=None)
 
+    @override
     def is_done(self) -> bool:
-        """See LaunchedRound."""
         self.watch()
         return self._report is not None or self.decided.is_done()
 
+    @override
     def release(self) -> None:
-        """See LaunchedRound."""
         if self.origins is None:
             self.origins = self.bring(self.plan)
 
+    @override
     def finish(self) -> ReportArrays:
-        """See LaunchedRound; the same report each time."""
+        """Finish the round; the same report each time."""
         if self._report is None:
             self.release()
             self.tell(self.plan, *self.decided.numbers())  # first, as draft ranks wait for it

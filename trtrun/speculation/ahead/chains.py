@@ -13,6 +13,7 @@ from typing import Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.sampling.distributions import KeyedRanks, distributions_of
 from trtrun.sampling.random import Stream
@@ -215,10 +216,10 @@ class MaskedChains(Chains[PreparedStep]):
         tables = torch.zeros_like(engine.tables(self._index([0] * count), 1))
         engine.feed(torch.zeros_like(nowhere), nowhere, tables, self._most_drafted)
 
+    @override
     def draft(
         self, rows: list[int], tokens: Sequence[Sequence[int]], ends: Sequence[int], lens: Sequence[int]
     ) -> Chosen:
-        """See Chains."""
         if max(map(len, tokens)) > self._most_drafted + 1:
             self.feed(rows, tokens, ends)
             tokens = [of_row[-1:] for of_row in tokens]
@@ -234,10 +235,11 @@ class MaskedChains(Chains[PreparedStep]):
         logits = engine.feed(fed, where, tables, places)
         return self._choose_all(logits.view(len(rows), places, -1), rows, ends)
 
+    @override
     def step(
         self, rows: list[int], tables: Tensor, first: Tensor, starts: Sequence[int], lens: Sequence[int]
     ) -> Chosen:
-        """See Chains: the first tokens are fed, and masks behind them."""
+        """Feed the first tokens, and masks behind them."""
         engine, places = self._engine, max(lens)
         positions = [
             [start + step if step < length else -1 for step in range(places)]

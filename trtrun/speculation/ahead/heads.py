@@ -18,6 +18,7 @@ from typing import Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
@@ -211,14 +212,14 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         self._hits: dict[int, int] = {}
 
     @inference
+    @override
     def warm_up(self) -> None:
-        """See Drafter."""
         super().warm_up()
         for count in sorted({1, *self._guess_steps} - {0}, reverse=True):
             self._chains.warm_up(count)
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         super().begin_round(plan)
         for row in (*plan.dropped_rows, *(admission.row for admission in plan.admissions)):
             self._texts.pop(row, None)
@@ -228,8 +229,9 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
                 self._texts[admission.row] = HeadText(len(admission.tokens))
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. A row's draft was foreseen, is made now, or there is none: it is made now where so many rows
+        """A row's draft was foreseen, is made now, or there is none: it is made now where so many rows
         have none that it pays (`plan.redraft_from`), and of rows whose request brought a draft that may go on."""
         rows: list[int] = plan.decode_rows.tolist()
         asked = {
@@ -273,12 +275,14 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         for row, of_row in zip(listed, tokens.tolist(), strict=True):
             self._texts[row].draft = of_row[: missing[row]]
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter: it asks nobody."""
+        """Learn nothing: it asks no model."""
 
     @inference
+    @override
     def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
-        """See Drafter; it waits until all of it is known on the host."""
+        """Draft; waits until all of it is known on the host."""
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._guesses = Guesses()
         self._hits.clear()  # they point into the guesses of the round before
@@ -319,8 +323,9 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         return text.length + len(text.draft) + steps + 2 <= self._rows.token_ids.shape[1]
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter: it looks for the verdict among its guesses."""
+        """Look for the verdict among the guesses."""
         super().observe(plan, verdict, step)
         self._hits.clear()
         if verdict is None:
@@ -342,6 +347,6 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         if (index := self._guesses.find(row, num_accepted, token)) is not None:
             self._hits[row] = index
 
+    @override
     def hit_chances(self) -> list[float]:
-        """See Drafter."""
         return self._fan_out.hit_chances(self._draft_len)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Generic
 
 import torch
+from typing_extensions import override
 
 from trtrun.configuration.drafting.drafting_methods import DraftModelSection
 from trtrun.configuration.drafting.suffix_options import HybridOptions
@@ -63,26 +64,28 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         self._guides: RowGuides | None = None
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._engine.rows
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter: the model's choices are among what may follow, so that what must follow is proposed, too."""
+        """Choose among what may follow, so that what must follow is proposed, too."""
         self._guides = guides
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.release_rows(plan)
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._engine.begin_round(plan)
         self._given.begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. A model always has a proposal: as many tokens as the plan asks for."""
+        """Propose as many tokens as the plan asks for: a model always has a proposal."""
         self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
         device, draft_len = self._engine.device, plan.draft_len
         most = [max(0, length) for length in plan.draft_lens.tolist()]
@@ -233,15 +236,15 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         following = self._engine.rank_steps(first[:, 0], positions, tables, self._vocab_size, 1, keyed)
         return None if following is None else torch.cat((first, following[:, :, 0]), dim=1)
 
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter."""
         if verdict is None:
             return
         rows = kept_integers(plan.sampled_rows, self._engine.device)
         self._engine.rows.advance(rows, verdict.num_tokens, verdict.tokens)
 
+    @override
     def close(self) -> None:
-        """See Drafter."""
         self._engine.close()
 
 
@@ -262,8 +265,8 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
         self._mask_token = mask_token
         self._fed: dict[int, int] = {}
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         super().begin_round(plan)
         for row in plan.dropped_rows:
             self._fed.pop(row, None)

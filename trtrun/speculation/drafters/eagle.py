@@ -28,6 +28,7 @@ from typing import Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.dynamic_tree import DynamicTree
 from trtrun.configuration.drafting.medusa_choices import ChoiceTree
@@ -67,13 +68,14 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         self._states = torch.zeros(shape, dtype=heads.dtype, device=rows.lengths.device)
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._rows
 
     @inference
+    @override
     def warm_up(self) -> None:
-        """See Drafter: steps and what a round feeds, for numbers of rows that other kernels may serve. Nothing is at a
+        """Run steps and what a round feeds, for numbers of rows that other kernels may serve. Nothing is at a
         position, so that all is written to the null block."""
         self._heads.warm_up()
         device, count, most = self._states.device, 1, len(self._states)
@@ -96,31 +98,32 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
                 return
             count = min(2 * count, most)
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter."""
         self._given.guide(guides)
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.release_rows(plan)
 
     @property
+    @override
     def num_graphs(self) -> int:
-        """See Drafter."""
         return self._heads.num_graphs
 
+    @override
     def close(self) -> None:
-        """See Drafter."""
         self._heads.close()
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._heads.begin_round(plan)
         self._given.begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. The head always has a proposal: as many tokens as the plan asks for."""
+        """Propose as many tokens as the plan asks for: a head always has a proposal."""
         device, depth = self._states.device, plan.draft_len
         listed: list[int] = plan.decode_rows.tolist()
         asked: list[int] = plan.draft_lens.tolist()
@@ -209,8 +212,9 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         return self._heads.share(found.choose(Stream.TARGET).squeeze(1))
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter: feed what the target has read, and keep the state behind each row's newest token but one."""
+        """Feed what the target has read, and keep the state behind each row's newest token but one."""
         assert step is not None and step.hidden is not None
         parts, ended = list[FedPart](), list[tuple[int, int]]()
         followed, place, last = _followed(plan), 0, None
@@ -278,14 +282,15 @@ class ApartEagleDrafter(EagleDrafter[PreparedStep]):
 
     _lacking: frozenset[int] = frozenset()
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._lacking -= {*plan.dropped_rows, *(admission.row for admission in plan.admissions)}
         super().begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter: on the host, as it travels as a message."""
+        """The device of drafts: the host, as they travel as messages."""
         draft = super().propose(plan, probability_rows)
         # What the target tells of a tree is that of the accepted path alone.
         self._proposed = None
@@ -303,8 +308,9 @@ class ApartEagleDrafter(EagleDrafter[PreparedStep]):
         )
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter: its rows move on, and are fed what came of them."""
+        """Move rows on, and feed them what came of them."""
         self._proposed = None
         if verdict is not None:
             device = self._states.device

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.text_methods import PromptLookupSection, SuffixSection
 from trtrun.core.nouns import RoundPlan
@@ -42,12 +43,13 @@ class NgramDrafter(LookupDrafter):
         self._most = most
         self._max_paths = max_paths
 
+    @override
     def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
-        """See LookupDrafter."""
         return _MOST_POSITIONS // columns
 
+    @override
     def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> Continuations:
-        """See LookupDrafter: of the longest match first, and of equally long ones of the first; none is the start of
+        """Of the longest match first, and of equally long ones of the first; none is the start of
         another."""
         token_ids = self._rows.token_ids[rows, :columns]
         last = self._rows.lengths.index_select(0, rows).unsqueeze(1) - 1
@@ -91,21 +93,21 @@ class SuffixDrafter(LookupDrafter):
         self._search = search
         self._max_paths = max_paths
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._search.release_rows(plan)
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         super().begin_round(plan)
         self._search.begin_round(plan)
 
+    @override
     def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
-        """See LookupDrafter."""
         return self._search.rows_at_a_time(columns, draft_len)
 
+    @override
     def _look_up(self, rows: Tensor, draft_len: int, columns: int) -> Continuations:
-        """See LookupDrafter: what is likely."""
         return self._search.look_up(rows, draft_len, columns, self._max_paths)
 
 
