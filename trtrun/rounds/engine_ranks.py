@@ -28,13 +28,12 @@ from trtrun.wire.reports import ReportKind, RoundReport, decode_report
 
 
 class EngineRanks(Protocol):
-    """All engine ranks, as the orchestrator sees them.
+    """All engine ranks, as the orchestrator sees them."""
 
-    Attributes:
-        activity: where this process says what it is doing.
-    """
-
-    activity: Activity
+    @property
+    def activity(self) -> Activity:
+        """Where this process says what it is doing."""
+        ...
 
     @property
     def draft_is_lost(self) -> bool:
@@ -153,7 +152,7 @@ class MpiRanks(EngineRanks):
 
     def __init__(self, control: ControlPlane, activity: Activity, failures: RankFailures) -> None:
         self._control = control
-        self.activity = activity
+        self._activity = activity
         self._failures = failures
         self._tracer = RankTracer(self._ask)
         # A draft leader's report of the last round before a trace may come after the first request.
@@ -163,6 +162,11 @@ class MpiRanks(EngineRanks):
         self._published = -1
         self._num_due = 0
         self._is_stepping = False
+
+    @property
+    @override
+    def activity(self) -> Activity:
+        return self._activity
 
     @property
     @override
@@ -183,7 +187,7 @@ class MpiRanks(EngineRanks):
 
     @override
     def collect(self) -> RoundReport:
-        self.activity.enter(self._published, Phase.AWAITING_REPORT)
+        self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             received = self._set_aside.popleft() if self._set_aside else self._next_report()
             report = decode_report(received.payload)
@@ -231,12 +235,12 @@ class MpiRanks(EngineRanks):
     def stepping(self) -> Iterator[None]:
         self._failures.check()
         self._is_stepping = True
-        self.activity.enter(self._published, Phase.SCHEDULING)
+        self._activity.enter(self._published, Phase.SCHEDULING)
         try:
             yield
         finally:
             self._is_stepping = False
-            self.activity.rest()
+            self._activity.rest()
 
     @override
     def reset(self) -> None:
@@ -278,7 +282,7 @@ class MpiRanks(EngineRanks):
     def _ask(self, request: bytes) -> Iterator[Answer]:
         """Send a request to every worker, and yield the answers of all as they come."""
         self._failures.check()
-        self.activity.enter(self._published, Phase.AWAITING_REPORT)
+        self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             self._control.publish(request)
             due = self._control.num_workers
@@ -294,6 +298,6 @@ class MpiRanks(EngineRanks):
 
     def _leave(self) -> None:
         if self._is_stepping:
-            self.activity.enter(self._published, Phase.SCHEDULING)
+            self._activity.enter(self._published, Phase.SCHEDULING)
         else:
-            self.activity.rest()
+            self._activity.rest()

@@ -53,8 +53,8 @@ class SoloRanks(EngineRanks):
         return False
 
     @property
+    @override
     def activity(self) -> Activity:
-        """Where this process says what it does."""
         return self._worker.activity
 
     @override

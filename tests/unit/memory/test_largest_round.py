@@ -246,7 +246,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-sys.path.insert(0, str(Path(sys.argv[1]) / "tests" / "unit" / "start"))
+sys.path.insert(0, str(Path(sys.argv[1]) / "tests" / "unit" / "memory"))
 from test_largest_round import configuration, largest_rounds, round_shape, start
 
 def peak():
