@@ -50,7 +50,7 @@ from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.garbage import leave_out_what_is
-from trtrun.rounds.draft_loss import losable_ranks
+from trtrun.rounds.failures import losable_ranks
 
 
 async def describe_engine(llm: AsyncLLM) -> Ready:
