@@ -9,6 +9,7 @@ from fronts import TOKENIZER, NoEngine, make_frontend
 
 from launch.serve.admission.limits import AdmissionControl
 from launch.serve.frontend.arrivals import MOST_SECONDS, ArrivalBatches
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun.core.sampling_params import SamplingParams
 
 
@@ -111,7 +112,9 @@ def test_requests_of_a_front_begin_together() -> None:
     async def work() -> None:
         beginning = []
         for _ in range(3):
-            beginning.append(asyncio.create_task(frontend.begin(["def main("], SamplingParams(), 0.0)))
+            beginning.append(
+                asyncio.create_task(frontend.begin(UnencodedRequest.of(["def main("], SamplingParams()), 0.0))
+            )
             await turn()
             assert not engine.starts
         for generation in await asyncio.gather(*beginning):
@@ -126,7 +129,7 @@ def test_all_that_begin_together_reach_the_engine_before_the_first_is_answered()
     frontend = make_frontend(TOKENIZER, engine)
 
     async def begin() -> int:
-        generation = await frontend.begin(["def main("], SamplingParams(), 0.0)
+        generation = await frontend.begin(UnencodedRequest.of(["def main("], SamplingParams()), 0.0)
         num_started = len(engine.starts)
         generation.close()
         return num_started
