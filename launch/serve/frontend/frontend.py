@@ -30,7 +30,7 @@ from launch.serve.admission.owners import OWNER
 from launch.serve.admission.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.frontend.arrivals import ArrivalBatches, PromptTokens
+from launch.serve.frontend.coalescing import PromptTokens, RequestCoalescer
 from launch.serve.metrics import FrontendMetrics
 from launch.serve.parsing.messages import Stops
 from launch.serve.parsing.parsers import Parsed, ParsedRequest, Parsers, UnencodedRequest
@@ -216,7 +216,7 @@ class Frontend:
         self._timeout = timeout
         self._parsers = parsers
         self._tokens = PromptTokens(prompts)
-        self._arrivals = ArrivalBatches(admission)
+        self._coalescer = RequestCoalescer(admission)
 
     @property
     def adapters(self) -> list[str]:
@@ -250,7 +250,7 @@ class Frontend:
         is_short = len(body) <= SHORT_BODY
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
-                with self._arrivals.announced() if is_short else nullcontext():
+                with self._coalescer.expect_other() if is_short else nullcontext():
                     found = await self._parsers.read(kind, body, most_tokens, model, json_length, self.adapters)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
@@ -282,7 +282,7 @@ class Frontend:
         ticket = self.admission.enter(sum(parameters.n for parameters in sampling), OWNER.get())
         try:
             tokens = await self._encode(request) if isinstance(request, UnencodedRequest) else request.prompts
-            await self._arrivals.wait()
+            await self._coalescer.wait()
             requests = self._join(tokens, sampling)
             logits = self._check(requests)
             generation = Generation(self.client, requests, ticket, logits, self.metrics, arrived, self._timeout)
@@ -305,7 +305,7 @@ class Frontend:
                 # A grammar may take any time and memory, which only another process can be held to.
                 assert parameters.guided is None, "guided requests are parsed by workers"
                 self._prompts.check(parameters)
-            with self._arrivals.coming():
+            with self._coalescer.expect_admitted():
                 return await self._tokens.encode(request.prompts)
 
     def _join(self, tokens: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:

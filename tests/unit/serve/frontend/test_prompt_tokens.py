@@ -10,8 +10,8 @@ import pytest
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_frontend
 
 from launch.serve.admission.refusals import Refusal
-from launch.serve.frontend import arrivals as prompt_tokens
-from launch.serve.frontend.arrivals import PromptTokens
+from launch.serve.frontend import coalescing as prompt_tokens
+from launch.serve.frontend.coalescing import PromptTokens
 from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.model_paths import ASSETS
