@@ -12,7 +12,7 @@ import torch
 
 from trtrun.core.nouns import HiddenStates
 from trtrun.models.config import ModelConfig
-from trtrun.models.taps import Taps, check_boundaries
+from trtrun.models.decoder import Taps, check_boundaries
 
 
 class HiddenTaps:

@@ -27,9 +27,9 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 from trtrun.kernels.torch import int4
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.attention.collecting import collecting
+from trtrun.kernels.triton.compilation.launches import collecting
 from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
-from trtrun.kernels.triton.fp8_rounding import empty_rows
+from trtrun.kernels.triton.fused import empty_rows
 from trtrun.kernels.triton.fp8_stream import block_product, product
 from trtrun.kernels.triton.int4_stream import product as int4_product
 from trtrun.kernels.triton.attention.prompts import attention
@@ -44,7 +44,7 @@ def fp8():
     block_product.StreamedBlockProduct(codes, torch.ones(2, 8), None)(empty_rows(3, 1024, x, "group"))
 
 def four_bits():
-    weight = int4.quantize(torch.zeros((128, 1024), dtype=torch.bfloat16), 128)
+    weight = int4.quantize_int4(torch.zeros((128, 1024), dtype=torch.bfloat16), 128)
     multiply = int4_product.StreamedProduct(weight["words"], weight["scales"], None)
     for height in (8, 64):
         multiply(torch.zeros((height, 1024), dtype=torch.bfloat16), height)

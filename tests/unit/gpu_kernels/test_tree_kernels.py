@@ -40,7 +40,7 @@ SIZES = pytest.mark.parametrize(
 
 @SIZES
 def test_trees_are_laid_out_as_by_torch(count: int, nodes: int, num_paths: int, depth: int) -> None:
-    from trtrun.kernels.triton import draft_trees as by_kernel
+    from trtrun.kernels.triton import row_tokens as by_kernel
 
     torch.manual_seed(nodes)
     paths, lens = random_trees(count, nodes, num_paths, depth, seed=nodes)
@@ -61,7 +61,7 @@ def test_trees_are_laid_out_as_by_torch(count: int, nodes: int, num_paths: int, 
 @SIZES
 def test_paths_are_accepted_as_by_torch(count: int, nodes: int, num_paths: int, depth: int) -> None:
     """Of few tokens, so that much is kept; several paths are as long."""
-    from trtrun.kernels.triton import draft_trees as by_kernel
+    from trtrun.kernels.triton import row_tokens as by_kernel
 
     kept = 0
     for seed in range(8):
