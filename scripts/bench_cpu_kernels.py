@@ -29,7 +29,7 @@ from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, processor_kind
 from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, BlockedMatmul
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
 from trtrun.kernels.torch import fp8
-from trtrun.kernels.torch import integers as int8
+from trtrun.kernels.torch.integers import quantize_int8
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
@@ -65,7 +65,7 @@ def time_products(
         products["torch"] = [TorchOperations().product(weight, None, batch_invariant=True) for weight in weights]
     if dtype is torch.bfloat16 and processor_kind() == MULTIPLIES_BFLOAT16:
         integers, codes = (
-            [int8.quantize_int8(weight) for weight in weights],
+            [quantize_int8(weight) for weight in weights],
             [fp8.quantize(weight) for weight in weights],
         )
         products["int8"] = [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in integers]

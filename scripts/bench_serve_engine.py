@@ -19,10 +19,9 @@ from pathlib import Path
 
 from launch.cli import guarded
 from launch.serve.application.serve import play_serve
-from launch.serve.engine.identity import hash_config, hash_files
+from launch.serve.engine.handshake import connect, hash_config, hash_files
 from launch.serve.engine.messages import Abort, AskStatus, Begin, Close, Deltas, MessageStream, Ready, Status, encode
 from launch.serve.engine.restarted_engine import RestartedEngine
-from launch.serve.engine.unix_socket import connect
 from trtrun import __version__, load_config
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics

@@ -87,7 +87,7 @@ def check_models(job: Job, checked: CheckedRows) -> None:
                 "prompt_token_ids"
             )
     elif any(isinstance(row.prompt, Chat) for row in islice(checked.rows.read(), CHATS_LOOKED_FOR)):
-        from trtrun.chats.chat_template_files import read_chat_template  # which most runs have no use for
+        from trtrun.chats.chat_template import read_chat_template  # which most runs have no use for
 
         directory = job.config.tokenizer or job.config.target.model
         if read_chat_template(directory) is None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from launch.serve.api.kserve.models import MODELS
 from launch.serve.api.openai import fields as openai_fields
-from launch.serve.api.openai.responses.fields import RESPONSE_FIELDS
+from launch.serve.api.openai.responses.requests import RESPONSE_FIELDS
 
 LONGEST_LINE = 2000
 """Characters of an error: it may quote what was sent, and no more of it than helps."""

@@ -20,7 +20,7 @@ from pipelines import noisy_copy, tokens_of
 from trtrun import LLM, SamplingParams
 from trtrun.core.guide import Guide
 from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.round_budget import RoundBudget
+from trtrun.guiding.masks import RoundBudget
 
 pytestmark = pytest.mark.mpi
 

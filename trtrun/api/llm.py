@@ -9,9 +9,6 @@ A program whose configuration needs several ranks is started on every rank by mp
     with open_llm(load_config("run.yaml")) as llm:
         if llm is not None:  # rank 0; the others have served until it closed
             outputs = llm.generate(["def main("])
-
-It knows calls. It does not know what becomes of a call's prompts (`calls`), how threads share the engine core
-(`shared_engine`), rounds or ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +22,10 @@ from typing import Any
 
 import torch
 
-from trtrun.api.calls import Call
+from trtrun.api.calls import Call, SharedEngine
 from trtrun.api.interrupts import listening
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.shared_engine import SharedEngine
 from trtrun.chats.chat import Chat, ChatEncoder, read_chats
 from trtrun.configuration.config import RuntimeConfig, load_config, make_one_device_config
 from trtrun.core.outputs import CompletionDelta, RequestOutput, StartReport

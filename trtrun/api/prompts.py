@@ -20,8 +20,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
 from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError, one_line, shorten
-from trtrun.guiding.grammars import Grammars, grammars_of
-from trtrun.guiding.vocabulary import Spelling
+from trtrun.guiding.grammars import Grammars, Spelling, grammars_of
 from trtrun.tokens.text import Tokenizer
 
 Prompt = str | Sequence[int]

@@ -1,29 +1,130 @@
-"""Guides as grammars: compiled within bounds, kept by content, and where they are wrong, said where.
+"""Guides as grammars: compiled within bounds, kept by content, and where they are wrong, said where; and the tokens of
+a checkpoint as the grammar engine (llguidance) reads them.
 
 A matcher of a grammar follows a text token by token, and knows which tokens may come next (llguidance: an Earley parser
-over a lexer of derivatives of regular expressions). It knows guides and the grammar engine. It does not know rows.
+over a lexer of derivatives of regular expressions). Texts that a guide spells out are looked through first: what a
+tokenizer would read as a special token in them could not be told from text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from trtrun.core.guide import Guide
-from trtrun.errors import InvalidRequestError, LibraryPanicError, RustLibrary
+from trtrun.errors import InvalidRequestError, LibraryPanicError, RustLibrary, one_line
 from trtrun.guiding.bounds import check_bounds, limits
 from trtrun.guiding.complaints import WORDS, complaint, in_words
 from trtrun.guiding.json_schemas import closed
-from trtrun.guiding.literals import literals
 from trtrun.threads import call_deep
+from trtrun.tokens.text import Tokenizer
+
+_lock = Lock()
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What has to be known of a vocabulary.
+
+    Attributes:
+        tokenizer: as tokenizer.json has it.
+        vocab_size: of the logits, or of the tokenizer where it has more.
+        eos_token_ids: tokens that end a text.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> Spelling:
+        """Of a target's tokenizer, and its logits of `vocab_size` numbers; what the tokenizer lacks of these stands for
+        no text, and is never allowed.
+
+        Raises:
+            InvalidRequestError: there is no tokenizer, or no token that ends a text.
+        """
+        if tokenizer is None:
+            raise InvalidRequestError("guided needs a tokenizer, and the target has none: leave it out")
+        if not eos_token_ids:
+            raise InvalidRequestError(
+                "guided needs a token that ends a text, and the target's configuration names none"
+            )
+        return cls(tokenizer.as_json(), max(vocab_size, tokenizer.vocab_size), tuple(eos_token_ids))
+
+    def read(self) -> LLTokenizer:
+        """The tokens. Those of 128,000 take half a second, in which no other thread of the interpreter runs; the last
+        ones are kept, and so is what is wrong with them. From any thread.
+
+        Raises:
+            InvalidRequestError: the tokenizer is of a kind that the grammar engine does not know.
+        """
+        with _lock:
+            found = _read(self)
+        if isinstance(found, str):
+            raise InvalidRequestError(f"guided cannot be followed with the target's tokenizer: {found}")
+        return found
+
+
+@lru_cache(maxsize=2)
+def _read(spelling: Spelling) -> LLTokenizer | str:
+    """The tokens, or why they cannot be read: trying again takes as long, and each row of a start's rounds asks."""
+    try:
+        with RustLibrary("llguidance"):
+            return LLTokenizer(spelling.tokenizer, n_vocab=spelling.vocab_size, eos_token=[*spelling.eos_token_ids])
+    except Exception as error:  # whatever the library raises
+        return one_line(error)
+
+
+_ANNOTATIONS = ("title", "description", "$comment")
+_QUOTED = re.compile(r'"((?:\\.|[^"\\])*)(?:"|\\?\Z)|/((?:\\.|[^/\\\n])*)(?:/|\n|\\?\Z)', re.DOTALL)
+"""Texts and regular expressions of a grammar, closed or not, so that none is looked at twice. What stands outside of
+them may name special tokens."""
+
+
+def literals(guide: Guide) -> Iterator[str]:
+    """Texts that sentences of a guide may hold, and others that stand in it; not those that its rules put together."""
+    if guide.kind == "choice":
+        yield from json.loads(guide.text)
+    elif guide.kind == "regex":
+        yield _unescaped(guide.text)
+    elif guide.kind == "json":
+        yield from _of_schema(json.loads(guide.text))
+    else:
+        for text, regex in _QUOTED.findall(guide.text):
+            yield _unescaped(text or regex)
+
+
+def _of_schema(schema: Any) -> Iterator[str]:
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            yield part
+            if "\\" in part:  # a pattern
+                yield _unescaped(part)
+        elif isinstance(part, Mapping):
+            yield from part
+            # Which are texts where they describe, and schemas where they name a property.
+            left += [inner for key, inner in part.items() if key not in _ANNOTATIONS or not isinstance(inner, str)]
+        elif isinstance(part, list):
+            left += part
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
+
 
 _MOST_KEPT = 64
 _MOST_SECONDS_KEPT = 4.0

@@ -1,19 +1,71 @@
-"""Masks of a round, filled by matchers: along chains and at the nodes of trees, in threads where there are many.
+"""Masks of a round, filled by matchers: along chains and at the nodes of trees, in threads where there are many, and a
+token a row and step while a draft is made.
 
-It knows matchers and bits on the host. It does not know rows.
+A request decides how long its guide takes, and all rows wait for the round's own thread. So a round has a budget of
+computing time for guides: what is beyond it is left to other threads, and its rows wait for them. Time that the thread
+computes counts, not how long it waits for a busy machine.
+
+Each step of a draft is on the critical path: while the device computes the next one's logits, the host learns the
+tokens, has the matchers take them, and fills one line of bits a row. Nothing is copied, cleared or allocated for it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from llguidance import LLExecutor, LLMatcher
 
-from trtrun.guiding.host_copies import HostDraft
-from trtrun.guiding.round_budget import RoundBudget
+from trtrun.guiding.host_copies import HostCopies, HostDraft
+from trtrun.sampling.token_masks import TokenMasks
+
+SECONDS, SECONDS_EACH = 0.005, 0.001
+"""Of a round, over all its rows that are guided, and beyond that of each of them, which is what others take."""
+
+
+class RoundBudget:
+    """The seconds of one round at a time, counted for as long as the process runs."""
+
+    def __init__(self) -> None:
+        self._whole = self._left = SECONDS
+        self._untold = 0.0
+
+    def begin(self, num_rows: int) -> None:
+        """A round begins that has so many rows that are guided."""
+        self._whole = self._left = SECONDS + num_rows * SECONDS_EACH
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the round is to do nothing more for guides."""
+        return self._left <= 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the round is to do no more than it has to: drafts can do without."""
+        return 2 * self._left <= self._whole
+
+    def spend(self, seconds: float) -> None:
+        """So much was computed."""
+        self._left -= seconds
+        self._untold += seconds
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count what this thread computes meanwhile."""
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spend(time.thread_time() - started)
+
+    def take_seconds(self) -> float:
+        """What was computed since the last call."""
+        seconds, self._untold = self._untold, 0.0
+        return seconds
+
 
 _MOST_THREADS = 8
 _FEW_MASKS = 4
@@ -207,3 +259,59 @@ def mask_jobs(matcher: LLMatcher, line: int, draft: HostDraft | None, place: int
                 forks[node] = fork
                 jobs.append(MaskJob(fork.deep_copy(), line + 1 + node, [], is_first=False))
     return jobs
+
+
+class Walk:
+    """Matchers of rows that go on along a draft."""
+
+    def __init__(
+        self,
+        maker: MaskMaker,
+        num_rows: int,
+        guided: Sequence[int],
+        forks: Sequence[LLMatcher | None],
+        device: torch.device,
+        end: Callable[[int], None] = lambda line: None,
+        note: Callable[[int, float], None] = lambda line, seconds: None,
+        budget: RoundBudget | None = None,
+    ) -> None:
+        """Begin with `forks` of the rows at places `guided` of `num_rows`: nobody else's. `end` is told the index in
+        `guided` of a row that holds the others up, and `note` what a mask of one took, in seconds;
+        masks are made as far as `budget` goes."""
+        self._maker = maker
+        self._guided = guided
+        self._forks = dict(enumerate(forks))
+        self._device = device
+        self._end, self._note, self._budget = end, note, budget or RoundBudget()
+        places = torch.full((num_rows, 1), -1, dtype=torch.int32)
+        places[list(guided), 0] = torch.arange(len(guided), dtype=torch.int32)
+        self._places = places.to(device, non_blocking=True)
+        self._bits: torch.Tensor | None = None
+        self._told: HostCopies | None = None
+
+    def tell(self, tokens: torch.Tensor) -> None:
+        """The rows' drafts go on with `tokens` [rows] int64. Nothing waits for them here: call it before what the
+        device does next."""
+        self._told = HostCopies(tokens)
+
+    def masks(self) -> TokenMasks:
+        """What may come next, one position a row, once what was told is on the host: until the next call."""
+        told, self._told = self._told, None
+        matchers = {line: fork for line, fork in self._forks.items() if fork is not None}
+        if told is not None:
+            (tokens,) = told.lists()
+            takes = [(matcher, tokens[self._guided[line]]) for line, matcher in matchers.items()]
+            taken = self._maker.consume(takes, self._budget)
+            # Nothing that follows a token that was refused can be accepted.
+            matchers = {line: fork for (line, fork), is_taken in zip(matchers.items(), taken, strict=True) if is_taken}
+        if self._bits is None or told is None:
+            # Filled again and again: what was told came behind the copy of what it held before.
+            shape = len(self._guided), self._maker.words
+            self._bits = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        allowed = self._maker.fill_next(self._bits, matchers, self._budget)
+        for line, seconds in self._maker.times:
+            self._note(line, seconds)
+        for line in self._maker.slow_lines:
+            self._end(line)
+        self._forks = {line: matchers.get(line) if line in allowed else None for line in self._forks}
+        return TokenMasks(self._places, self._bits.to(self._device, non_blocking=True))

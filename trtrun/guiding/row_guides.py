@@ -19,13 +19,10 @@ import torch
 from parallel.watchdog.activity import Activity
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.nouns import RoundPlan, RowAdmission, Verdict
-from trtrun.guiding.builds import GuideBuilds
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
-from trtrun.guiding.masks import MaskJob, MaskMaker, mask_jobs
-from trtrun.guiding.round_budget import RoundBudget
-from trtrun.guiding.row_guide import Begun, GuidePace, RowGuide
-from trtrun.guiding.walk import Walk
+from trtrun.guiding.masks import MaskJob, MaskMaker, RoundBudget, Walk, mask_jobs
+from trtrun.guiding.row_guide import Begun, GuideBuilds, GuidePace, RowGuide
 from trtrun.sampling.token_masks import TokenMasks
 
 _ANYTHING = Guide("json", "true")

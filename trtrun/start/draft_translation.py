@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.models.config import read_model_config
-from trtrun.tokens.translation import Vocabularies
-from trtrun.tokens.vocabularies import read_vocabularies
+from trtrun.tokens.translation import Vocabularies, read_vocabularies
 
 
 def read_draft_vocabularies(config: RuntimeConfig) -> Vocabularies:

@@ -27,9 +27,8 @@ from trtrun.engine.heads.masked_heads import MaskedHeads, MaskedLayers
 from trtrun.engine.heads.stored_heads import StoredHeads
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError
-from trtrun.guiding.grammars import Grammars, grammars_of
+from trtrun.guiding.grammars import Grammars, Spelling, grammars_of
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.guiding.vocabulary import Spelling
 from trtrun.kvcache.formats import choose_format
 from trtrun.loading.model_settings import mask_token
 from trtrun.memory.memory_requirements import HiddenKind, guess_space, guess_steps, head_space

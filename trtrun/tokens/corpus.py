@@ -1,19 +1,43 @@
-"""A file of texts as tokens: what answers are expected to be like, for drafting methods that look texts up.
-
-It knows files, and the rows that trtrun itself writes. It does not know what is looked up, or ranks.
+"""A file of texts as tokens: examples of answers, for drafting methods that look texts up; and the rows of JSON lines
+that trtrun itself writes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy
 
 from trtrun.errors import ConfigError, reading, shorten
-from trtrun.tokens.json_rows import are_token_ids, read_json_row
 from trtrun.tokens.text import Tokenizer, read_tokenizer
+
+
+def read_json_row(line: str | bytes, where: str) -> dict[str, Any] | None:
+    """The row, whatever it holds; None for one that was refused.
+
+    Args:
+        line: JSON.
+        where: file and line, for errors.
+
+    Raises:
+        ConfigError: it is no JSON, or no object.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON: {shorten(str(error))}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: a row must be an object, not {shorten(row)}")
+    return None if row.get("error") is not None else row
+
+
+def are_token_ids(value: object) -> bool:
+    """Whether it is a list of whole numbers."""
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
 
 SEPARATOR = -1
 """Stands behind each text."""

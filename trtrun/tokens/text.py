@@ -1,12 +1,14 @@
-"""Between text and token ids: a checkpoint's tokenizer.json, or its tokenizer.model.
+"""Between text and token ids: a checkpoint's tokenizer.json, or its tokenizer.model (SentencePiece).
 
-It knows the `tokenizers` library and nothing of models, requests or ranks. Text that grows token by token is
-`detokenizer`'s business, and chat templates that of whoever serves chats.
+It knows the `tokenizers` library. Where no tokenizer.json lies beside a tokenizer.model, transformers converts it, in
+memory alone; it is imported for that alone, because it takes seconds to load. Text that grows token by token is in
+`detokenizer`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -20,6 +22,48 @@ from tokenizers.decoders import ByteLevel
 from trtrun.errors import CheckpointError, RustLibrary, one_line
 from trtrun.tokens.decoders.chain import Decoding, decoder_kinds, read_chain
 from trtrun.tokens.token_bytes import TokenBytes, read_token_bytes
+
+FILE = "tokenizer.model"
+_LIBRARIES = ("transformers", "sentencepiece", "google.protobuf")
+
+
+def read_sentencepiece(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a model directory, with the special tokens that tokenizer_config.json tells.
+
+    Raises:
+        CheckpointError: a library is missing, or the file cannot be converted.
+    """
+    missing = [name for name in _LIBRARIES if not _is_there(name)]
+    if missing:
+        raise CheckpointError(
+            f"{path} has {FILE} but no tokenizer.json, and reading it needs the extra 'sentencepiece', of which "
+            f"{', '.join(missing)} is missing: pip install 'trtrun[sentencepiece]', or scripts/install.sh sentencepiece"
+        )
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with RustLibrary("tokenizers"):
+            made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        backend: tokenizers.Tokenizer = made.backend_tokenizer
+    except Exception as error:  # whatever the libraries raise for a file that is none
+        raise CheckpointError(
+            f"{path / FILE} is no tokenizer that transformers can convert ({one_line(error)}): copy it again, or save "
+            "it once with transformers (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    return backend
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
+
 
 _FILE = "tokenizer.json"
 _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
@@ -229,8 +273,6 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 @lru_cache(maxsize=2)
 def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
     """Once for a file's content: it takes seconds."""
-    from trtrun.tokens.sentencepiece_files import read_sentencepiece
-
     return read_sentencepiece(path)
 
 

@@ -29,8 +29,7 @@ import msgspec
 from launch.jobs.mpi.parent_death import end_with_parent
 from launch.serve.admission.limits import check_counts, check_text, distinct
 from launch.serve.admission.refusals import Kind, Refusal, refusing
-from launch.serve.api.anthropic.counting import count_tokens
-from launch.serve.api.anthropic.requests import in_words_of_messages, read_message
+from launch.serve.api.anthropic.requests import count_tokens, in_words_of_messages, read_message
 from launch.serve.api.kserve.grpc_messages import Sent, read_body, write_answer
 from launch.serve.api.kserve.models import MODELS
 from launch.serve.api.kserve.processing import process
@@ -38,11 +37,10 @@ from launch.serve.api.kserve.requests import check_request, is_stopping
 from launch.serve.api.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
 from launch.serve.api.openai.calls import Answering, ChatCall
 from launch.serve.api.openai.planning import AnswerPlanner
-from launch.serve.api.openai.prompts import PromptMaker
+from launch.serve.api.openai.prompts import PromptMaker, detokenize, tokenize
 from launch.serve.api.openai.responses.requests import in_words_of_responses, read_response
-from launch.serve.api.openai.tokenizing import detokenize, tokenize
 from launch.serve.api.openai.types import ModelNames, read_chat, read_completion
-from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.bodies import parse_json
 from launch.serve.parsing.messages import (
     BLOCK_HEAD_BYTES,
     CHANGED,

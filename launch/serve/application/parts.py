@@ -18,10 +18,9 @@ from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
 from launch.serve.api.kserve.row_requests import ModelFacts
 from launch.serve.api.kserve.service import KServeService
-from launch.serve.api.openai.adapter_api import AdapterApi
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.api.openai.output.formats import find_reasoning_format, find_tool_format
-from launch.serve.api.openai.token_api import TokenApi
+from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.engine.adapters import AdapterBook
 from launch.serve.engine.client import EngineClient
@@ -34,8 +33,7 @@ from launch.serve.page.routes import page_routes
 from launch.serve.parsing.messages import Facts
 from launch.serve.parsing.readers import Readers
 from trtrun.api.prompts import PromptReader
-from trtrun.chats.chat_template import ChatTemplate
-from trtrun.chats.chat_template_files import read_chat_template
+from trtrun.chats.chat_template import ChatTemplate, read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.server_config import ServerSection

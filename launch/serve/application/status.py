@@ -1,15 +1,15 @@
 """GET /status: who sits where, what is drafted, how full the engine is, and what has come of it so far; and GET
 /metrics, for Prometheus: on a port of its own, and on the API's for whoever looks for it there.
 
-The page reads the status, and so may any program. It knows the configuration and numbers; it does not know rounds, who
-asks, or what is counted (`metrics`).
+The page reads the status, and so may any program.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,16 +17,51 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.application.draft_shapes import describe_drafts
 from launch.serve.engine.messages import Ready, Standing, Status
 from launch.serve.frontend.front import Front
 from launch.serve.http.requests import Keys
 from parallel.topology import Role, Topology
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.model_sections import ModelSection
+from trtrun.loading.model_settings import mask_token
 from trtrun.models.config import read_model_config
+
+
+def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:
+    """What `GET /status` tells.
+
+    Returns:
+        `draft_nodes`: tokens of a draft of the full draft_len, those beside each other counted, at most.
+        `draft_parents`: of a tree of one shape for each of its tokens the one in front of it, -1 for the row's newest;
+        None of chains, and of trees whose shape follows from what is drafted.
+        `drafts_in_parallel`: whether a draft model makes all of them in one forward.
+    """
+    section, most = config.speculation, config.draft_len
+    size = section.size_of(most)
+    paths: Iterable[Sequence[int]] | None = None
+    tree = getattr(section, "tree", None)
+    if isinstance(tree, ChoiceTree):
+        paths = tree.paths
+    elif isinstance(section, LookaheadSection):
+        paths = section.sizes.tree(most).paths
+    return {
+        "draft_nodes": size.nodes,
+        "draft_parents": _parents(paths, size.nodes) if paths is not None and size.paths > 1 else None,
+        "drafts_in_parallel": mask_token(config) is not None,
+    }
+
+
+def _parents(paths: Iterable[Sequence[int]], num_nodes: int) -> list[int]:
+    parents = [-1] * num_nodes
+    for path in paths:
+        for before, node in pairwise(path):
+            parents[node] = before
+    return parents
+
 
 METRICS_PATH = "/metrics"
 

@@ -23,6 +23,7 @@ from launch.serve.admission.limits import engine_starting
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.admission.stretches import Rests
 from launch.serve.engine.adapters import AdapterBook, AdapterChange
+from launch.serve.engine.handshake import listen
 from launch.serve.engine.messages import (
     Abort,
     AdapterChanged,
@@ -42,7 +43,6 @@ from launch.serve.engine.messages import (
     encode,
 )
 from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects, gets_on
-from launch.serve.engine.unix_socket import listen
 from trtrun.core.outputs import CompletionDelta
 from trtrun.scheduling.limits import SchedulerLimits
 

@@ -21,7 +21,7 @@ from launch.jobs.check.rank_check import check_before_run
 from launch.jobs.mpi.job import finish_mpi
 from launch.jobs.mpi.start_progress import StartProgress
 from launch.jobs.terminal import Bar
-from launch.serve.engine.identity import hash_config, hash_files
+from launch.serve.engine.handshake import connect, hash_config, hash_files
 from launch.serve.engine.keeper import find_late, is_watched
 from launch.serve.engine.messages import (
     Abort,
@@ -40,7 +40,6 @@ from launch.serve.engine.messages import (
     Status,
 )
 from launch.serve.engine.outbox import Outbox, Sending
-from launch.serve.engine.unix_socket import connect
 from parallel.watchdog.heartbeat_server import beat_seconds
 from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM

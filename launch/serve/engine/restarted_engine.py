@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from launch.exit_codes import FailedError
 from launch.jobs.mpi.mpirun import build_environment
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.identity import hash_config, hash_files
+from launch.serve.engine.handshake import hash_config, hash_files, make_name
 from launch.serve.engine.keeper import SILENT_TIMES, EngineKeeper, EngineWatch, RestartLimit, is_watched
 from launch.serve.engine.messages import Ready
-from launch.serve.engine.unix_socket import make_name
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
 

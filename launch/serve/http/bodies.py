@@ -6,11 +6,15 @@ are counted, from the moment that they are read until their request is in work o
 than there is room for is told at once, and one that sends more is told then. Short bodies are not counted, so that long
 ones never keep them out; there are no more of them than connections. Of compressed bytes a few may become many, so no
 more is ever made than may be. It knows HTTP through Starlette. It does not know what bodies hold.
+
+JSON is read strictly: a key that stands twice is refused, because one of the two would be lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import json
 import zlib
 from types import TracebackType
 
@@ -18,6 +22,8 @@ from starlette.requests import Request
 
 from launch.serve.admission.limits import RETRY_SECONDS, SHORT_BODY
 from launch.serve.admission.refusals import Kind, Refusal
+from trtrun.core.values import unique_keys
+from trtrun.errors import InvalidRequestError
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """What is read, with zlib's word for each."""
@@ -178,3 +184,30 @@ class Body:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.let_go()
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
+
+
+def parse_json(body: bytes) -> object:
+    """The JSON value of a body.
+
+    Raises:
+        Refusal: it is none, or an object in it has a key twice.
+    """
+    body = body.removeprefix(codecs.BOM_UTF8)  # RFC 8259, 8.1: need not be an error; some editors and shells write it
+    if not body.strip():
+        raise Refusal(Kind.INVALID, "the body is empty: send a JSON object", code="invalid_json")
+    try:
+        return _JSON.decode(body.decode())
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start + 1} is not valid UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg.removesuffix(' at').removesuffix(' starting')} at character {error.pos + 1}"
+    except InvalidRequestError as error:
+        reason = str(error)
+    except RecursionError:
+        reason = "lists or objects are nested too deeply"
+    except ValueError:  # the only other one
+        reason = "a number has more digits than any field can have"
+    raise Refusal(Kind.INVALID, f"the body is not valid JSON: {reason}", code="invalid_json")

@@ -15,7 +15,7 @@ from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.outputs import CompletionDelta
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding import builds
+from trtrun.guiding import row_guide as builds
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.rounds.solo_ranks import SoloRanks

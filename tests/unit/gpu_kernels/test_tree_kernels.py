@@ -79,10 +79,10 @@ def test_paths_are_accepted_as_by_torch(count: int, nodes: int, num_paths: int, 
 
 
 PROGRAM = """
-from trtrun.kernels.triton import draft_trees
-for kernel in (draft_trees._lay_out_kernel, draft_trees._accept_paths_kernel):
+from trtrun.kernels.triton import row_tokens
+for kernel in (row_tokens._lay_out_kernel, row_tokens._accept_paths_kernel):
     told = [one.name for one in kernel.params if not one.is_constexpr and not one.do_not_specialize]
-    print(" ".join(name for name in told if name.endswith("_stride") or name in draft_trees._SIZES))
+    print(" ".join(name for name in told if name.endswith("_stride") or name in row_tokens._SIZES))
 """
 
 

@@ -6,8 +6,7 @@ import pytest
 from guided_rows import EOS, VOCABULARY
 
 from trtrun.configuration.model_paths import ASSETS
-from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.vocabulary import Spelling
+from trtrun.guiding.grammars import Grammars, Spelling
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 

@@ -19,14 +19,14 @@ from trtrun import SamplingParams
 from trtrun.core.guide import MOST_GUIDE_CHARACTERS, Guide, GuideStart
 from trtrun.core.nouns import WAITS, WAITS_ALONE, Draft, RowAdmission, Verdict
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding import complaints, vocabulary
+from trtrun.guiding import complaints
 from trtrun.guiding import grammars as grammars_module
-from trtrun.guiding.grammars import Grammars
+from trtrun.guiding import grammars as vocabulary
+from trtrun.guiding.grammars import Grammars, Spelling
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.masks import MaskMaker, mask_jobs
 from trtrun.guiding.row_guide import FEW_TOKENS, Begun, RowGuide, Shares
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import Tokenizer
 
 COMPACT = {

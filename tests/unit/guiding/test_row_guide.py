@@ -15,11 +15,9 @@ from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.nouns import RowAdmission
 from trtrun.guiding import grammars as grammars_module
-from trtrun.guiding.builds import GuideBuilds
-from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.row_guide import RowGuide, go_on
+from trtrun.guiding.grammars import Grammars, Spelling
+from trtrun.guiding.row_guide import GuideBuilds, RowGuide, go_on
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.guiding.vocabulary import Spelling
 from trtrun.tokens.text import read_tokenizer
 
 LENGTH = 400

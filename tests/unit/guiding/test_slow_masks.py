@@ -13,7 +13,7 @@ from guided_rows import PLAN, VOCABULARY, guide_of, tokens_of
 from trtrun import SamplingParams
 from trtrun.core.nouns import WAITS, Draft, RowAdmission, Verdict
 from trtrun.guiding import masks as masks_module
-from trtrun.guiding import round_budget
+from trtrun.guiding import masks as round_budget
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.masks import MaskJob, MaskMaker

@@ -10,8 +10,7 @@ from llguidance import LLMatcher
 
 from trtrun.core.guide import Guide
 from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.masks import MaskMaker
-from trtrun.guiding.walk import Walk
+from trtrun.guiding.masks import MaskMaker, Walk
 
 VOCABULARY = 4096
 ROWS = 9

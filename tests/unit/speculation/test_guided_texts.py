@@ -22,10 +22,9 @@ from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.outputs import GUIDE_ENDED, RequestOutput
 from trtrun.guiding import grammars as grammars_module
 from trtrun.guiding import row_guide
-from trtrun.guiding.grammars import Grammars
-from trtrun.guiding.round_budget import RoundBudget
+from trtrun.guiding.grammars import Grammars, Spelling
+from trtrun.guiding.masks import RoundBudget
 from trtrun.guiding.row_guide import RowGuide, Shares
-from trtrun.guiding.vocabulary import Spelling
 
 TARGET, DRAFT = ASSETS / "target", ASSETS / "draft"
 COUNT = 32

@@ -32,7 +32,7 @@ from trtrun.speculation.translated_rows import TranslatedRows
 from trtrun.start import engine_maker
 from trtrun.start.graph_counts import count_graphs
 from trtrun.start.startup import RankStartup
-from trtrun.tokens.vocabularies import read_vocabularies
+from trtrun.tokens.translation import read_vocabularies
 
 COUNT = 40
 LENGTHS = (1, 2, 17, 33, 64, 90)
@@ -308,7 +308,7 @@ def test_what_does_not_go_with_it_is_refused(
         "speculation": speculation,
     }
     if "use_logits" in speculation:  # with auto it is what goes with it
-        monkeypatch.setattr("trtrun.tokens.vocabularies._LARGE_SHARE", 1.1)
+        monkeypatch.setattr("trtrun.tokens.translation._LARGE_SHARE", 1.1)
         config = make_config(values)
         assert config.draft is not None and config.draft.vocabulary == "intersection"
         values["draft"]["vocabulary"] = "text"

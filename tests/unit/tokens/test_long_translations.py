@@ -7,9 +7,8 @@ import random
 import pytest
 from tokenizer_layouts import TEXTS, layout
 
-from trtrun.tokens.common_tokens import find_common_tokens
 from trtrun.tokens.respelling import Respeller
-from trtrun.tokens.token_bytes import TokenBytes
+from trtrun.tokens.token_bytes import TokenBytes, find_common_tokens
 from trtrun.tokens.translation import TranslatedText, Vocabularies
 
 MOST_KEPT = 1024 + 128

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.errors import CheckpointError
-from trtrun.guiding.vocabulary import Spelling
+from trtrun.guiding.grammars import Spelling
 from trtrun.tokens.detokenizer import IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer, check_same_tokenizer, read_tokenizer
 

@@ -12,12 +12,10 @@ from permuted import permute_tokenizer
 from tokenizer_layouts import TEXTS, layout
 
 from trtrun.errors import CheckpointError
-from trtrun.tokens.common_tokens import CommonTokens, find_common_tokens
 from trtrun.tokens.respelling import Respeller, whole_characters
 from trtrun.tokens.text import Tokenizer, check_same_tokenizer, read_tokenizer
-from trtrun.tokens.token_bytes import TokenBytes
-from trtrun.tokens.translation import TranslatedText, Vocabularies
-from trtrun.tokens.vocabularies import choose_way, read_vocabularies
+from trtrun.tokens.token_bytes import CommonTokens, TokenBytes, find_common_tokens
+from trtrun.tokens.translation import TranslatedText, Vocabularies, choose_way, read_vocabularies
 
 BYTES = ("byte-level", "byte-fallback", "Unigram")
 """Layouts that can spell any text."""

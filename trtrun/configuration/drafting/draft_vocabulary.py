@@ -35,7 +35,7 @@ def settle_vocabulary(
             )
         return draft.model_copy(update={"vocabulary": "same"})
     if draft.vocabulary == "auto":
-        from trtrun.tokens.vocabularies import choose_way
+        from trtrun.tokens.translation import choose_way
 
         way = choose_way(tokenizer, draft.model)
         if way == "text" and speculation.use_logits:

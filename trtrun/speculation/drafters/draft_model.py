@@ -13,8 +13,8 @@ import torch
 
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.guiding.masks import Walk
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.guiding.walk import Walk
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream

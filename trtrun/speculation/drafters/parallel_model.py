@@ -15,7 +15,7 @@ import torch
 
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
-from trtrun.guiding.walk import Walk
+from trtrun.guiding.masks import Walk
 from trtrun.sampling.distributions import distributions_of
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 from trtrun.speculation.protocols import DraftEngine, PreparedStep

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtrun.errors import ConfigError, reading, shorten, shorten_path
-from trtrun.tokens.json_rows import are_token_ids, read_json_row
+from trtrun.tokens.corpus import are_token_ids, read_json_row
 from trtrun.tokens.text import Tokenizer
 from trtrun.tools.quantizing.settings import QuantizingSettings
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 from trtrun.errors import ConfigError, reading
-from trtrun.tokens.json_rows import are_token_ids, read_json_row
+from trtrun.tokens.corpus import are_token_ids, read_json_row
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from launch.serve.admission.refusals import HTTP_STATUS, Refusal, retry_headers
 from launch.serve.api.anthropic.answers import MessageAnswer
-from launch.serve.api.anthropic.fields import THREAD
+from launch.serve.api.anthropic.requests import THREAD
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.frontend.front import Front
 from launch.serve.http.answers import answer_in_parts

@@ -1,6 +1,7 @@
-"""Requests to /v1/messages: the chats that they ask for, in the words of chats.
+"""Requests to /v1/messages: their fields and tools, read as the chats that they ask for, and how many tokens they have.
 
-What chats are refused for is told in this API's words. It knows JSON values, and no HTTP.
+Chats are read by the same code as OpenAI's; errors name this API's fields. Tools that Anthropic's servers would run
+are left out. It knows JSON values, and no HTTP.
 """
 
 from __future__ import annotations
@@ -9,18 +10,133 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.api.anthropic.conversations import read_conversation
-from launch.serve.api.anthropic.fields import MESSAGE_FIELDS, OTHERS
-from launch.serve.api.anthropic.tools import read_tools
+from launch.serve.api.anthropic.conversations import read_conversation, wrong
 from launch.serve.api.openai.calls import ChatCall
+from launch.serve.api.openai.fields import Field, Treatment
+from launch.serve.api.openai.prompts import PromptMaker
 from launch.serve.api.openai.taking import check_names, take_fields
-from launch.serve.api.openai.types import read_chat
+from launch.serve.api.openai.types import SAMPLING_FIELDS, ModelNames, read_chat
 from trtrun.chats.tools import at_places, words_at_places
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError
+
+_ANTHROPIC = "Anthropic"
+
+THREAD = "thread"
+"""A conversation that the server is to keep. Clients' tool runners ask for one, and can do without."""
+
+EFFECT = (
+    "model", "max_tokens", "messages", "system", "tools", "tool_choice", "stop_sequences", "temperature", "top_p",
+    "top_k", "stream", "thinking", "output_config", "output_format", "context_management",
+)  # fmt: skip
+IGNORED = (
+    "metadata", "service_tier", "cache_control", "user_profile_id", "anthropic_version", "anthropic_beta", "betas",
+    "billing_policy", "diagnostics", "fallback_credit_token", "fallbacks", "workspace_id", "inference_geo", "speed",
+)  # fmt: skip
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "compaction": (),
+    "container": (),
+    "mcp_servers": ([],),
+    THREAD: (),
+}
+"""Taken at these values alone: no tool is run here, and nothing is kept between requests."""
+
+OTHERS = tuple(
+    sorted(
+        SAMPLING_FIELDS
+        # What ends a text has to be told.
+        - {"n", "prompt_logprobs", "stop", "include_stop_str_in_output", "min_tokens", *EFFECT}
+        | {"chat_template_kwargs", "request_id", "stop_in_thoughts"}
+    )
+)
+"""Of chats, with the same meaning."""
+
+MESSAGE_FIELDS: Mapping[str, Field] = {
+    field.name: field
+    for field in (
+        *(Field(name, _ANTHROPIC, Treatment.EFFECT) for name in (*EFFECT, *OTHERS)),
+        *(Field(name, _ANTHROPIC, Treatment.IGNORED) for name in IGNORED),
+        *(Field(name, _ANTHROPIC, Treatment.NEUTRAL, neutral=values) for name, values in NEUTRAL.items()),
+    )
+}
+
+
+_ON_SERVERS = re.compile(r"(web_search|web_fetch|code_execution|advisor|tool_search_tool_(bm25|regex))(_\d{8})?")
+"""Types of tools that Anthropic's servers run. Agents offer them beside their own, whatever the server is."""
+
+_TOOL = (
+    "type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming", "defer_loading",
+    "allowed_callers", "input_examples",
+)  # fmt: skip
+"""All tools are shown to the model, deferred ones, too."""
+
+
+class Offered(NamedTuple):
+    """The tools of a request.
+
+    Attributes:
+        functions: as chats have them.
+        places: of each in the request, for messages.
+        left_out: names of the others.
+    """
+
+    functions: list[dict[str, Any]]
+    places: list[str]
+    left_out: list[str]
+
+
+def read_tools(value: object, is_counted: bool) -> Offered:
+    """The tools that a request offers.
+
+    With nothing but tools that are left out a request is refused, unless its tokens are only counted: Claude Code asks
+    so for a search, and would take whatever the model says for what was found.
+
+    Raises:
+        Refusal: one is wrong, or none is left.
+    """
+    if not isinstance(value, list):
+        raise wrong(f"tools must be a list of objects, not {show_value(value)}", "tools")
+    offered = Offered([], [], [])
+    for place, tool in enumerate(value):
+        where = f"tools[{place}]"
+        if not isinstance(tool, dict):
+            raise wrong(f"{where} must be an object, not {show_value(tool)}", "tools")
+        kind = tool.get("type")
+        if isinstance(kind, str) and _ON_SERVERS.fullmatch(kind):
+            offered.left_out.append(str(tool.get("name")))
+            continue
+        offered.functions.append({"type": "function", "function": _read_tool(where, tool)})
+        offered.places.append(where)
+    if offered.left_out and not offered.functions and not is_counted:
+        raise _not_run("tools[0]", value[0]["type"])
+    return offered
+
+
+def _read_tool(where: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    if value.get("type", "custom") not in ("custom", None):
+        raise _not_run(where, value["type"])
+    check_names("tools", where, value, _TOOL)
+    callers = value.get("allowed_callers")
+    if callers is not None and not (isinstance(callers, list) and "direct" in callers):
+        raise wrong(f"{where}.allowed_callers is not supported here: leave it out", "tools")
+    schema, examples = value.get("input_schema"), value.get("input_examples")
+    if not isinstance(schema, dict):
+        raise wrong(f"{where}.input_schema must be a JSON schema, not {show_value(schema)}", "tools")
+    if examples is not None and not (isinstance(examples, list) and all(isinstance(item, dict) for item in examples)):
+        raise wrong(f"{where}.input_examples must be a list of objects, not {show_value(examples)}", "tools")
+    function = {name: value[name] for name in ("name", "description", "strict") if value.get(name) is not None}
+    # A schema's own word for examples, which templates show as they show the schema.
+    return function | {"parameters": {**schema, "examples": examples} if examples else schema}
+
+
+def _not_run(where: str, kind: object) -> Exception:
+    return wrong(
+        f"{where}.type: {show_value(kind)} is not run here: give tools of your own, with an input_schema", "tools"
+    )
+
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *OTHERS)
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -202,3 +318,23 @@ def _check_edits(value: Any) -> None:
 
 def _wrong(field: str, line: str) -> Refusal:
     return Refusal(Kind.INVALID, line, field)
+
+
+def count_tokens(values: object, names: ModelNames, prompts: PromptMaker, most_tokens: int) -> dict[str, int]:
+    """The number of a conversation's tokens, by the model's template.
+
+    Args:
+        values: the body: that of a message, whose `max_tokens` may be left out.
+        names: that clients may call the model.
+        prompts: makes the tokens.
+        most_tokens: that a prompt has room for.
+
+    Raises:
+        Refusal: it is wrong, or cannot become tokens.
+    """
+    call = read_message(values, *names, is_counted=True)
+    try:
+        tokens, _ = prompts.of_chat(call, most_tokens)
+    except Refusal as refusal:
+        raise in_words_of_messages(refusal) from None
+    return {"input_tokens": len(tokens)}

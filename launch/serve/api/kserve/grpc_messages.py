@@ -30,7 +30,7 @@ from launch.serve.api.kserve.tensors import (
     refuse_input,
     write_bytes,
 )
-from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.bodies import parse_json
 
 FAILED = "the server failed; its log says how"
 

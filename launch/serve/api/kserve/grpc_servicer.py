@@ -34,9 +34,8 @@ from launch.serve.api.kserve.grpc_messages import (
 )
 from launch.serve.api.kserve.grpc_stream import InferStream
 from launch.serve.api.kserve.models import MODELS
-from launch.serve.api.kserve.places import Places, PlacesByCaller
 from launch.serve.api.kserve.requests import find_model, fixed_models, no_shared_memory
-from launch.serve.api.kserve.service import Begun, KServeService
+from launch.serve.api.kserve.service import Begun, KServeService, Places, PlacesByCaller
 from launch.serve.api.kserve.tensors import MOST_WHOLE_BYTES
 from launch.serve.http.bodies import BODY_SECONDS, Bodies
 from launch.serve.http.connections import SPARE_SECONDS, STALLED_SECONDS

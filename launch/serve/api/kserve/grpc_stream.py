@@ -25,10 +25,9 @@ from launch.serve.api.kserve.grpc_messages import (
     read_known_head,
     write_in_turns,
 )
-from launch.serve.api.kserve.places import Places
 from launch.serve.api.kserve.requests import find_model
 from launch.serve.api.kserve.runs import Run
-from launch.serve.api.kserve.service import Begun, KServeService
+from launch.serve.api.kserve.service import Begun, KServeService, Places
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.connections import STALLED_SECONDS
 from launch.serve.parsing.readers import ReadAnswer

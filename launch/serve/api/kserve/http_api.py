@@ -23,8 +23,7 @@ from launch.serve.api.kserve.requests import InferResponse, find_model, fixed_mo
 from launch.serve.api.kserve.runs import Run
 from launch.serve.api.kserve.service import Begun, KServeService
 from launch.serve.http.answers import EventStream, answer_in_parts, event, make_parts
-from launch.serve.http.bodies import Bodies
-from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.bodies import Bodies, parse_json
 from launch.serve.http.requests import Keys, unless_gone
 from launch.serve.parsing.readers import ReadAnswer
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from launch.serve.api.kserve.models import PREPROCESSING
-from launch.serve.api.kserve.requests import InferRequest, InferResponse
+from launch.serve.api.kserve.requests import InferRequest, InferResponse, Row, write_word_lists
 from launch.serve.api.kserve.row_requests import ModelFacts
-from launch.serve.api.kserve.rows import Row, write_word_lists
 from launch.serve.api.kserve.tensors import Array, Tensor, refuse_input, text_array
 from trtrun.tokens.text import Tokenizer
 

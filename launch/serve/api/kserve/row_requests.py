@@ -12,8 +12,7 @@ from typing import Any
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.api.kserve.models import BLS, GUIDE_INPUTS, LOOKAHEAD_INPUTS
-from launch.serve.api.kserve.requests import InferRequest
-from launch.serve.api.kserve.rows import Row, read_word_list
+from launch.serve.api.kserve.requests import InferRequest, Row, read_word_list
 from launch.serve.api.kserve.tensors import Array, refuse_input
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams

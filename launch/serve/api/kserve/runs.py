@@ -1,7 +1,8 @@
-"""Requests for the generating models, at work: what rows ask for goes through the front, what comes becomes outputs.
+"""Requests for the generating models, at work: rows go through the frontend, and its pieces become outputs.
 
-A completion's tokens are those of the engine up to its end: a token that ends it is left out, a word that stops it
-stays. It knows the front's pieces and the models' outputs. It does not know how responses travel.
+A completion's tokens are the engine's up to its end: a token that ends it is left out, a word that stops it stays.
+Logits of completions, which come in parts, become one tensor of all rows; they are large, so the event loop may serve
+others between the parts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import numpy as np
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.admission.stretches import Rests
-from launch.serve.api.kserve.logits import first_positions, stack_logits
 from launch.serve.api.kserve.requests import InferRequest, InferResponse
 from launch.serve.api.kserve.row_requests import RowRequest
 from launch.serve.api.kserve.tensors import Array, Tensor, text_array
@@ -23,6 +23,38 @@ from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from trtrun.core.outputs import CompletionDelta
 from trtrun.tokens.detokenizer import IncrementalDetokenizer
+
+_AT_ONCE = 1 << 20
+"""Logits that are copied without a rest: 4 MiB."""
+
+
+def first_positions(count: int, parts: Sequence[Array]) -> list[Array]:
+    """The first `count` positions of parts, [positions, vocab] each."""
+    found: list[Array] = []
+    for part in parts:
+        found.append(part[: count - sum(map(len, found))])
+    return found
+
+
+async def stack_logits(of_rows: Sequence[Sequence[Array]]) -> Array:
+    """[rows, positions, vocab] float32 of the parts, [positions, vocab] each, that each of the rows has; shorter rows
+    are filled up with 0."""
+    if len(of_rows) == 1 and len(of_rows[0]) == 1:
+        return of_rows[0][0][None]
+    lengths = [sum(map(len, parts)) for parts in of_rows]
+    width = max((part.shape[1] for parts in of_rows for part in parts), default=0)
+    stacked = np.zeros((len(of_rows), max(lengths, default=0), width), np.float32)
+    step = max(1, _AT_ONCE // max(1, width))
+    rests = Rests()
+    for row, parts in zip(stacked, of_rows, strict=True):
+        at = 0
+        for part in parts:
+            for start in range(0, len(part), step):
+                piece = part[start : start + step]
+                row[at : at + len(piece)] = piece
+                at += len(piece)
+                await rests.rest()
+    return stacked
 
 
 @dataclass

@@ -23,16 +23,14 @@ from starlette.routing import Route
 from launch.serve.admission.limits import READ_HERE
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from launch.serve.admission.stretches import Rests
-from launch.serve.api.openai.answers import Answer, CompletionAnswer
+from launch.serve.api.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.api.openai.chat_answers import ChatAnswer
 from launch.serve.api.openai.prompts import PromptMaker
 from launch.serve.api.openai.responses.answers import ResponseAnswer
 from launch.serve.api.openai.types import read_completion
 from launch.serve.frontend.front import Front, Generation
 from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, make_parts
-from launch.serve.http.bodies import Bodies
-from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.bodies import Bodies, parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure

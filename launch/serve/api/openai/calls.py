@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from launch.serve.api.openai.output.parsing import Parsing
 from trtrun.api.prompts import Prompt
-from trtrun.chats.rendering import Rendering
+from trtrun.chats.chat import Rendering
 from trtrun.chats.tools import ToolUse
 from trtrun.core.sampling_params import SamplingParams
 

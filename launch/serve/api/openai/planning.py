@@ -12,12 +12,11 @@ from typing import Any
 
 from launch.serve.admission.refusals import Kind, Refusal, refusing
 from launch.serve.api.openai.calls import Answering, ChatCall
-from launch.serve.api.openai.output.call_rules import Wanted
 from launch.serve.api.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.api.openai.output.grammars import as_lark, is_free, write_grammar
-from launch.serve.api.openai.output.mistral import ARGS
+from launch.serve.api.openai.output.grammar_parts import arguments_schema
+from launch.serve.api.openai.output.grammars import Wanted, as_lark, is_free, write_grammar
+from launch.serve.api.openai.output.named_calls import ARGS
 from launch.serve.api.openai.output.parsing import Parsing
-from launch.serve.api.openai.output.schemas import arguments_schema
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.tools import Choice, Tool, ToolUse
 from trtrun.core.guide import Guide

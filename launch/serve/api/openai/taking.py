@@ -1,5 +1,5 @@
-"""The fields of a body that have an effect, by a table of those that there are; the rest are passed over, or refused by
-name, and what nobody here knows with the nearest name. It knows names and values, and nothing of what they mean.
+"""Reads the fields of a body by a table of fields, and the texts among them: fields without effect are passed over or
+refused by name, and unknown ones are refused with the nearest known name.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.api.openai.fields import BY_NAME, Field, Treatment
-from trtrun.core.values import show_value
-from trtrun.errors import nearest
+from trtrun.core.values import check_characters, show_value
+from trtrun.errors import InvalidRequestError, nearest
 
 _ALLOWING = {"functions": "function_call"}
 """Fields that ask for nothing where another one is "none"."""
@@ -80,3 +80,34 @@ def check_names(field: str, where: str, value: Mapping[str, Any], known: Sequenc
         if name not in known and item is not None:
             line = f"unknown field {show_value(name)} of {where}{nearest(name, known)}"
             raise Refusal(Kind.INVALID, line, field)
+
+
+def read_prediction(value: object) -> str:
+    """The text that an answer is expected to be; empty for null.
+
+    Raises:
+        Refusal: it is none.
+    """
+    if value is None:
+        return ""
+    content = value.get("content") if isinstance(value, dict) and value.get("type") == "content" else None
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(content, str):
+        line = f'prediction must be {{"type": "content", "content": "…"}}, not {show_value(value)}'
+        raise Refusal(Kind.INVALID, line, "prediction")
+    return read_text("prediction", "prediction", content)
+
+
+def read_text(name: str, field: str, value: str) -> str:
+    """A text that has UTF-8.
+
+    Raises:
+        Refusal: it has none.
+    """
+    try:
+        check_characters(name, value)
+    except InvalidRequestError as error:
+        raise Refusal(Kind.INVALID, str(error), field) from None
+    return value

@@ -17,11 +17,10 @@ from launch.serve.admission.refusals import Kind, Refusal, refusing
 from launch.serve.api.openai.calls import Answering, ChatCall, CompletionCall, Encoding
 from launch.serve.api.openai.fields import Endpoint, fields_of
 from launch.serve.api.openai.guided import read_guided
-from launch.serve.api.openai.taking import take_fields
-from launch.serve.api.openai.texts import read_prediction, read_text
+from launch.serve.api.openai.taking import read_prediction, read_text, take_fields
 from trtrun.api.prompts import Prompt
+from trtrun.chats.chat import read_rendering
 from trtrun.chats.messages import read_messages
-from trtrun.chats.rendering import read_rendering
 from trtrun.chats.tools import read_tools
 from trtrun.core.sampling_params import LARGEST_COUNT, LOGITS_FIELDS, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value

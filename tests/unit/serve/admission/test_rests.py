@@ -10,9 +10,8 @@ from typing import Any
 from starlette.responses import Response
 
 from launch.serve.admission.stretches import MOST_SECONDS, Rests
-from launch.serve.api.openai.answers import CompletionAnswer
+from launch.serve.api.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.api.openai.chat_answers import ChatAnswer
 from launch.serve.frontend.front import Usage
 from launch.serve.http.answers import JOINED_BYTES, answer_in_parts, make_parts
 from trtrun.configuration.model_paths import ASSETS

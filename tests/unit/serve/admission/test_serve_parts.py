@@ -23,7 +23,7 @@ from launch.serve.admission.logits import LogitsLimit, LogitsPlace
 from launch.serve.admission.owners import OWNER, WANTING_SECONDS, Owners, owner_of_address
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.application.http_server import Listener, is_loopback, listen
-from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.bodies import parse_json
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config
 from trtrun.core.sampling_params import SamplingParams

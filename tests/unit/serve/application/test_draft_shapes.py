@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.serve.application.draft_shapes import describe_drafts
+from launch.serve.application.status import describe_drafts
 from trtrun.configuration.config import make_config
 
 CHOICES = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]]

@@ -12,9 +12,9 @@ from engine_messages import LIMITS, SAMPLING, delta_of
 
 from launch.exit_codes import ExitCode
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.engine import unix_socket as engine_socket
+from launch.serve.engine import handshake as engine_socket
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.identity import hash_config, hash_files
+from launch.serve.engine.handshake import hash_config, hash_files
 from launch.serve.engine.messages import Begin, Close, Deltas, Generate, MessageStream, Ready, encode
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine

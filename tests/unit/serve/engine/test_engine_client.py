@@ -12,7 +12,7 @@ import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, run
 
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.engine import unix_socket as engine_socket
+from launch.serve.engine import handshake as engine_socket
 from launch.serve.engine.client import MOST_TOGETHER, EngineClient
 from launch.serve.engine.messages import (
     Abort,

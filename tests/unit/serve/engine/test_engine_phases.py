@@ -24,8 +24,8 @@ from trtrun.api.async_llm import AsyncLLM
 from trtrun.core.guide import Guide
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError
-from trtrun.guiding.builds import GuideBuilds
 from trtrun.guiding.grammars import Grammars
+from trtrun.guiding.row_guide import GuideBuilds
 from trtrun.rounds.round import Worker
 
 LIMITS = {"heartbeat_seconds": 1.0, "adapter_seconds": 0.5}

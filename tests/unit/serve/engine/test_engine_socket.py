@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from launch.serve.engine import unix_socket as engine_socket
+from launch.serve.engine import handshake as engine_socket
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

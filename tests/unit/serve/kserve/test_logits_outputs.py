@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from engine_messages import delta_of, run
 
-from launch.serve.api.kserve import logits
-from launch.serve.api.kserve.logits import first_positions, stack_logits
+from launch.serve.api.kserve import runs as logits
 from launch.serve.api.kserve.row_requests import RowRequest
-from launch.serve.api.kserve.runs import _Completion
+from launch.serve.api.kserve.runs import _Completion, first_positions, stack_logits
 from launch.serve.api.kserve.tensors import MOST_WHOLE_BYTES, Tensor, write_bytes, write_parts
 from trtrun.core.outputs import Logits
 from trtrun.core.sampling_params import SamplingParams

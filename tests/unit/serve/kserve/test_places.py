@@ -12,9 +12,8 @@ from tritonclient.grpc import service_pb2
 
 from launch.serve.api.kserve import grpc_servicer, grpc_stream
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
-from launch.serve.api.kserve.places import Places, PlacesByCaller
 from launch.serve.api.kserve.requests import InferResponse, find_model
-from launch.serve.api.kserve.service import NOTHING, Begun
+from launch.serve.api.kserve.service import NOTHING, Begun, Places, PlacesByCaller
 from launch.serve.http.bodies import Bodies
 
 

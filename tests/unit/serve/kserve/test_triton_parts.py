@@ -15,9 +15,8 @@ from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.api.kserve.grpc_messages import WANTS_FINAL, read_head
 from launch.serve.api.kserve.http_bodies import read_generate
 from launch.serve.api.kserve.models import MODELS
-from launch.serve.api.kserve.requests import check_request, find_model
+from launch.serve.api.kserve.requests import check_request, find_model, read_word_list, write_word_lists
 from launch.serve.api.kserve.row_requests import UNSUPPORTED, ModelFacts, RowRequest, read_row_requests
-from launch.serve.api.kserve.rows import read_word_list, write_word_lists
 from launch.serve.api.kserve.runs import Gain, _Completion
 from launch.serve.api.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
 from trtrun.configuration.model_paths import ASSETS

@@ -18,9 +18,8 @@ from launch.serve.api.kserve.grpc_messages import FINAL
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.api.kserve.grpc_stream import InferStream
 from launch.serve.api.kserve.models import DRAFT, MODELS
-from launch.serve.api.kserve.places import Places
 from launch.serve.api.kserve.requests import InferResponse
-from launch.serve.api.kserve.service import NOTHING, Begun
+from launch.serve.api.kserve.service import NOTHING, Begun, Places
 from launch.serve.http.bodies import Bodies
 from launch.serve.metrics import FrontMetrics
 from trtrun.configuration.server_config import ServerSection

@@ -18,7 +18,7 @@ from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.engine import messages
 from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
 from launch.serve.metrics.families import FrontTotals
-from launch.serve.metrics.triton import write_exposition
+from launch.serve.metrics.server_metrics import write_exposition
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import LARGEST_COUNT

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from launch.serve.api.openai.output import deepseek
-from launch.serve.api.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text, joined
+from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event, Reasoning, Text, joined
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 
 

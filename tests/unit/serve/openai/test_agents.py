@@ -13,10 +13,9 @@ from chat_server import ChatServer
 
 from launch.serve.admission.refusals import Refusal
 from launch.serve.api.openai.calls import CallItem
-from launch.serve.api.openai.output.events import Arguments, CallBegin
-from launch.serve.api.openai.responses.custom_inputs import CustomInput
+from launch.serve.api.openai.output.machine import Arguments, CallBegin
 from launch.serve.api.openai.responses.items import read_items
-from launch.serve.api.openai.responses.output import OutputItems
+from launch.serve.api.openai.responses.output import CustomInput, OutputItems
 from launch.serve.api.openai.responses.requests import read_response
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.chats.messages import NO_TEXT

@@ -11,10 +11,10 @@ from message_events import put_together
 from starlette.requests import Request
 
 from launch.serve.admission.refusals import Refusal
-from launch.serve.api.anthropic.blocks import Blocks
+from launch.serve.api.anthropic.answers import Blocks
 from launch.serve.api.anthropic.conversations import read_conversation
 from launch.serve.api.anthropic.requests import read_message
-from launch.serve.api.openai.output.events import Arguments, CallBegin, Reasoning, Text, joined
+from launch.serve.api.openai.output.machine import Arguments, CallBegin, Reasoning, Text, joined
 from launch.serve.http.requests import Keys
 from trtrun.chats.messages import NO_TEXT
 

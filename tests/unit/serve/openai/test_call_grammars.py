@@ -12,19 +12,17 @@ import pytest
 from chat_server import MARKS
 from checkpoints import make_tokenizer
 
-from launch.serve.api.openai.output import deepseek
-from launch.serve.api.openai.output.call_rules import Wanted
-from launch.serve.api.openai.output.events import Arguments, CallBegin, Reasoning
+from launch.serve.api.openai.output import named_calls as deepseek
 from launch.serve.api.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.api.openai.output.grammars import as_lark, write_grammar
+from launch.serve.api.openai.output.grammar_parts import without_notes
+from launch.serve.api.openai.output.grammars import Wanted, as_lark, write_grammar
+from launch.serve.api.openai.output.machine import Arguments, CallBegin, Reasoning
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
-from launch.serve.api.openai.output.schemas import without_notes
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.tools import read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding.grammars import grammars_of
-from trtrun.guiding.vocabulary import Spelling
+from trtrun.guiding.grammars import Spelling, grammars_of
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

@@ -8,14 +8,14 @@ import random
 import pytest
 from call_texts import CALL, CALLS, CITY, CITY_JSON, END, END_CALLS, SCHEMAS_AS_JSON, SEP, TEXTS, call, parse
 
-from launch.serve.api.openai.output import deepseek
-from launch.serve.api.openai.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from launch.serve.api.openai.output import named_calls as deepseek
 from launch.serve.api.openai.output.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     find_reasoning_format,
     find_tool_format,
 )
+from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event, Reasoning, Text
 from launch.serve.api.openai.output.parsing import ChatText, ChoiceParser, Parsing
 
 

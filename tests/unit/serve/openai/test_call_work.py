@@ -7,9 +7,8 @@ from unittest import mock
 
 import pytest
 
-from launch.serve.api.openai.output.events import CallBegin, Event, Reasoning, Text, joined
 from launch.serve.api.openai.output.json_values import CallObject, ValueEnd
-from launch.serve.api.openai.output.machine import Machine, find_mark
+from launch.serve.api.openai.output.machine import CallBegin, Event, Machine, Reasoning, Text, find_mark, joined
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 
 NEAR_CALLS = [

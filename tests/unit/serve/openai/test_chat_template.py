@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from trtrun.chats import chat_template
-from trtrun.chats.chat_template import ChatTemplate
-from trtrun.chats.chat_template_files import read_chat_template
+from trtrun.chats.chat_template import ChatTemplate, read_chat_template
 from trtrun.errors import CheckpointError, InvalidRequestError
 
 

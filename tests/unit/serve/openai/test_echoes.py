@@ -7,9 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from launch.serve.api.openai.answers import CompletionAnswer
+from launch.serve.api.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.api.openai.chat_answers import ChatAnswer
 from launch.serve.frontend.front import Usage
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs

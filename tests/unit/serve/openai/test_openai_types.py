@@ -9,7 +9,7 @@ import pytest
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.api.openai.calls import Encoding
 from launch.serve.api.openai.types import COMPLETION_TOKENS, read_chat, read_completion
-from trtrun.chats.rendering import Rendering
+from trtrun.chats.chat import Rendering
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 
 

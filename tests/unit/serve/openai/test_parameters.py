@@ -11,18 +11,15 @@ from typing import Any
 import pytest
 from checkpoints import make_tokenizer
 
-from launch.serve.api.openai.output.call_rules import Wanted
-from launch.serve.api.openai.output.events import Arguments
-from launch.serve.api.openai.output.grammars import write_grammar
-from launch.serve.api.openai.output.lark import Lark
-from launch.serve.api.openai.output.parameter_rules import parameter_rules
-from launch.serve.api.openai.output.parameters import ALL_TYPES, as_json, types_of
+from launch.serve.api.openai.output.grammar_parts import Lark, parameter_rules
+from launch.serve.api.openai.output.grammars import Wanted, write_grammar
+from launch.serve.api.openai.output.machine import Arguments
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
+from launch.serve.api.openai.output.qwen3_coder import ALL_TYPES, as_json, types_of
 from trtrun.chats.tools import Choice, read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding.grammars import grammars_of
-from trtrun.guiding.vocabulary import Spelling
+from trtrun.guiding.grammars import Spelling, grammars_of
 from trtrun.tokens.text import read_tokenizer
 
 ROOT = {"$defs": {"kind": {"enum": ["a", "5"]}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}}}

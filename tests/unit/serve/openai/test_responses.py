@@ -14,9 +14,8 @@ from openai.types.responses import response_create_params
 from tool_chats import CITY, COMPACT
 
 from launch.serve.admission.refusals import Refusal
-from launch.serve.api.openai.responses.fields import RESPONSE_FIELDS
 from launch.serve.api.openai.responses.items import read_items
-from launch.serve.api.openai.responses.requests import read_response
+from launch.serve.api.openai.responses.requests import RESPONSE_FIELDS, read_response
 
 pytestmark = pytest.mark.timeout(240)
 ASKED: dict[str, Any] = {"model": "chat", "input": "hi", "temperature": 1.0, "max_output_tokens": 12}

@@ -11,7 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.serve.api.openai.output import deepseek, harmony, hermes, llama3, mistral, qwen3_coder
+from launch.serve.api.openai.output import harmony, qwen3_coder
+from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import named_calls as mistral
+from launch.serve.api.openai.output import object_calls as hermes
+from launch.serve.api.openai.output import object_calls as llama3
 from launch.serve.api.openai.output.machine import Machine
 from trtrun.errors import nearest
 

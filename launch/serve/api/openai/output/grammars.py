@@ -1,21 +1,293 @@
 """Grammars in Lark of what a model must write: calls in its family's form, thoughts before them, text beside them.
 
-Marks that are special tokens cannot be spelled, and stand as their ids. It knows forms, tools and llguidance's Lark,
-and no tokenizer.
+Each form has rules for calls alone, for what follows the mark of a call, and for text with calls in it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from launch.serve.api.openai.output.call_rules import BEHIND, CALLS, FREE, Wanted, call_or_object, harmony_messages
-from launch.serve.api.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
-from launch.serve.api.openai.output.lark import Lark
-from launch.serve.api.openai.output.schemas import as_part, without_notes
-from trtrun.core.guide import Guide
+from launch.serve.api.openai.output import harmony
+from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import named_calls as mistral
+from launch.serve.api.openai.output import object_calls as hermes
+from launch.serve.api.openai.output import object_calls as llama3
+from launch.serve.api.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
+from launch.serve.api.openai.output.grammar_parts import (
+    ANY,
+    Lark,
+    arguments_schema,
+    as_part,
+    free_parameters,
+    moved,
+    parameter_rules,
+    without_notes,
+)
+from launch.serve.api.openai.output.qwen3_coder import END, FUNCTION
+from trtrun.chats.tools import Tool
+from trtrun.core.guide import OPTIONS_KEY, Guide
+
+_Rule = Callable[[Lark, "Wanted"], str]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a text may be.
+
+    Attributes:
+        tools: that may be called.
+        must_call: it is calls, and nothing else.
+        in_parallel: several calls are allowed.
+        other: what it must be otherwise, in Lark; None for any text.
+        other_schema: the same, where it is JSON of a schema.
+        has_arguments_in_brackets: a call is a name and its arguments, in Mistral's newer form.
+        open_mark: of thoughts that it may begin with; empty where it may not.
+    """
+
+    tools: Sequence[Tool] = ()
+    must_call: bool = False
+    in_parallel: bool = True
+    other: str | None = None
+    other_schema: Any = None
+    has_arguments_in_brackets: bool = False
+    open_mark: str = ""
+
+
+def _arguments(lark: Lark, number: int, tool: Tool, must_call: bool) -> str:
+    """The arguments of a call: as the tool's schema says, where it is strict or a call is wanted."""
+    schema = arguments_schema(tool) if tool.is_strict or must_call else ANY
+    return lark.put(f"arguments_{number}", as_part(schema))
+
+
+def _objects(lark: Lark, wanted: Wanted, key: str) -> str:
+    """A call of one of the tools, as an object."""
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        rules.append(lark.put(f"call_{number}", f'{json.dumps(opening, ensure_ascii=False)} {arguments} "}}"'))
+    return lark.put("call", " | ".join(rules))
+
+
+def call_or_object(wanted: Wanted, other: Any) -> str:
+    """One call, or JSON of another schema, which may begin alike: one schema is of both, as of two rules that begin
+    alike the lexer takes one."""
+    parts, key = [other], TOOL_FORMATS["llama3_json"].argument_key
+    for tool in wanted.tools:
+        properties = {"name": {"const": tool.name}, key: arguments_schema(tool) if tool.is_strict else ANY}
+        parts.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    # References are of a schema's own parts, which stand deeper now.
+    placed = [moved(part, f"#/anyOf/{place}") for place, part in enumerate(parts[:1])]
+    placed += [moved(part, f"#/anyOf/{place}/properties/{key}") for place, part in enumerate(parts[1:], start=1)]
+    options = {OPTIONS_KEY: other[OPTIONS_KEY]} if isinstance(other, Mapping) and OPTIONS_KEY in other else {}
+    return as_part({**options, "anyOf": placed})
+
+
+def _repeated(rule: str, between: str, wanted: Wanted) -> str:
+    return f"{rule} ({between} {rule})*" if wanted.in_parallel else rule
+
+
+def _hermes_rest(lark: Lark, wanted: Wanted) -> str:
+    """A call behind its opening mark."""
+    call = _objects(lark, wanted, TOOL_FORMATS["hermes"].argument_key)
+    return lark.put("marked", f'"\\n" {call} "\\n" {lark.mark(hermes.CLOSE)}')
+
+
+def _hermes_calls(lark: Lark, wanted: Wanted) -> str:
+    return _repeated(f"{lark.mark(hermes.OPEN)} {_hermes_rest(lark, wanted)}", '"\\n"', wanted)
+
+
+def _hermes_free(lark: Lark, wanted: Wanted) -> str:
+    often = "*" if wanted.in_parallel else "?"
+    return f"({lark.until(hermes.OPEN)} marked){often} {lark.without(hermes.OPEN)}"
+
+
+def _qwen_rest(lark: Lark, wanted: Wanted) -> str:
+    """A call in Qwen3-Coder's form behind its opening mark: put down once, as each parameter has rules of its own."""
+    if lark.has("marked"):
+        return "marked"
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        is_bound = tool.is_strict or wanted.must_call
+        told = parameter_rules(lark, tool) if is_bound else free_parameters(lark)
+        head, end = json.dumps(f"\n{FUNCTION}{tool.name}>\n", ensure_ascii=False), json.dumps(f"{END}\n")
+        rules.append(lark.put(f"call_{number}", f"{head} {told} {end} {lark.mark(hermes.CLOSE)}"))
+    return lark.put("marked", " | ".join(rules))
+
+
+def _qwen_calls(lark: Lark, wanted: Wanted) -> str:
+    return _repeated(f"{lark.mark(hermes.OPEN)} {_qwen_rest(lark, wanted)}", '"\\n"', wanted)
+
+
+def _qwen_free(lark: Lark, wanted: Wanted) -> str:
+    """Without the outer mark there is no call: what stands in one would not be guided."""
+    marked, often = _qwen_rest(lark, wanted), "*" if wanted.in_parallel else "?"
+    return f"({lark.until(hermes.OPEN, FUNCTION)} {marked}){often} {lark.without(hermes.OPEN, FUNCTION)}"
+
+
+def _llama_calls(lark: Lark, wanted: Wanted) -> str:
+    return _repeated(_objects(lark, wanted, TOOL_FORMATS["llama3_json"].argument_key), '"; "', wanted)
+
+
+def _no_thoughts(lark: Lark, wanted: Wanted) -> str:
+    """Any text that does not begin as thoughts do: the lexer would take them for it."""
+    begin = lark.escaped(wanted.open_mark)
+    return lark.put("NO_THOUGHTS", f"~/{begin}(.|\\n)*/") if begin else "TEXT"
+
+
+def _llama_free(lark: Lark, wanted: Wanted) -> str:
+    other = lark.put("OTHER", rf"/[^\s{{](.|\n)*/ & {lark.without(llama3.TAG)} & {_no_thoughts(lark, wanted)}")
+    return f"BLANKS ({lark.mark(llama3.TAG)}? calls | {other}?)"
+
+
+def _mistral_calls(lark: Lark, wanted: Wanted) -> str:
+    return f"{lark.mark(mistral.MARK)} {_mistral_rest(lark, wanted)}"
+
+
+def _mistral_rest(lark: Lark, wanted: Wanted) -> str:
+    """What stands behind the first mark."""
+    if not wanted.has_arguments_in_brackets:
+        call = _objects(lark, wanted, TOOL_FORMATS["mistral"].argument_key)
+        items = _repeated(call, '", "', wanted)
+        return lark.put("listed", f'/ ?/ "[" {items} "]"')  # some tokenizers have a blank in the bracket's token
+    call_id = f"({lark.mark(mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        name = json.dumps(tool.name, ensure_ascii=False)
+        rules.append(lark.put(f"call_{number}", f"{name} {call_id} {lark.mark(mistral.ARGS)} {arguments}"))
+    return lark.put("listed", _repeated(lark.put("call", " | ".join(rules)), lark.mark(mistral.MARK), wanted))
+
+
+def _mistral_free(lark: Lark, wanted: Wanted) -> str:
+    return f"({lark.until(mistral.MARK)} listed | {lark.without(mistral.MARK)})"
+
+
+def _nemotron_calls(lark: Lark, wanted: Wanted) -> str:
+    return f"{lark.mark(mistral.NEMOTRON)} {_nemotron_rest(lark, wanted)}"
+
+
+def _nemotron_rest(lark: Lark, wanted: Wanted) -> str:
+    """What stands behind the first mark."""
+    call = _objects(lark, wanted, TOOL_FORMATS["llama_nemotron_json"].argument_key)
+    items = _repeated(call, '", "', wanted)
+    return lark.put("listed", f'"[" {items} "]" {lark.mark(mistral.END_NEMOTRON)}')
+
+
+def _nemotron_free(lark: Lark, wanted: Wanted) -> str:
+    return f"({lark.until(mistral.NEMOTRON)} listed | {lark.without(mistral.NEMOTRON)})"
+
+
+def _deepseek_calls(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+    return f"{lark.mark(deepseek.CALLS)} {_deepseek_rest(lark, wanted, is_fenced)}"
+
+
+def _deepseek_rest(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+    """What stands behind the first mark."""
+    separator, rules = lark.mark(deepseek.SEPARATOR), []
+    for number, tool in enumerate(wanted.tools):
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        name = json.dumps(tool.name, ensure_ascii=False)
+        if is_fenced:
+            head = json.dumps(f"{tool.name}\n{deepseek.FENCE}\n", ensure_ascii=False)
+            fence = json.dumps(f"\n{deepseek.END_FENCE}")
+            written = f'"{deepseek.KIND}" {separator} {head} {arguments} {fence}'
+        else:
+            written = f"{name} {separator} {arguments}"
+        rules.append(lark.put(f"call_{number}", written))
+    call = lark.put("call", f"{lark.mark(deepseek.CALL)} ({' | '.join(rules)}) {lark.mark(deepseek.END)}")
+    repeated = _repeated(call, '"\\n"' if is_fenced else "", wanted)
+    return lark.put("listed", f"{repeated} {lark.mark(deepseek.END_CALLS)}")
+
+
+def _deepseek_free(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+    """Without the mark in front of all there is no call: what stands in one would not be guided."""
+    listed = _deepseek_rest(lark, wanted, is_fenced)
+    marks = (deepseek.CALLS, deepseek.CALL)
+    return f"({lark.until(*marks)} {listed} | {lark.without(*marks)})"
+
+
+def _list_calls(lark: Lark, wanted: Wanted) -> str:
+    items = _repeated(_objects(lark, wanted, TOOL_FORMATS[JSON].argument_key), '", "', wanted)
+    return f'"[" {items} "]"'
+
+
+def _list_free(lark: Lark, wanted: Wanted) -> str:
+    other = lark.put("OTHER", rf"/[^\s\[](.|\n)*/ & {_no_thoughts(lark, wanted)}")
+    return f"BLANKS (calls | {other}?)"
+
+
+def _marked_behind(lark: Lark, wanted: Wanted, form: str, rest: _Rule, free: _Rule) -> str:
+    """The rest of a call between marks, and what an answer may go on with: calls, and text where it may have that."""
+    first = rest(lark, wanted)
+    if not wanted.in_parallel:
+        is_alone = wanted.must_call or wanted.other is not None
+        return first if is_alone else f"{first} {lark.without(*TOOL_FORMATS[form].call_marks)}"
+    if wanted.must_call or wanted.other is not None:
+        return f'{first} ("\\n" {lark.mark(hermes.OPEN)} {first})*'
+    return f"{first} {free(lark, wanted)}"
+
+
+CALLS: Mapping[str, Callable[[Lark, Wanted], str]] = {
+    "hermes": _hermes_calls,
+    "llama3_json": _llama_calls,
+    "mistral": _mistral_calls,
+    "qwen3_coder": _qwen_calls,
+    "llama_nemotron_json": _nemotron_calls,
+    "deepseek_v3": partial(_deepseek_calls, is_fenced=True),
+    "deepseek_v31": partial(_deepseek_calls, is_fenced=False),
+    JSON: _list_calls,
+}
+BEHIND: Mapping[str, Callable[[Lark, Wanted], str]] = {
+    "hermes": partial(_marked_behind, form="hermes", rest=_hermes_rest, free=_hermes_free),
+    "llama3_json": lambda lark, wanted: "calls",
+    "mistral": _mistral_rest,
+    "qwen3_coder": partial(_marked_behind, form="qwen3_coder", rest=_qwen_rest, free=_qwen_free),
+    "llama_nemotron_json": _nemotron_rest,
+    "deepseek_v3": partial(_deepseek_rest, is_fenced=True),
+    "deepseek_v31": partial(_deepseek_rest, is_fenced=False),
+}
+"""What stands behind a call's mark that has ended thoughts."""
+
+FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
+    "hermes": _hermes_free,
+    "llama3_json": _llama_free,
+    "mistral": _mistral_free,
+    "qwen3_coder": _qwen_free,
+    "llama_nemotron_json": _nemotron_free,
+    "deepseek_v3": partial(_deepseek_free, is_fenced=True),
+    "deepseek_v31": partial(_deepseek_free, is_fenced=False),
+    JSON: _list_free,
+}
+
+
+def harmony_messages(lark: Lark, wanted: Wanted) -> str:
+    """Messages: thoughts and words to the user, each followed by another one; then calls, or the answer. Thoughts that
+    are not ended go on with the head of a call."""
+    channel, message = lark.mark(harmony.CHANNEL), lark.mark(harmony.MESSAGE)
+    heads = (harmony.CHANNEL,) if wanted.tools else ()
+    again = f'{lark.until(harmony.ENDS[0], *heads)} {lark.mark(harmony.START)} "assistant"'
+    lark.put("before", f'{channel} ("analysis" | "commentary") {message} {again}')
+    final = lark.put("final", f'{channel} "final" {message} {wanted.other or "TEXT"}')
+    if not wanted.tools:
+        return f"before* {final}"
+    rules = []
+    for number, tool in enumerate(wanted.tools):
+        arguments = _arguments(lark, number, tool, wanted.must_call)
+        head = json.dumps(f"commentary to=functions.{tool.name} ", ensure_ascii=False)
+        constrain = f'{lark.mark(harmony.CONSTRAIN)} "json"'
+        rules.append(lark.put(f"call_{number}", f"{head} {constrain} {message} {arguments}"))
+    call = lark.put("call", " | ".join(rules))
+    cut = lark.put("cut", f'{channel} "analysis" {message} {lark.until(harmony.CHANNEL, harmony.ENDS[0])}')
+    called = f"({channel} | {cut}) {call}"
+    return f"before* ({called if wanted.must_call else f'{called} | {final}'})"
 
 
 def write_grammar(tools: str, reasoning: str, is_thinking: bool, wanted: Wanted, special: Mapping[str, int]) -> str:

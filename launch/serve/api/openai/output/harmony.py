@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 
-from launch.serve.api.openai.output.events import Arguments, CallBegin, Reasoning
-from launch.serve.api.openai.output.machine import CallMachine, find_mark, may_become
+from launch.serve.api.openai.output.machine import Arguments, CallBegin, CallMachine, Reasoning, find_mark, may_become
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ANALYSIS, FINAL = f"{CHANNEL}analysis", f"{CHANNEL}final"

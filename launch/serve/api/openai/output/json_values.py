@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Container
 
-from launch.serve.api.openai.output.events import Arguments, CallBegin, Event
+from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event
 
 _IN_STRING = re.compile(r'[^"\\]*')
 _OUTSIDE = re.compile(r'[^"{}\[\]<]*')

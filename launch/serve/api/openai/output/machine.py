@@ -1,17 +1,55 @@
-"""A parser of text that comes in parts: what it finds depends on the text, and not on where it is cut.
+"""A parser of text that comes in parts, and the events that it yields: thoughts, text, and calls piece by piece.
 
-A state looks at what is there and takes some of it, or waits for more. What may become a mark is held back until it is
-one, or cannot be one any more. It knows texts and events, and no family's marks.
+What a parser finds depends on the text, and not on where it is cut. A state looks at the text that is there and takes
+some of it, or waits for more. What may become a mark is held back until it is one, or cannot become one any more.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
-from launch.serve.api.openai.output.events import Event, Text, joined
+
+class Text(NamedTuple):
+    """Some of the answer."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Some of what the model thinks."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """A call begins."""
+
+    name: str
+
+
+class Arguments(NamedTuple):
+    """Some of the arguments of the call that has begun last, as JSON."""
+
+    text: str
+
+
+Event = Text | Reasoning | CallBegin | Arguments
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same with neighbours of one kind as one, and without empty ones. In time in proportion to their texts."""
+    found: list[Event] = []
+    for kind, of_kind in groupby((event for event in events if isinstance(event, CallBegin) or event.text), type):
+        if kind is CallBegin:
+            found += of_kind
+        else:
+            found.append(kind("".join(event.text for event in of_kind)))  # type: ignore[union-attr]
+    return found
 
 
 def find_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:

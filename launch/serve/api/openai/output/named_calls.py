@@ -1,12 +1,19 @@
-"""What parsers share of forms that write a call as its name, and behind that the object of its arguments."""
+"""Parsers of calls that are written as a name and the object of its arguments: DeepSeek's and Mistral's.
+
+DeepSeek's models write each call between two marks: its name, a mark and its arguments, which V3 and R1 put between
+fences behind the word `function`. Mistral's models write behind `[TOOL_CALLS]` a list of objects or, in newer ones,
+a name, `[ARGS]` and the arguments, once for each call. Lists between other marks (Nemotron) and bare lists, which a
+model without a form of its own is made to write, are read here, too.
+"""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
+from collections.abc import Callable, Container
 
-from launch.serve.api.openai.output.events import Arguments, CallBegin
-from launch.serve.api.openai.output.json_values import JsonObject
-from launch.serve.api.openai.output.machine import CallMachine
+from launch.serve.api.openai.output.json_values import CallObject, JsonObject
+from launch.serve.api.openai.output.machine import Arguments, CallBegin, CallMachine, find_mark, may_become
 
 
 class NamedCallMachine(CallMachine):
@@ -56,3 +63,234 @@ class NamedCallMachine(CallMachine):
         """No call: what was taken is text."""
         self._say(self._opening)
         return self._go(self._read_text)
+
+
+CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+MARKS = (CALLS, CALL, SEPARATOR, END, END_CALLS)
+KIND, FENCE, END_FENCE = "function", "```json", "```"
+_NAME_MARK = re.compile(r"[^\s<>{}\"`]{1,256}")
+
+
+class DeepSeekParser(NamedCallMachine):
+    """Finds them in both forms, the mark around all calls left out, too. What begins as a call and is none is text,
+    with its marks."""
+
+    def _begin(self) -> bool:
+        return self._go(self._read_text)
+
+    def _read_text(self) -> bool:
+        mark = self._say_until(CALLS, CALL)
+        if not mark:
+            return False
+        self._opening, self._is_fenced = self._take(len(mark)), False
+        return self._go(self._read_name if mark == CALL else self._read_call)
+
+    def _read_call(self) -> bool:
+        """Behind the mark in front of all calls."""
+        return self._pass(CALL, self._read_name)
+
+    def _pass(self, mark: str, state: Callable[[], bool]) -> bool:
+        """Go on behind blanks and a mark."""
+        if self._lacks_opening() or (may_become(self._text, mark) and not self._is_over):
+            return False
+        if not self._text.startswith(mark):
+            return self._give_up()
+        self._opening += self._take(len(mark))
+        return self._go(state)
+
+    def _read_name(self) -> bool:
+        """The name, or in V3's form the call's kind."""
+        return self._take_name(SEPARATOR, self._read_form)
+
+    def _take_name(self, mark: str, state: Callable[[], bool]) -> bool:
+        """Go on behind a name, and the mark that ends it."""
+        if self._lacks_opening():
+            return False
+        found = _NAME_MARK.match(self._text)
+        rest = self._text[found.end() :].lstrip() if found else ""
+        if found and (not rest or may_become(rest, mark)) and not self._is_over:
+            return False
+        if not found or not rest.startswith(mark):
+            return self._give_up()
+        self._name = found[0]
+        self._opening += self._take(found.end())
+        return self._pass(mark, state)
+
+    def _read_form(self) -> bool:
+        if self._lacks_opening():
+            return False
+        if self._text.startswith("{") or self._name != KIND:
+            return self._begin_arguments(END)
+        self._is_fenced = True
+        return self._take_name(FENCE, self._read_fenced)
+
+    def _read_fenced(self) -> bool:
+        return False if self._lacks_opening() else self._begin_arguments(END)
+
+    def _read_behind(self) -> bool:
+        """Behind arguments: the marks that end a call and all of them, or the next call. They may be missing."""
+        self._skip_blanks()
+        ends = (*([END_FENCE] if self._is_fenced else []), END, END_CALLS)
+        if any(may_become(self._text, mark) for mark in (*ends, CALL)):
+            if self._is_over:
+                self._take(len(self._text))  # a mark that was cut
+            return False
+        for mark in ends:
+            if self._text.startswith(mark):
+                self._take(len(mark))
+                self._is_fenced = False
+                return mark != END_CALLS or self._go(self._read_text)
+        return self._go(self._read_text)
+
+
+MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+NEMOTRON, END_NEMOTRON = "<TOOLCALL>", "</TOOLCALL>"
+_NAME = re.compile(r"[^\s\[\]{}\"]{1,256}")
+_MOST_ID = 64
+
+
+class ListParser(NamedCallMachine):
+    """Finds calls in an answer that is a list of objects. One that is none, and what follows it, is text."""
+
+    def __init__(self, known: Container[str] | None = None) -> None:
+        """Begin.
+
+        Args:
+            known: names of the request's tools, where a list may also be what was asked for; None for any.
+        """
+        super().__init__()
+        self._known, self._end = known, ""
+
+    def _begin(self) -> bool:
+        if self._lacks_opening():
+            return False
+        if self._text.startswith("["):
+            self._opening += self._take(1)
+            return self._go(self._read_item)
+        self._say(self._opening)
+        return self._go(self._read_text)
+
+    def _read_text(self) -> bool:
+        return self._say_rest()
+
+    def _read_item(self) -> bool:
+        """In a list: an object, what parts two, or the end."""
+        if self._lacks_opening():
+            return False
+        if self._text.startswith(","):
+            self._opening += self._take(1)
+            return True
+        if self._text.startswith("{"):
+            return self._go(self._begin_call)
+        if self._text.startswith("]") and self._is_behind_call:
+            self._take(1)
+            return self._go(self._read_behind)
+        if self._is_behind_call and not self._opening.strip():  # an object without a list
+            return self._go(self._read_behind)
+        if self._text or not self._is_behind_call:
+            self._say(self._opening)
+        return self._go(self._read_text)
+
+    def _begin_call(self) -> bool:
+        self._call = CallObject(self._known, self._end)
+        return self._go(self._read_call)
+
+    def _read_call(self) -> bool:
+        self._tell(self._call.feed(self._take(len(self._text))))
+        if self._call.is_over:
+            self._text, self._opening = self._call.rest, ""
+            return self._go(self._read_item)
+        if self._is_over and self._call.is_begun:
+            self._tell([Arguments(self._call.rest)])  # what might have become the mark
+        if self._call.is_failed or (self._is_over and not self._call.is_begun):
+            self._say(self._opening)
+            self._text = self._call.text
+            return self._go_behind_failure(self._call.num_read, self._read_text)
+        return False
+
+
+class MarkedListParser(ListParser):
+    """Finds lists of calls behind a mark, and objects without a list."""
+
+    def __init__(self, mark: str, end: str = "") -> None:
+        """Begin.
+
+        Args:
+            mark: in front of a list.
+            end: behind it, which may be missing.
+        """
+        super().__init__()
+        self._mark, self._end = mark, end
+
+    def _begin(self) -> bool:
+        return self._go(self._read_text)
+
+    def _read_text(self) -> bool:
+        if not self._say_until(self._mark):
+            return False
+        self._opening, self._name = self._take(len(self._mark)), ""
+        return self._go(self._read_form)
+
+    def _read_form(self) -> bool:
+        if self._lacks_opening():
+            return False
+        if self._text.startswith("["):
+            self._opening += self._take(1)
+            return self._go(self._read_item)
+        return self._go(self._begin_call if self._text.startswith("{") else self._read_other)
+
+    def _read_other(self) -> bool:
+        """What is neither a list nor an object."""
+        return self._give_up()
+
+    def _read_behind(self) -> bool:
+        self._skip_blanks()
+        if may_become(self._text, self._end):
+            if self._is_over:
+                self._take(len(self._text))  # a mark that was cut
+            return False
+        self._take(len(self._end) if self._text.startswith(self._end) else 0)
+        return self._go(self._read_text)
+
+
+class MistralParser(MarkedListParser):
+    """Finds them behind the mark, in both forms."""
+
+    def __init__(self) -> None:
+        super().__init__(MARK)
+
+    def _read_other(self) -> bool:
+        return self._go(self._read_name)
+
+    def _read_name(self) -> bool:
+        found = _NAME.match(self._text)
+        if found is None:
+            return self._give_up()
+        rest = self._text[found.end() :]
+        if not rest and not self._is_over:
+            return False
+        if any(may_become(rest, mark) for mark in (ARGS, CALL_ID)) and not self._is_over:
+            return False
+        if not rest.startswith((ARGS, CALL_ID, "{")):
+            return self._give_up()
+        self._name = found[0]
+        self._opening += self._take(found.end())
+        return self._go(self._read_id if rest.startswith(CALL_ID) else self._read_arguments)
+
+    def _read_id(self) -> bool:
+        """The model's own id of the call, which nobody has a use for."""
+        place, mark = find_mark(self._text, (ARGS,))
+        if not mark and place <= _MOST_ID and not self._is_over:
+            return False
+        if not mark or place > _MOST_ID:
+            return self._give_up()
+        self._opening += self._take(place)
+        return self._go(self._read_arguments)
+
+    def _read_arguments(self) -> bool:
+        if self._text.startswith(ARGS):
+            self._opening += self._take(len(ARGS))
+        if self._lacks_opening():
+            return False
+        return self._begin_arguments()

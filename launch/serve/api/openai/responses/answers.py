@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from launch.serve.api.openai.answer_parts import tell_usage
+from launch.serve.api.openai.answers import ChatAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.api.openai.chat_answers import ChatAnswer
-from launch.serve.api.openai.output.events import Text
 from launch.serve.api.openai.output.formats import TOOL_FORMATS, new_id
+from launch.serve.api.openai.output.machine import Text
 from launch.serve.api.openai.output.parsing import ChoiceParser
 from launch.serve.api.openai.responses.output import OutputItems, Told
 from launch.serve.frontend.front import Usage

@@ -1,6 +1,6 @@
-"""Requests to /v1/responses: the chats that they ask for, in the words of chats.
+"""Requests to /v1/responses: their fields, and the chats that they ask for.
 
-What chats are refused for is told in this API's words. It knows JSON values, and no HTTP.
+Chats are read by the same code as those of /v1/chat/completions; errors name this API's fields.
 """
 
 from __future__ import annotations
@@ -13,13 +13,54 @@ from typing import Any
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.api.openai.calls import ChatCall
-from launch.serve.api.openai.responses.fields import OTHERS, RESPONSE_FIELDS
+from launch.serve.api.openai.fields import OPENAI, Field, Treatment
 from launch.serve.api.openai.responses.items import read_items
 from launch.serve.api.openai.responses.tools import read_choice, read_tools
 from launch.serve.api.openai.taking import check_names, take_fields
-from launch.serve.api.openai.types import read_chat
+from launch.serve.api.openai.types import SAMPLING_FIELDS, read_chat
 from trtrun.chats.tools import at_places, words_at_places
 from trtrun.core.values import show_value
+
+EFFECT = (
+    "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice",
+    "parallel_tool_calls", "text", "reasoning", "stream", "stream_options", "top_logprobs", "include", "metadata",
+)  # fmt: skip
+IGNORED = (
+    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier",
+    "client_metadata", "store",
+)  # fmt: skip
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "background": (False,),
+    "background_options": (),
+    "truncation": ("disabled",),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "max_tool_calls": (),
+    "context_management": ([],),
+    "moderation": (),
+    "image": (),
+    "access_programs": (),
+}
+"""Taken at these values alone: nothing is kept between requests, and no tool is run here."""
+
+OTHERS = tuple(
+    sorted(
+        SAMPLING_FIELDS - {"max_tokens", "n", "prompt_logprobs", *EFFECT}
+        | {"chat_template_kwargs", "documents", "request_id", "stop_in_thoughts"}
+    )
+)
+"""Of chats, with the same meaning."""
+
+RESPONSE_FIELDS: Mapping[str, Field] = {
+    field.name: field
+    for field in (
+        *(Field(name, OPENAI, Treatment.EFFECT) for name in (*EFFECT, *OTHERS)),
+        *(Field(name, OPENAI, Treatment.IGNORED) for name in IGNORED),
+        *(Field(name, OPENAI, Treatment.NEUTRAL, neutral=values) for name, values in NEUTRAL.items()),
+    )
+}
+
 
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "stream_options", *OTHERS)
 _LOGPROBS = "message.output_text.logprobs"

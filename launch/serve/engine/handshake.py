@@ -1,18 +1,48 @@
-"""The socket between front and engine: a name that lies in no folder, and a look at who is on the other side.
+"""How the frontend and an engine find each other: a socket whose name lies in no folder, a look at who is on the other
+side, and whether both have read the same configuration and the same files.
 
-The kernel forgets the name with its last listener, so that a front that is killed leaves nothing behind. Such names
-have no file's permissions; instead each side asks the kernel whose process the other one is. Linux alone has them. It
-does not know what is said over the socket.
+The kernel forgets the socket's name with its last listener, so that a frontend that is killed leaves nothing behind.
+Such names have no file's permissions; instead each side asks the kernel whose process the other one is. Only Linux
+has them. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.heads.heads import HEADS_FILES
+from trtrun.lora.lora_config import hash_adapter_files
+from trtrun.tokens.text import hash_tokenizer_files
+from trtrun.weights.model_files import hash_model_files
+
+
+def hash_config(config: RuntimeConfig) -> str:
+    """Tells whether front and engine, or an engine and the one before it, have read the same."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+
+
+def hash_files(config: RuntimeConfig) -> dict[str, str]:
+    """Tells front and engine, or an engine and the one before it, whether they have read the same files: on this host,
+    where front and rank 0 are, by what they are."""
+    sections = {"target": config.target, "draft": config.draft}
+    hashes = {
+        f"the {name}'s model": hash_model_files(section.model, section.load_format != "dummy")
+        for name, section in sections.items()
+        if section is not None
+    }
+    if config.heads is not None:
+        hashes["the heads"] = hash_model_files(config.heads.model, single_files=HEADS_FILES)
+    hashes |= {f"the adapter {name}": hash_adapter_files(path) for name, path in config.adapters.items()}
+    hashes |= {f"the draft's adapter {name}": hash_adapter_files(path) for name, path in config.draft_adapters.items()}
+    return hashes | {"the tokenizer": hash_tokenizer_files(config.tokenizer or config.target.model)}
+
 
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other side."""

@@ -1,7 +1,7 @@
-"""Rules of parameters that are written one by one as text, in the order of a tool's schema.
+"""Parts of grammars in llguidance's Lark: rules, JSON schemas, and parameters that are written one by one as text.
 
-A value is text, within its lengths and pattern, one of some, or JSON of its schema. It knows Lark and JSON schemas, and
-no tokenizer.
+Marks that are special tokens stand in a grammar as their ids. A parameter's value is text within its lengths and
+pattern, one of several constants, or JSON of its schema; parameters stand in the order of the tool's schema.
 """
 
 from __future__ import annotations
@@ -12,15 +12,137 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from launch.serve.api.openai.output.lark import Lark
-from launch.serve.api.openai.output.parameters import resolved, types_of
-from launch.serve.api.openai.output.qwen3_coder import END_PARAMETER, PARAMETER
-from launch.serve.api.openai.output.schemas import arguments_schema, as_part
+from launch.serve.api.openai.output.qwen3_coder import END_PARAMETER, PARAMETER, resolved, types_of
 from trtrun.chats.tools import Tool
-from trtrun.core.guide import OPTIONS_KEY
+from trtrun.core.guide import MOST_GUIDE_CHARACTERS, OPTIONS_KEY
 from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding.schema_rewrites import alternatives_of, patterns_of
+from trtrun.guiding.json_schemas import alternatives_of, close, patterns_of
+
+
+class Lark:
+    """Rules of a grammar, as they are put down."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._rules: dict[str, str] = {"TEXT": r"/(.|\n)*/", "BLANKS": r"/\s*/"}
+        self._characters = 0
+
+    @property
+    def size(self) -> int:
+        """How many rules there are."""
+        return len(self._rules)
+
+    def has(self, name: str) -> bool:
+        """Whether a rule of that name was put down."""
+        return name in self._rules
+
+    def put(self, name: str, rule: str) -> str:
+        """Put down a rule; returns its name.
+
+        Raises:
+            InvalidRequestError: all are longer than a grammar may be: not written first, as each parameter of a tool
+                may have a rule that holds all that its schema defines.
+        """
+        self._characters += len(rule) - len(self._rules.get(name, ""))
+        if self._characters > MOST_GUIDE_CHARACTERS:
+            raise InvalidRequestError(
+                f"tools: what guides the answer is longer than {MOST_GUIDE_CHARACTERS} characters, which are the most"
+            )
+        self._rules[name] = rule
+        return name
+
+    def mark(self, text: str) -> str:
+        """A mark."""
+        return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
+
+    def until(self, text: str, *absent: str) -> str:
+        """Any text that does not hold some others, and a mark, which it does not hold."""
+        before = self.without(*absent) if absent else "TEXT"
+        if text in self._special:
+            return f"{before} {self.mark(text)}"
+        name = f"until_{len(self._rules)}"
+        return self.put(f"{name}[lazy]", f"{before} {self.mark(text)}").removesuffix("[lazy]")
+
+    def without(self, *texts: str) -> str:
+        """Any text that holds no mark of some."""
+        parts = ["/(.|\n)*/"]
+        for escaped in filter(None, map(self.escaped, texts)):
+            parts.append(rf"~/(.|\n)*{escaped}(.|\n)*/")
+        return self.put(f"PLAIN_{len(self._rules)}", " & ".join(parts)) if len(parts) > 1 else "TEXT"
+
+    def escaped(self, text: str) -> str:
+        """A text as a regular expression has it; nothing for a special token, which no text holds."""
+        return "" if text in self._special else re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+    def whole(self, start: str) -> str:
+        """All of it."""
+        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])
+
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
+_VALUES = ("enum", "const")
+ANY: Mapping[str, Any] = {"type": "object"}
+
+
+def arguments_schema(tool: Tool) -> Any:
+    """The schema of a tool's arguments. Of a tool that is not strict, keywords that cannot be followed are left out: it
+    was not promised that its arguments are valid, and whoever offers it may not have written it."""
+    schema = without_notes(tool.parameters, has_look_around=tool.is_strict)
+    options = schema.get(OPTIONS_KEY, {}) if isinstance(schema, dict) else None
+    if not tool.is_strict and isinstance(options, dict):
+        return {**schema, OPTIONS_KEY: {"lenient": True, **options}}
+    return schema
+
+
+def as_part(schema: Any) -> str:
+    """A schema as a part of a rule. It may be changed."""
+    if isinstance(schema, dict) and schema is not ANY:
+        close(schema)
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def without_notes(schema: Any, *, has_look_around: bool = True) -> Any:
+    """A schema without what says nothing of values: it may be long, and hold names of special tokens.
+
+    Args:
+        schema: JSON values.
+        has_look_around: patterns with look-around that no grammar follows stay in it.
+    """
+    if isinstance(schema, list):
+        return [without_notes(item, has_look_around=has_look_around) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    told: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            told[key] = {name: without_notes(inner, has_look_around=has_look_around) for name, inner in value.items()}
+        elif key == "pattern" and not has_look_around and isinstance(value, str) and patterns_of(value) is None:
+            continue
+        elif key not in _NOTES:
+            told[key] = value if key in _VALUES else without_notes(value, has_look_around=has_look_around)
+    return told
+
+
+def moved(schema: Any, root: str) -> Any:
+    """A copy of a schema that stands at `root` of another one: its references are of its own parts still."""
+    if isinstance(schema, list):
+        return [moved(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    told: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            told[key] = {name: moved(inner, root) for name, inner in value.items()}
+        elif key != "$id":  # against which references would be read
+            told[key] = value if key in _VALUES else moved(value, root)
+    for key in ("$ref", "$dynamicRef"):
+        if isinstance(told.get(key), str) and told[key].startswith("#"):
+            told[key] = root + told[key].removeprefix("#")
+    return told
+
 
 _KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
 _OF_TEXT = ("type", "enum", "const", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "$ref")

@@ -1,10 +1,12 @@
-"""What vLLM has for adapters: /v1/load_lora_adapter and /v1/unload_lora_adapter, with a key.
+"""vLLM's endpoints beside OpenAI's: /tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter (with a
+key); and those that are refused by name.
 
-It knows HTTP through Starlette, and no engine.
+Bodies of /tokenize and /detokenize are read and answered by the parser workers, whatever their length.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -14,11 +16,58 @@ from starlette.routing import Route
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.http.bodies import Bodies
-from launch.serve.http.json_bodies import parse_json
+from launch.serve.frontend.front import Front
+from launch.serve.http.answers import answer_in_parts
+from launch.serve.http.bodies import Bodies, parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
+from launch.serve.parsing.readers import ReadAnswer
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
+
+
+class TokenApi:
+    """The endpoints."""
+
+    def __init__(self, front: Front, keys: Keys, bodies: Bodies) -> None:
+        self._front = front
+        self._keys = keys
+        self._bodies = bodies
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [
+            Route("/tokenize", Endpoint(self.tokenize), methods=["POST"]),
+            Route("/detokenize", Endpoint(self.detokenize), methods=["POST"]),
+            Route("/v1/embeddings", Endpoint(self.embeddings), methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or a chat, and how many there may be."""
+        content = await self._read("tokenize", request)
+        length = self._front.most_prompt_tokens() + 1
+        return answer_in_parts([b'{"max_model_len":%d,' % length, content[1:]])
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        return answer_in_parts([await self._read("detokenize", request)])
+
+    async def embeddings(self, request: Request) -> Response:
+        """None are made here."""
+        self._keys.check(request)
+        raise Refusal(
+            Kind.UNKNOWN_MODEL,
+            "embeddings are not made here: this server completes texts with a language model; ask a server of an "
+            "embedding model",
+            code="unsupported_endpoint",
+        )
+
+    async def _read(self, kind: str, request: Request) -> bytes:
+        self._keys.check(request)
+        with await self._bodies.read(request) as body:
+            found = await unless_gone(request, self._front.read(kind, body.content, time.perf_counter()))
+        assert isinstance(found, ReadAnswer)
+        return found.content
+
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"load_inplace": (False,)}
 """Of vLLM, at values that ask for nothing."""

@@ -1,12 +1,70 @@
-"""Calls as Llama 3.1 and 3.2 write them: the answer is an object with `name` and `parameters`, or several with
-semicolons between them, perhaps behind `<|python_tag|>`."""
+"""Parsers of calls that are objects with a name and arguments: Hermes' and Llama 3's.
+
+Hermes, Qwen2.5 and Qwen3 write an object between `<tool_call>` and `</tool_call>`, beside text. The answer of
+Llama 3.1 and 3.2 is an object with `name` and `parameters`, or several with semicolons between them, perhaps behind
+`<|python_tag|>`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
 from launch.serve.api.openai.output.json_values import CallObject
-from launch.serve.api.openai.output.machine import CallMachine, may_become
+from launch.serve.api.openai.output.machine import Arguments, CallMachine, may_become
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(CallMachine):
+    """Finds them. What stands behind a mark and is no call is text, with its marks. A mark that is left out at the end
+    of a call is not missed."""
+
+    def _begin(self) -> bool:
+        if not self._say_until(OPEN):
+            return False
+        self._opening = self._take(len(OPEN))
+        return self._go(self._read_brace)
+
+    def _read_brace(self) -> bool:
+        self._opening += self._skip_blanks()
+        if not self._text and not self._is_over:
+            return False
+        if not self._text.startswith("{"):
+            self._say(self._opening)
+            return self._go(self._begin)
+        self._call = CallObject(mark=CLOSE)
+        return self._go(self._read_call)
+
+    def _read_call(self) -> bool:
+        self._tell(self._call.feed(self._take(len(self._text))))
+        if self._call.is_over:
+            self._text = self._call.rest
+            return self._go(self._read_close)
+        if self._is_over and self._call.is_begun:
+            self._tell([Arguments(self._call.rest)])  # what might have become the mark
+        if self._call.is_failed or (self._is_over and not self._call.is_begun):
+            self._say(self._opening)
+            self._text = self._call.text  # where another one may begin
+            return self._go_behind_failure(self._call.num_read, self._begin)
+        return False
+
+    def _read_close(self) -> bool:
+        """Behind a call: its mark, or another call."""
+        self._skip_blanks()
+        if may_become(self._text, CLOSE):
+            if self._is_over:
+                self._take(len(self._text))  # a mark that was cut
+            return False
+        if self._text.startswith("{"):
+            self._opening = ""
+            return self._go(self._read_brace)
+        if self._text.startswith("}"):  # one too many
+            self._take(1)
+            return True
+        if self._text.startswith(CLOSE):
+            self._take(len(CLOSE))
+        return self._go(self._begin)
+
 
 TAG = "<|python_tag|>"
 
