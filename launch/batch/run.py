@@ -36,7 +36,7 @@ from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.loading.model_settings import describe_generation_defaults
-from trtrun.rounds.draft_loss import losable_ranks
+from trtrun.rounds.failures import losable_ranks
 
 
 def load_llm(config: RuntimeConfig) -> LLM:

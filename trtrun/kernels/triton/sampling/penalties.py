@@ -3,7 +3,7 @@
 How often a row's tokens occurred is counted once for all of its positions. A row's counts are one int32 for each token:
 how often the output has it, and a bit that says whether the prompt does. Draft tokens before a position are added in
 registers. Sums of integers: the order does not matter. The arithmetic is sampling/penalties.py's, with the columns of
-kernels/triton/sampling/columns.py. A mask copies logits, and what a bit forbids becomes -inf (sampling/token_masks.py).
+kernels/triton/sampling/columns.py. A mask copies logits, and what a bit forbids becomes -inf (sampling/row_steps.py).
 """
 
 from __future__ import annotations

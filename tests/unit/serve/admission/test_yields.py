@@ -9,10 +9,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from launch.serve.admission.stretches import MOST_SECONDS, Rests
+from launch.serve.admission.event_loop_stalls import MOST_SECONDS, YieldTimer
 from launch.serve.api.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import JOINED_BYTES, answer_in_parts, make_parts
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs
@@ -29,14 +29,14 @@ def test_others_have_a_turn_once_the_work_has_gone_on_for_long() -> None:
 
     async def work() -> None:
         nonlocal now
-        rests = Rests(lambda: now)
+        yield_timer = YieldTimer(lambda: now)
         for place in range(8):
             now += 0.4 * MOST_SECONDS
             asyncio.get_running_loop().call_soon(turns.append, place)
-            await rests.rest()
+            await yield_timer.yield_if_due()
         assert turns == [0, 1, 2, 3, 4, 5]  # behind the third part and behind the sixth
-        rests.begin()
-        await rests.rest()
+        yield_timer.restart()
+        await yield_timer.yield_if_due()
         assert len(turns) == 6
 
     asyncio.run(work())

@@ -1,5 +1,5 @@
-"""Processes that read, as the front has them: started, given a request, ended; and who waits for one. A request has a
-process to itself, and one that is lost is replaced.
+"""Processes that read, as the frontend has them: started, given a request, ended; and who waits for one. A request has
+a process to itself, and one that is lost is replaced.
 
 What they run is `launch.serve.application.parser_worker`. It knows no requests.
 """
@@ -35,7 +35,7 @@ from launch.serve.parsing.messages import (
 )
 
 GRACE_SECONDS = 0.5
-"""How long a reader may go on with a request that nobody waits for, before it is ended: starting another one takes as
+"""How long a worker may go on with a request that nobody waits for, before it is ended: starting another one takes as
 long. So long its end may take, too."""
 
 _MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_")
@@ -48,7 +48,7 @@ class Lost(Refusal):
     """The process has ended with a request, which need not have been the cause: it did not use up what it may."""
 
 
-class Child:
+class ParserWorker:
     """One process, which reads one request at a time.
 
     Attributes:
@@ -76,8 +76,8 @@ class Child:
                 num_sent = self._ours.send(greeting)
             command = [sys.executable, "-m", "launch.serve.application.parser_worker", str(os.getpid())]
             try:
-                # In a session of its own: what a terminal or a batch system sends to all of the front's is not for it,
-                # not even while it starts. It ends with the front all the same, by the kernel's word.
+                # In a session of its own: what a terminal or a batch system sends to all of the frontend's is not for
+                # it, not even while it starts. It ends with the frontend all the same, by the kernel's word.
                 self._process = subprocess.Popen(
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=_environment(),
                     start_new_session=True,
@@ -166,7 +166,7 @@ RETRY_SECONDS = 5.0
 """After which another try to start a process makes sense, where the system had no room for one."""
 
 
-class Lane:
+class WorkerPool:
     """Processes for requests of one kind. It belongs to one event loop."""
 
     def __init__(self, greeting: bytes, most: int) -> None:
@@ -178,10 +178,10 @@ class Lane:
         """
         self._greeting = greeting
         self._most = most
-        self._all: set[Child] = set()
-        self._idle: deque[Child] = deque()
+        self._all: set[ParserWorker] = set()
+        self._idle: deque[ParserWorker] = deque()
         # In turns between owners: the next one first, those of each in their order.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[Child]]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[ParserWorker]]] = OrderedDict()
         self._recovering: set[asyncio.Task[None]] = set()
         self._trying: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -199,21 +199,21 @@ class Lane:
             return await self._read(task, body)
 
     async def _read(self, task: Task, body: bytes) -> tuple[Reply, list[bytes]]:
-        child = await self._take()
-        working = asyncio.create_task(child.read(task, body))
+        worker = await self._take()
+        working = asyncio.create_task(worker.read(task, body))
         try:
             return await asyncio.shield(working)
         finally:
             if working.done():
-                self._give_back(child)
+                self._give_back(worker)
             else:
-                self._recover(child, working)
+                self._recover(worker, working)
 
     def start_one(self) -> bool:
         """Start another process; whether there is one. If not, that is tried again later, and where no process is left
         nobody waits for one any longer."""
         try:
-            child = Child(self._greeting)
+            worker = ParserWorker(self._greeting)
         except OSError as error:
             logger.error("a process that reads requests cannot be started: %s", error)
             if not self._all:
@@ -221,8 +221,8 @@ class Lane:
             if self._trying is None:
                 self._trying = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._try_again)
             return False
-        self._all.add(child)
-        self._hand_on(child)
+        self._all.add(worker)
+        self._hand_on(worker)
         return True
 
     def close(self) -> None:
@@ -230,13 +230,13 @@ class Lane:
         self._is_closed = True
         if self._trying is not None:
             self._trying.cancel()
-        for child in self._all:
-            child.kill()
-        for child in self._all:
-            child.reap()
+        for worker in self._all:
+            worker.kill()
+        for worker in self._all:
+            worker.reap()
         self._refuse_waiting(server_ending)
 
-    async def _take(self) -> Child:
+    async def _take(self) -> ParserWorker:
         """A process that does nothing else.
 
         Raises:
@@ -250,7 +250,7 @@ class Lane:
             raise _no_process()
         if self._idle:
             return self._idle.popleft()
-        waiting: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[ParserWorker] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(OWNER.get(), deque()).append(waiting)
         try:
             return await waiting
@@ -259,34 +259,34 @@ class Lane:
                 self._give_back(waiting.result())
             raise
 
-    def _give_back(self, child: Child) -> None:
-        if child.is_fit:
-            self._hand_on(child)
+    def _give_back(self, worker: ParserWorker) -> None:
+        if worker.is_fit:
+            self._hand_on(worker)
             return
-        self._leave(child)
+        self._leave(worker)
         if not self._is_closed:
             self.start_one()
 
-    def _leave(self, child: Child) -> None:
+    def _leave(self, worker: ParserWorker) -> None:
         """End a process, if it has not ended yet, and count it no more."""
-        child.kill()
-        self._all.discard(child)
+        worker.kill()
+        self._all.discard(worker)
         with suppress(RuntimeError):  # no thread can be started; the next process that is started sees to it then
-            asyncio.get_running_loop().run_in_executor(None, child.reap)
+            asyncio.get_running_loop().run_in_executor(None, worker.reap)
 
-    def _hand_on(self, child: Child) -> None:
+    def _hand_on(self, worker: ParserWorker) -> None:
         for waiting in self._in_turn():
             if not waiting.done():
-                waiting.set_result(child)
+                waiting.set_result(worker)
                 return
-        self._idle.append(child)
+        self._idle.append(worker)
 
     def _refuse_waiting(self, refusal: Callable[[], Refusal]) -> None:
         for waiting in self._in_turn():
             if not waiting.done():
                 waiting.set_exception(refusal())
 
-    def _in_turn(self) -> Iterator[asyncio.Future[Child]]:
+    def _in_turn(self) -> Iterator[asyncio.Future[ParserWorker]]:
         """Those who wait, the next one first, who waits no more then: one of each owner, and again."""
         while self._waiting:
             owner, waiting = self._waiting.popitem(last=False)
@@ -300,15 +300,15 @@ class Lane:
         if not self._is_closed and len(self._all) < self._most:
             self.start_one()
 
-    def _recover(self, child: Child, working: asyncio.Task[tuple[Reply, list[bytes]]]) -> None:
+    def _recover(self, worker: ParserWorker, working: asyncio.Task[tuple[Reply, list[bytes]]]) -> None:
         """Let a process end what nobody waits for, or end it."""
 
         async def wait() -> None:
             await asyncio.wait((working,), timeout=GRACE_SECONDS)
             if not working.done():
-                child.kill()
+                worker.kill()
             await asyncio.gather(working, return_exceptions=True)
-            self._give_back(child)
+            self._give_back(worker)
 
         recovering = asyncio.create_task(wait())
         self._recovering.add(recovering)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.serve.admission.stretches import RESOLUTION, MeasuredLoop, Stretches
+from launch.serve.admission.event_loop_stalls import RESOLUTION, LoopStalls, MeasuredLoop
 
 
 class Clocks:
@@ -18,7 +18,7 @@ class Clocks:
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
         self.num_readings = 0
-        self.stretches = Stretches(lambda: self.wall, self.read_cpu)
+        self.stalls = LoopStalls(lambda: self.wall, self.read_cpu)
         self.num_readings = 0
 
     def read_cpu(self) -> float:
@@ -29,7 +29,7 @@ class Clocks:
         """A callback that took so long; the next one begins."""
         self.wall += wall
         self.cpu += cpu
-        self.stretches.mark()
+        self.stalls.mark()
 
 
 def test_the_longest_callback_counts_by_processor_time_and_waiting_does_not() -> None:
@@ -37,9 +37,9 @@ def test_the_longest_callback_counts_by_processor_time_and_waiting_does_not() ->
     clocks.pass_by(wall=0.030, cpu=0.020)
     clocks.pass_by(wall=60.0, cpu=0.0001)  # the loop had nothing to do
     clocks.pass_by(wall=0.500, cpu=0.010)  # another program had the core
-    assert clocks.stretches.longest == pytest.approx(0.020)
-    clocks.stretches.begin()
-    assert clocks.stretches.longest == 0
+    assert clocks.stalls.longest == pytest.approx(0.020)
+    clocks.stalls.begin()
+    assert clocks.stalls.longest == 0
 
 
 def test_short_callbacks_cost_no_reading_of_the_processors_clock_and_do_not_add_up() -> None:
@@ -47,7 +47,7 @@ def test_short_callbacks_cost_no_reading_of_the_processors_clock_and_do_not_add_
     for _ in range(10_000):
         clocks.pass_by(wall=RESOLUTION / 10, cpu=RESOLUTION / 10)
     assert clocks.num_readings <= 1001
-    assert clocks.stretches.longest < 2 * RESOLUTION
+    assert clocks.stalls.longest < 2 * RESOLUTION
 
 
 @pytest.fixture
@@ -65,14 +65,14 @@ def test_a_step_of_a_task_that_works_long_is_a_stretch_and_one_that_rests_is_not
     async def work_in_parts() -> float:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, MeasuredLoop)
-        loop.stretches.begin()
+        loop.stalls.begin()
         for _ in range(40):
             await work(0.005)
             await asyncio.sleep(0)
-        in_parts = loop.stretches.longest
+        in_parts = loop.stalls.longest
         await work(0.2)
         await asyncio.sleep(0)
-        assert loop.stretches.longest >= 0.2
+        assert loop.stalls.longest >= 0.2
         return in_parts
 
     assert runner.run(work_in_parts()) < 0.2
@@ -100,10 +100,10 @@ def test_what_files_and_timers_call_are_stretches_of_their_own(runner: asyncio.R
                 loop.add_reader(here, work, place)
             else:
                 loop.call_later(0.001, work, place)
-        loop.stretches.begin()
+        loop.stalls.begin()
         while len(called) < len(pairs):
             await asyncio.sleep(0)
-        return loop.stretches.longest
+        return loop.stalls.longest
 
     assert 0.02 <= runner.run(work_together()) < 0.15
     for pair in pairs:

@@ -1,7 +1,7 @@
-"""The front without a protocol: prompts with sampling parameters in, numbered pieces of completions out.
+"""The frontend without a protocol: prompts with sampling parameters in, numbered pieces of completions out.
 
 The way of a request: its prompts become tokens here, beside the rounds, or are tokens already where it was long; what
-the model cannot follow is refused; the door lets it in; the engine's client has it completed, over as many engines as
+the model cannot follow is refused; admission lets it in; the engine's client has it completed, over as many engines as
 it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`. It
 knows no HTTP and no process.
 """
@@ -18,7 +18,7 @@ import msgspec
 
 from launch.serve.admission.limits import (
     SHORT_BODY,
-    Door,
+    AdmissionControl,
     Ticket,
     check_counts,
     distinct,
@@ -31,8 +31,8 @@ from launch.serve.admission.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.arrivals import ArrivalBatches, PromptTokens
-from launch.serve.metrics import FrontMetrics
-from launch.serve.parsing.readers import Found, Readers, ReadRequest
+from launch.serve.metrics import FrontendMetrics
+from launch.serve.parsing.parsers import Parsed, ParsedRequest, Parsers
 from trtrun.api.adapters import check_adapter
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.core.outputs import OWN_FAULTS, CompletionDelta
@@ -84,7 +84,7 @@ class Generation:
         requests: Sequence[EngineRequest],
         ticket: Ticket,
         logits: LogitsPlace,
-        metrics: FrontMetrics,
+        metrics: FrontendMetrics,
         arrived: float,
         timeout: float,
     ) -> None:
@@ -173,14 +173,14 @@ class Generation:
         self._observed.end(is_whole=not self._going_on, now=time.perf_counter())
 
 
-class Front:
+class Frontend:
     """What all protocols share.
 
     Attributes:
         model_name: what clients call the model.
         tokenizer: None where prompts are token ids alone.
         draft_len: tokens drafted in a round, at most; 0 where none are.
-        door: who is let in.
+        admission: who is let in.
         client: the engine.
         metrics: what is counted.
         ping_seconds: after so long without news a stream says that it is there; None for never.
@@ -192,11 +192,11 @@ class Front:
         prompts: PromptReader,
         tokenizer: Tokenizer | None,
         draft_len: int,
-        door: Door,
+        admission: AdmissionControl,
         client: EngineClient,
-        metrics: FrontMetrics,
+        metrics: FrontendMetrics,
         timeout: float,
-        readers: Readers,
+        parsers: Parsers,
         ping_seconds: float | None = None,
         logits_limit: LogitsLimit | None = None,
         *,
@@ -208,14 +208,14 @@ class Front:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.draft_len = draft_len
-        self.door = door
+        self.admission = admission
         self.client = client
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
-        self._readers = readers
+        self._parsers = parsers
         self._tokens = PromptTokens(prompts)
-        self._arrivals = ArrivalBatches(door)
+        self._arrivals = ArrivalBatches(admission)
 
     @property
     def adapters(self) -> list[str]:
@@ -227,7 +227,7 @@ class Front:
         """Tokens that end a text."""
         return self._prompts.end_token_ids
 
-    async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Found:
+    async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Parsed:
         """Have a request read beside the event loop.
 
         Args:
@@ -244,10 +244,10 @@ class Front:
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
                 with self._arrivals.announced() if is_short else nullcontext():
-                    found = await self._readers.read(kind, body, most_tokens, model, json_length, self.adapters)
+                    found = await self._parsers.read(kind, body, most_tokens, model, json_length, self.adapters)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
-        if isinstance(found, ReadRequest) and not found.prompts:
+        if isinstance(found, ParsedRequest) and not found.prompts:
             with refusing():
                 self._limits().check_prompt(max(found.lengths))
             raise engine_starting()  # another one, with more room
@@ -275,7 +275,7 @@ class Front:
         of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         if not are_read:
             check_counts(prompts, of_each)
-        ticket = self.door.enter(sum(parameters.n for parameters in of_each), OWNER.get())
+        ticket = self.admission.enter(sum(parameters.n for parameters in of_each), OWNER.get())
         try:
             tokens: Sequence[Sequence[int]]
             if are_read:
@@ -334,6 +334,6 @@ class Front:
 
     def _limits(self) -> SchedulerLimits:
         """Of the engine; raises a Refusal where it is gone, and its limits with it."""
-        self.door.check_open()
+        self.admission.check_open()
         assert self.client.limits is not None
         return self.client.limits

@@ -10,24 +10,24 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_readers import CHAT, FACTS, PATIENCE, SLOW
+from test_parsers import CHAT, FACTS, PATIENCE, SLOW
 
 from launch.serve.admission.owners import OWNER
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.parsing import lane, readers
-from launch.serve.parsing.lane import Child, Lane
+from launch.serve.parsing import parsers, worker_pool
 from launch.serve.parsing.messages import Reply, Stops, Task, pack
+from launch.serve.parsing.worker_pool import ParserWorker, WorkerPool
 
 TASK = Task(kind="completion", seconds=100.0, most_tokens=100)
 BODY = b'{"prompt": [1, 2]}'
 
 
-def with_lane(check: Callable[[Lane], Awaitable[None]], template: str | None = None) -> None:
+def with_pool(check: Callable[[WorkerPool], Awaitable[None]], template: str | None = None) -> None:
     """Check one process, and those that take its place."""
 
     async def work() -> None:
         facts = msgspec.structs.replace(FACTS, template=template, most_bytes=1 << 32)
-        found = Lane(pack(facts), 1)
+        found = WorkerPool(pack(facts), 1)
         found.start_one()
         try:
             await asyncio.wait_for(check(found), PATIENCE)
@@ -37,54 +37,54 @@ def with_lane(check: Callable[[Lane], Awaitable[None]], template: str | None = N
     asyncio.run(work())
 
 
-def kill(found: Lane) -> Child:
-    """Have the process of a lane killed by somebody else; the lane has not looked yet."""
-    (child,) = found._all
-    os.kill(child.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    return child
+def kill(found: WorkerPool) -> ParserWorker:
+    """Have the process of a pool killed by somebody else; the pool has not looked yet."""
+    (worker,) = found._all
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    return worker
 
 
-async def read(found: Lane) -> bool:
+async def read(found: WorkerPool) -> bool:
     reply, _ = await found.read(TASK, BODY)
-    return isinstance(reply.result, readers.Read)
+    return isinstance(reply.result, parsers.Read)
 
 
 def test_one_that_was_killed_while_idle_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    async def check(found: Lane) -> None:
+    async def check(found: WorkerPool) -> None:
         killed = kill(found)
         assert await read(found) and killed not in found._all
         assert not caplog.records  # no request was given to it
 
-    with_lane(check)
+    with_pool(check)
 
 
 def test_a_request_whose_reader_is_killed_is_read_by_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Child, "has_ended", lambda child: False)  # the kernel kills it just behind this look
+    monkeypatch.setattr(ParserWorker, "has_ended", lambda worker: False)  # the kernel kills it just behind this look
 
-    async def check(found: Lane) -> None:
+    async def check(found: WorkerPool) -> None:
         kill(found)
         assert await read(found) and len(found._all) == 1
 
-    with_lane(check)
+    with_pool(check)
 
 
 def test_a_request_that_takes_too_much_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Task] = []
-    own_read = Child.read
+    own_read = ParserWorker.read
 
-    async def count(child: Child, task: Task, body: bytes) -> Any:
+    async def count(worker: ParserWorker, task: Task, body: bytes) -> Any:
         begun.append(task)
-        return await own_read(child, task, body)
+        return await own_read(worker, task, body)
 
-    monkeypatch.setattr(Child, "read", count)
+    monkeypatch.setattr(ParserWorker, "read", count)
 
-    async def check(found: Lane) -> None:
+    async def check(found: WorkerPool) -> None:
         with pytest.raises(Refusal, match="takes more than 0 s"):
             await found.read(Task(kind="chat", seconds=0.2, most_tokens=100), CHAT)
         assert len(begun) == 1
 
-    with_lane(check, SLOW)
+    with_pool(check, SLOW)
 
 
 def test_one_that_was_killed_when_its_reply_was_there_reads_nothing_more() -> None:
@@ -92,28 +92,28 @@ def test_one_that_was_killed_when_its_reply_was_there_reads_nothing_more() -> No
         def write(self, data: bytes) -> None: ...
         def close(self) -> None: ...
 
-    async def check(found: Lane) -> None:
-        (child,) = found._all
+    async def check(found: WorkerPool) -> None:
+        (worker,) = found._all
         stream = asyncio.StreamReader()
-        child._streams = (stream, Writer())  # type: ignore[assignment]
-        working = asyncio.create_task(child.read(TASK, BODY))
+        worker._streams = (stream, Writer())  # type: ignore[assignment]
+        working = asyncio.create_task(worker.read(TASK, BODY))
         await asyncio.sleep(0)  # it waits for the reply
         stream.feed_data(pack(Reply(result=Stops(request_id="x"))))
-        child.kill()
+        worker.kill()
         reply, _ = await working
-        assert reply.result == Stops(request_id="x") and not child.is_fit
+        assert reply.result == Stops(request_id="x") and not worker.is_fit
 
-    with_lane(check)
+    with_pool(check)
 
 
 def test_where_none_can_be_started_results_stay_waiters_are_told_and_it_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(greeting: bytes) -> Child:
+    def fail(greeting: bytes) -> ParserWorker:
         raise OSError(24, "Too many open files")
 
-    async def check(found: Lane) -> None:
-        monkeypatch.setattr(lane, "Child", fail)
+    async def check(found: WorkerPool) -> None:
+        monkeypatch.setattr(worker_pool, "ParserWorker", fail)
         first = asyncio.create_task(found.read(Task(kind="chat", seconds=0.2, most_tokens=100), CHAT))
         await asyncio.sleep(0)
         waiting = asyncio.create_task(read(found))
@@ -132,12 +132,12 @@ def test_where_none_can_be_started_results_stay_waiters_are_told_and_it_is_tried
             await asyncio.sleep(0.01)
         assert await read(found)
 
-    monkeypatch.setattr(lane, "RETRY_SECONDS", 0.3)
-    with_lane(check, SLOW)
+    monkeypatch.setattr(worker_pool, "RETRY_SECONDS", 0.3)
+    with_pool(check, SLOW)
 
 
 def test_those_who_wait_for_a_process_are_served_in_turns_between_owners() -> None:
-    async def check(found: Lane) -> None:
+    async def check(found: WorkerPool) -> None:
         order: list[str] = []
 
         async def ask(owner: str) -> None:
@@ -149,4 +149,4 @@ def test_those_who_wait_for_a_process_are_served_in_turns_between_owners() -> No
         await asyncio.gather(*asking)
         assert order == ["hog", "hog", "small", "other", "hog", "small", "hog"]
 
-    with_lane(check)
+    with_pool(check)

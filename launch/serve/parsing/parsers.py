@@ -1,8 +1,8 @@
-"""The processes that read for a front: which of them reads what, and what it may take.
+"""The processes that read for a frontend: which of them reads what, and what it may take.
 
 Short requests and long ones have processes of their own, so that a chat does not wait behind megabytes. One is there
-from the start; another one is started when all are busy, up to the most (`lane`). A request that its client has given
-up has its reader ended, where that is not done with it soon. It does not know what is in requests.
+from the start; another one is started when all are busy, up to the most (`pool`). A request that its client has given
+up has its process ended, where that is not done with it soon. It does not know what is in requests.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from launch.serve.admission.limits import SHORT_BODY
-from launch.serve.parsing.lane import Lane
 from launch.serve.parsing.messages import Answered, Facts, Read, Refused, Stops, Task, pack
+from launch.serve.parsing.worker_pool import WorkerPool
 from trtrun.core.sampling_params import SamplingParams
 
 LONG_NICENESS = 10
@@ -28,7 +28,7 @@ _BASE_BYTES, _BYTES_A_BYTE = 1 << 30, 64
 
 
 @dataclass(frozen=True)
-class ReadRequest:
+class ParsedRequest:
     """A request to complete, checked but for what the engine would have to say.
 
     Attributes:
@@ -45,7 +45,7 @@ class ReadRequest:
 
 
 @dataclass(frozen=True)
-class ReadAnswer:
+class ParsedAnswer:
     """A request that is answered already; see `Answered`."""
 
     num_inferences: int
@@ -53,10 +53,10 @@ class ReadAnswer:
     json_length: int | None
 
 
-Found = ReadRequest | ReadAnswer | Stops
+Parsed = ParsedRequest | ParsedAnswer | Stops
 
 
-class Readers:
+class Parsers:
     """All processes of a server. It belongs to one event loop."""
 
     def __init__(self, facts: Facts, most_body_bytes: int) -> None:
@@ -69,13 +69,13 @@ class Readers:
         most = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
         facts = msgspec.structs.replace(facts, most_bytes=_BASE_BYTES + _BYTES_A_BYTE * most_body_bytes)
         # One guide may take all the time that a request has: other chats do not wait for it.
-        self._short = Lane(pack(facts), max(2, most))
-        self._long = Lane(pack(msgspec.structs.replace(facts, niceness=LONG_NICENESS)), most)
+        self._short = WorkerPool(pack(facts), max(2, most))
+        self._long = WorkerPool(pack(msgspec.structs.replace(facts, niceness=LONG_NICENESS)), most)
 
     def start(self) -> None:
         """Start the first ones, which make themselves ready at once."""
-        for lane in (self._short, self._long):
-            lane.start_one()
+        for pool in (self._short, self._long):
+            pool.start_one()
 
     async def read(
         self,
@@ -85,7 +85,7 @@ class Readers:
         model: str = "",
         json_length: int = 0,
         adapters: Sequence[str] = (),
-    ) -> Found:
+    ) -> Parsed:
         """What a request asks for; see Task.
 
         Raises:
@@ -102,18 +102,18 @@ class Readers:
         )
         return await self._read(task, body)
 
-    async def _read(self, task: Task, body: bytes) -> Found:
-        lane = self._long if len(body) > SHORT_BODY else self._short
-        reply, blocks = await lane.read(task, body)
-        return found_of(reply.result, blocks)
+    async def _read(self, task: Task, body: bytes) -> Parsed:
+        pool = self._long if len(body) > SHORT_BODY else self._short
+        reply, blocks = await pool.read(task, body)
+        return parsed_of(reply.result, blocks)
 
     def close(self) -> None:
         """End all processes, whatever they do."""
-        for lane in (self._short, self._long):
-            lane.close()
+        for pool in (self._short, self._long):
+            pool.close()
 
 
-def found_of(result: Read | Answered | Stops | Refused, blocks: Sequence[bytes]) -> Found:
+def parsed_of(result: Read | Answered | Stops | Refused, blocks: Sequence[bytes]) -> Parsed:
     """What a reply tells.
 
     Raises:
@@ -124,7 +124,7 @@ def found_of(result: Read | Answered | Stops | Refused, blocks: Sequence[bytes])
     if isinstance(result, Stops):
         return result
     if isinstance(result, Answered):
-        return ReadAnswer(result.num_inferences, blocks[0], result.json_length)
+        return ParsedAnswer(result.num_inferences, blocks[0], result.json_length)
     sampling = [SamplingParams.from_checked(values) for values in result.samplings]
     prompts = [array("i", block) for block in blocks]
-    return ReadRequest(result.lengths, prompts, [sampling[place] for place in result.places], result.others)
+    return ParsedRequest(result.lengths, prompts, [sampling[place] for place in result.places], result.others)

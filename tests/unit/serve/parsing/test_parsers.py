@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.parsing import lane, readers
+from launch.serve.parsing import parsers, worker_pool
 from launch.serve.parsing.messages import Facts
-from launch.serve.parsing.readers import Found, Readers, ReadRequest
+from launch.serve.parsing.parsers import Parsed, ParsedRequest, Parsers
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.tokens.text import hash_tokenizer_files
 
@@ -34,15 +34,15 @@ SLOW = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% e
 CHAT = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 
 
-def with_readers(
-    check: Callable[[Readers], Awaitable[None]], template: str | None = None, facts: Facts = FACTS
+def with_parsers(
+    check: Callable[[Parsers], Awaitable[None]], template: str | None = None, facts: Facts = FACTS
 ) -> None:
     """Check processes, all of which end."""
 
     pids: list[int] = []
 
     async def work() -> None:
-        found = Readers(msgspec.structs.replace(facts, template=template), 1 << 20)
+        found = Parsers(msgspec.structs.replace(facts, template=template), 1 << 20)
         found.start()
         pids.extend(process_ids(found))
         try:
@@ -57,7 +57,7 @@ def with_readers(
             os.kill(pid, 0)
 
 
-def process_ids(found: Readers) -> list[int]:
+def process_ids(found: Parsers) -> list[int]:
     return [process.pid for these in (found._short, found._long) for process in these._all]
 
 
@@ -67,17 +67,17 @@ def output_of(program: str) -> str:
     return told.stdout.strip()
 
 
-async def ask(found: Readers, kind: str, body: bytes, most_tokens: int = 1 << 20) -> Found:
+async def ask(found: Parsers, kind: str, body: bytes, most_tokens: int = 1 << 20) -> Parsed:
     return await found.read(kind, body, most_tokens)
 
 
 def test_what_is_found_is_what_was_asked_for_and_reading_goes_on_behind_a_refusal() -> None:
-    async def check(found: Readers) -> None:
+    async def check(found: Parsers) -> None:
         body = {"prompt": [[1, 2, 3], "def"], "stop_token_ids": list(range(4000)), "logit_bias": {"5": 1.5}, "n": 2}
         pids = process_ids(found)
         for _ in range(2):
             read = await ask(found, "completion", json.dumps(body).encode())
-            assert isinstance(read, ReadRequest)
+            assert isinstance(read, ParsedRequest)
             assert list(read.prompts[0]) == [1, 2, 3] and list(read.lengths) == list(map(len, read.prompts))
             assert read.sampling[0] is read.sampling[1] and read.sampling[0].stop_token_ids == tuple(range(4000))
             assert read.sampling[0].logit_bias == {5: 1.5} and read.sampling[0].n == 2
@@ -86,30 +86,30 @@ def test_what_is_found_is_what_was_asked_for_and_reading_goes_on_behind_a_refusa
             assert (caught.value.kind, caught.value.code) == (Kind.INVALID, "invalid_json")
         assert process_ids(found) == pids
         read = await ask(found, "completion", b'{"prompt": [1, 2, 3]}', most_tokens=2)
-        assert isinstance(read, ReadRequest) and (list(read.lengths), read.prompts) == ([3], [])
+        assert isinstance(read, ParsedRequest) and (list(read.lengths), read.prompts) == ([3], [])
 
-    with_readers(check)
+    with_parsers(check)
 
 
 def test_a_template_that_does_not_end_is_ended_and_the_next_request_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_BASE_SECONDS", 0.2)
+    monkeypatch.setattr(parsers, "_BASE_SECONDS", 0.2)
 
-    async def check(found: Readers) -> None:
+    async def check(found: Parsers) -> None:
         with pytest.raises(Refusal, match="takes more than 0 s of processor time") as caught:
             await ask(found, "chat", CHAT)
         assert caught.value.kind is Kind.TOO_LARGE
         read = await ask(found, "completion", b'{"prompt": [1]}')
-        assert isinstance(read, ReadRequest)
+        assert isinstance(read, ParsedRequest)
 
-    with_readers(check, SLOW)
+    with_parsers(check, SLOW)
 
 
 def test_a_reader_whose_client_is_gone_is_ended_and_the_next_request_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lane, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(worker_pool, "GRACE_SECONDS", 0.0)
 
-    async def check(found: Readers) -> None:
+    async def check(found: Parsers) -> None:
         (first,) = found._short._all
         asking = asyncio.create_task(ask(found, "chat", CHAT))
         while first._streams is None:
@@ -117,22 +117,22 @@ def test_a_reader_whose_client_is_gone_is_ended_and_the_next_request_is_read(
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         read = await ask(found, "completion", b'{"prompt": [1]}')
-        assert isinstance(read, ReadRequest) and found._short._all != {first}
+        assert isinstance(read, ParsedRequest) and found._short._all != {first}
         assert not caplog.records  # a client that goes is no error
 
-    with_readers(check, SLOW)
+    with_parsers(check, SLOW)
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_BASE_BYTES", 1 << 27)
+    monkeypatch.setattr(parsers, "_BASE_BYTES", 1 << 27)
 
-    async def check(found: Readers) -> None:
+    async def check(found: Parsers) -> None:
         for _ in range(2):
             with pytest.raises(Refusal, match="takes more memory than it may") as caught:
                 await ask(found, "chat", CHAT)
             assert caught.value.kind is Kind.TOO_LARGE
 
-    with_readers(check, "{{ messages[0].content * 300000000 }}")  # not of constants, which Jinja reckons beforehand
+    with_parsers(check, "{{ messages[0].content * 300000000 }}")  # not of constants, which Jinja reckons beforehand
 
 
 def test_a_limit_on_memory_that_is_there_already_stays() -> None:
@@ -160,7 +160,7 @@ def test_a_tokenizer_that_is_replaced_under_the_server_makes_no_tokens(
     file.write_text(content, encoding="utf-8")
     facts = msgspec.structs.replace(FACTS, tokenizer=str(tmp_path), tokenizer_hash=hash_tokenizer_files(tmp_path))
 
-    async def check(found: Readers) -> None:
+    async def check(found: Parsers) -> None:
         for _ in range(2):  # the processes of the start, and those that take their place
             with pytest.raises(Refusal, match="files have changed since the server has read them: start") as caught:
                 await ask(found, "completion", b'{"prompt": "def"}')
@@ -169,32 +169,32 @@ def test_a_tokenizer_that_is_replaced_under_the_server_makes_no_tokens(
 
     for other in (content + " ", "{"):
         file.write_text(other, encoding="utf-8")
-        with_readers(check, facts=facts)
+        with_parsers(check, facts=facts)
     file.write_text(content, encoding="utf-8")
 
-    async def read(found: Readers) -> None:
-        assert isinstance(await ask(found, "completion", b'{"prompt": "def"}'), ReadRequest)
+    async def read(found: Parsers) -> None:
+        assert isinstance(await ask(found, "completion", b'{"prompt": "def"}'), ParsedRequest)
 
-    with_readers(read, facts=facts)
+    with_parsers(read, facts=facts)
 
 
 def test_readers_make_themselves_ready_before_the_first_request() -> None:
     """Seen by what a process does with what it is told first: it is nice from then on."""
 
-    async def check(found: Readers) -> None:
+    async def check(found: Parsers) -> None:
         (process,) = found._long._all
-        while os.getpriority(os.PRIO_PROCESS, process.pid) < readers.LONG_NICENESS:
+        while os.getpriority(os.PRIO_PROCESS, process.pid) < parsers.LONG_NICENESS:
             await asyncio.sleep(0.01)
         assert process._streams is None
 
-    with_readers(check)
+    with_parsers(check)
 
 
 def test_what_readers_are_told_first_may_be_longer_than_a_socket_holds() -> None:
-    async def check(found: Readers) -> None:
-        assert isinstance(await ask(found, "chat", CHAT), ReadRequest)
+    async def check(found: Parsers) -> None:
+        assert isinstance(await ask(found, "chat", CHAT), ParsedRequest)
 
-    with_readers(check, "{# " + "x" * (1 << 22) + " #}{{ messages[0].content }}")
+    with_parsers(check, "{# " + "x" * (1 << 22) + " #}{{ messages[0].content }}")
 
 
 def test_signals_to_all_of_the_fronts_session_do_not_reach_readers_and_they_end_with_the_front() -> None:
@@ -202,10 +202,10 @@ def test_signals_to_all_of_the_fronts_session_do_not_reach_readers_and_they_end_
     program = f"""
 import asyncio, os, signal
 from launch.serve.parsing.messages import pack
-from launch.serve.parsing.lane import Lane
+from launch.serve.parsing.worker_pool import WorkerPool
 from launch.serve.parsing.messages import Facts, Task
 async def work():
-    found = Lane(pack(Facts(**{msgspec.structs.asdict(facts)!r})), 1)
+    found = WorkerPool(pack(Facts(**{msgspec.structs.asdict(facts)!r})), 1)
     found.start_one()
     (process,) = found._all
     print(process.pid, os.getpgid(process.pid) != os.getpgid(0), os.getsid(process.pid) != os.getsid(0), flush=True)
@@ -216,12 +216,12 @@ async def work():
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(work())
 """
-    front = subprocess.Popen(
+    frontend = subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    with front:
-        assert front.stdout is not None
-        pid, *apart = front.stdout.readline().split()
+    with frontend:
+        assert frontend.stdout is not None
+        pid, *apart = frontend.stdout.readline().split()
         assert apart == ["True", "True"]
         with suppress(ProcessLookupError):
             ended = os.pidfd_open(int(pid))
@@ -230,15 +230,15 @@ asyncio.run(work())
             finally:
                 signal.pidfd_send_signal(ended, signal.SIGKILL)
                 os.close(ended)
-    assert front.returncode == -signal.SIGKILL
+    assert frontend.returncode == -signal.SIGKILL
 
 
 def test_what_a_template_writes_is_bounded() -> None:
-    async def check(found: Readers) -> None:
+    async def check(found: Parsers) -> None:
         with pytest.raises(Refusal, match="the model's chat template writes more than 16777216 characters"):
             await ask(found, "chat", CHAT)
 
-    with_readers(check, "{% for i in range(1000) %}{{ 'a' * 100000 }}{% endfor %}")
+    with_parsers(check, "{% for i in range(1000) %}{{ 'a' * 100000 }}{% endfor %}")
 
 
 def test_a_reader_needs_no_torch() -> None:
