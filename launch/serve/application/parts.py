@@ -39,8 +39,8 @@ from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
+from trtrun.loading.model_settings import sampling_defaults
 from trtrun.models.config import read_model_config
-from trtrun.models.generation_defaults import sampling_defaults
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
 logger = logging.getLogger(__name__)

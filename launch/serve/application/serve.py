@@ -43,7 +43,7 @@ from trtrun.configuration.drafting.suffix_options import SuffixOptions
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.garbage import leave_out_what_is
-from trtrun.models.generation_defaults import describe_generation_defaults
+from trtrun.loading.model_settings import describe_generation_defaults
 
 METRICS_CONNECTIONS = 64
 """That may be open on the metrics port."""

@@ -19,7 +19,7 @@ from launch.serve.http.requests import Keys
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Read, Task, pack, unpack
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.errors import CheckpointError
-from trtrun.models.generation_defaults import describe_generation_defaults, read_generation_defaults
+from trtrun.loading.model_settings import describe_generation_defaults, read_generation_defaults
 from trtrun.tokens.text import read_tokenizer
 
 CHAT = [{"role": "user", "content": "a"}]

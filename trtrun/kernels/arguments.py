@@ -1,15 +1,38 @@
-"""With which adapter each line of activations of a forward is computed, as products with adapters take it.
-
-It knows numbers of slots. It does not know adapters, rows or forwards.
-"""
+"""Arguments of operations beside plain tensors: activations that are rounded already, and the adapter of each line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+
+GROUP = 128
+"""Numbers of a row that share a scale where it is rounded in groups."""
+
+Rounding = Literal["row", "group"]
+"""By the largest number of a whole row, or by that of each `GROUP` of its numbers."""
+
+
+class RoundedRows(NamedTuple):
+    """Rows of activations: row r is codes[r] * scale[r], or in groups its number i codes[r, i] * scale[r, i // GROUP].
+
+    Attributes:
+        codes: [rows, at least as many as there are inputs] E4M3, without gaps in a row.
+        scale: float32 [rows]; in groups [rows, groups], whose rows lie beside each other in memory, with room for a
+            multiple of 16 of them.
+        dtype: of the activations before they were rounded, and of what is made of them.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+
+Activations = torch.Tensor | RoundedRows
+"""What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""
+
 
 T = TypeVar("T")
 

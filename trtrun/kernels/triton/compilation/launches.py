@@ -1,19 +1,39 @@
-"""Which kernels a piece of work launches, told without compiling or launching any.
+"""Hooks on Triton's launches: counts the kernels that it makes ready, and tells which ones a piece of work launches
+without compiling or launching any.
 
 Within `collecting` Triton's kernels are skipped and named to the caller. What they would have written is zero, so that
-whatever reads it goes on, and its results mean nothing. It knows Triton's hook and torch's functions. It does not know
-what work that is, or who compiles.
+whatever reads it goes on, and its results mean nothing.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+
+from trtrun.first_uses import count_compilation
+
+_logger = logging.getLogger(__name__)
+
+
+@cache
+def watch_compilations() -> None:
+    """Count from now on. Another's hook is still called."""
+    others = knobs.runtime.jit_post_compile_hook
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        count_compilation()
+        _logger.debug("ready: %s", named.get("repr"))
+        return others(*arguments, **named) if others is not None else None
+
+    knobs.runtime.jit_post_compile_hook = counted
+
 
 _UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 """torch's functions and methods that make memory and leave it as it is."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.kernels.triton.attention.collecting import is_collecting
+from trtrun.kernels.triton.compilation.launches import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 
 _chosen: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
@@ -51,7 +51,7 @@ def _compare(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, share: int, reference: Callable[..., None]
 ) -> bool:
     """Whether both have the same bits for the last queries of a prompt of several shares."""
-    from trtrun.kernels.triton.attention.prompts.attention import attend
+    from trtrun.kernels.triton.attention.prompt_attention import attend
 
     context, queries, heads = 3 * share - 40, 100, 2
     blocks = -(-context // block_size)

@@ -1,14 +1,17 @@
-"""Weights of 4 bits with a scale and a zero point for each group of 32, 64 or 128 inputs: how they lie in memory on
-GPUs, and the product with them by torch's operations, right on any device.
+"""Weights of 8 and of 4 bits as whole numbers, and the products with them in plain torch operations, right on any
+device.
 
-Codes lie in the order in which the threads that feed the matrix units of a GPU hold them (PTX ISA, "Register Fragments
-for wgmma.mma_async.m64nNk16"), so that kernels read words and never move codes between threads: trtrun.kernels.triton
-has them. It knows numbers. It does not know files, layers or kernels.
+Weights of 4 bits have a scale and a zero point for each group of 32, 64 or 128 inputs. Their codes lie in the order in
+which the threads that feed the matrix units of a GPU hold them (PTX ISA, "Register Fragments for
+wgmma.mma_async.m64nNk16"), so that kernels read words and never move codes between threads.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
+
+from trtrun.tensors import numbers_at_a_time
 
 TILE, GROUP, STEP = 64, 128, 512
 """Output features that lie together, and inputs: of a group of words, and of a step of groups."""
@@ -79,7 +82,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | int) -> 
     return {"words": words, "scales": scales}
 
 
-def quantize(weight: torch.Tensor, size: int = GROUP) -> dict[str, torch.Tensor]:
+def quantize_int4(weight: torch.Tensor, size: int = GROUP) -> dict[str, torch.Tensor]:
     """A dense weight [features, inputs] of half precision, each `size` of its inputs scaled so that its largest number
     becomes 7 and rounded to nearest: see `pack`."""
     grouped = weight.reshape(weight.shape[0], -1, size)
@@ -119,3 +122,50 @@ class TorchInt4Matmul:
         weight = dequantize(self._words, self._scales, x.shape[1], x.dtype)
         y = torch.nn.functional.linear(x, weight)
         return y if self._bias is None else y.add_(self._bias)
+
+
+_FEW_ROWS = 4
+"""Rows up to which torch's product of int8 is faster than a product of widened weights (measured on Zen 5)."""
+_TORCH_STEP = 32
+"""Input features that torch's product takes at a time: others it reads past the end of, without a word."""
+
+_LARGEST = 127
+
+
+def quantize_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """weight [out, in] of any float dtype → codes [out, in] int8 and scale [out] float32 on its device."""
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    rows = max(1, numbers_at_a_time(weight.device) // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        part = weight[start : start + rows].float()
+        largest = part.abs().amax(dim=1)
+        factor = torch.where(largest > 0, largest / _LARGEST, 1.0)
+        codes[start : start + rows] = part.div_(factor.unsqueeze(1)).round_()
+        scale[start : start + rows] = factor
+    return {"codes": codes, "scale": scale}
+
+
+class TorchInt8Matmul:
+    """x @ (codes * scale).T + bias in plain torch operations: any number of rows, dtype of activations and device.
+
+    Args:
+        codes: [out, in] int8.
+        scale: [out] float32.
+        bias: [out] in the dtype of activations, or None.
+    """
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._codes, self._scale, self._bias = codes, scale, bias
+        # The factors of torch's operation would have to be of x's dtype, which rounds them.
+        has_product = codes.device.type == "cpu" and codes.shape[1] % _TORCH_STEP == 0
+        self._ones = torch.ones(codes.shape[0], dtype=torch.bfloat16) if has_product else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] → [rows, out]."""
+        if self._ones is not None and 0 < x.shape[0] <= _FEW_ROWS:
+            sums = torch._weight_int8pack_mm(x.contiguous(), self._codes, self._ones)
+        else:
+            sums = functional.linear(x, self._codes.to(x.dtype))
+        scaled = sums * self._scale
+        return (scaled if self._bias is None else scaled.add_(self._bias)).to(x.dtype)

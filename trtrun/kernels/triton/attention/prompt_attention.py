@@ -21,9 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.attention.prompts.copying import PANEL, copy
-from trtrun.kernels.triton.attention.prompts.softmax import add_share, nothing_yet, weigh
-from trtrun.kernels.triton.attention.prompts.tiles import HALF, KEYS, TILE, extent, take_tile, tile_of
+from trtrun.kernels.triton.attention.prompt_steps import (
+    HALF,
+    KEYS,
+    PANEL,
+    TILE,
+    add_share,
+    copy,
+    extent,
+    nothing_yet,
+    take_tile,
+    tile_of,
+    weigh,
+)
 from trtrun.kernels.triton.support import multiprocessors
 
 _STAGES = 2
