@@ -35,8 +35,8 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
 from trtrun.garbage import leave_out_what_is
-from trtrun.models.generation_defaults import describe_generation_defaults
-from trtrun.rounds.draft_loss import losable_ranks
+from trtrun.loading.model_settings import describe_generation_defaults
+from trtrun.rounds.failures import losable_ranks
 
 
 def load_llm(config: RuntimeConfig) -> LLM:

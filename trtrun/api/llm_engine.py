@@ -30,12 +30,11 @@ from trtrun.core.nouns import FinishReason
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
-from trtrun.engine.prompt_tiles import tile_width
+from trtrun.engine.batch import tile_width
 from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
-from trtrun.loading.model_settings import mask_token, target_context
+from trtrun.loading.model_settings import mask_token, sampling_defaults, target_context
 from trtrun.memory.window_rings import most_chunk
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.generation_defaults import sampling_defaults
 from trtrun.rounds.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits

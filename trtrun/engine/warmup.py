@@ -18,7 +18,7 @@ from trtrun.core.sampling_params import MOST_LOGPROBS
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.engine.runner import Engine
 from trtrun.engine.start_forwards import Mixed, Prompts, StartLimits, draft_steps
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks
 from trtrun.sampling.random import Stream
 
 _LAST_ROUNDS = 8
@@ -159,7 +159,7 @@ def _run_sizes(engine: Engine, length: int, limits: StartLimits, *, verifies: bo
 
 def _put_back(engine: Engine, limits: StartLimits) -> None:
     """Rows of two zero tokens again. What ran before has written behind them, and prompts in the middle of a context
-    read from there; where kernels are skipped (trtrun.kernels.triton.attention.collecting) these are no tokens."""
+    read from there; where kernels are skipped (trtrun.kernels.triton.compilation.launches) these are no tokens."""
     engine.rows.token_ids.zero_()
     engine.rows.lengths[: limits.max_rows].fill_(2)
 

@@ -27,7 +27,7 @@ from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import RankFailedError
-from trtrun.rounds.draft_loss import describe_draft_loss
+from trtrun.rounds.failures import describe_draft_loss
 from trtrun.start.draft_translation import DraftTranslation
 
 LAUNCH_SECONDS = 8.0

@@ -42,7 +42,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.environment import settle
 from trtrun.errors import PlacementError
-from trtrun.rounds.draft_loss import expendable_hosts, expendable_ranks
+from trtrun.rounds.failures import expendable_hosts, expendable_ranks
 from trtrun.threads import threads_per_slot
 
 OWN_PREFIX = "TRTRUN_"
