@@ -16,18 +16,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from launch.serve.admission.limits import (
-    SHORT_BODY,
-    AdmissionControl,
-    Ticket,
-    check_counts,
-    distinct,
-    engine_starting,
-    out_of_time,
-)
-from launch.serve.admission.logits import LogitsLimit, LogitsPlace
-from launch.serve.admission.owners import OWNER
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.control import OWNER, AdmissionControl, LogitsLimit, LogitsPlace, Ticket
+from launch.serve.admission.limits import SHORT_BODY, check_counts, distinct
+from launch.serve.admission.refusals import Kind, Refusal, engine_starting, out_of_time, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.coalescing import PromptTokens, RequestCoalescer
