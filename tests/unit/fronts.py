@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from launch.serve.admission.limits import AdmissionControl
-from launch.serve.application.parser_worker import RequestParser
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.frontend import Frontend
@@ -88,7 +88,7 @@ class ParsersHere(Parsers):
 
     def __init__(self, facts: Facts, tokenizer: Any) -> None:
         self.tasks: list[Task] = []
-        self._reader = RequestParser(facts, tokenizer)
+        self._reader = self._in_loop = RequestParser(facts, tokenizer)
 
     async def _read(self, task: Task, body: bytes) -> Parsed:
         self.tasks.append(task)

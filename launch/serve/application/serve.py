@@ -33,7 +33,7 @@ from launch.serve.application.http_server import (
 )
 from launch.serve.application.parts import make_parts
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
-from launch.serve.frontend.arrivals import bound_threads
+from launch.serve.frontend.coalescing import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
