@@ -27,6 +27,7 @@ from trtrun.speculation.suffixes.continuations import MOST_PLACES, SuffixRule
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.speculation.suffixes.own_text import last_tokens
 from trtrun.speculation.suffixes.search import SuffixSearch
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.corpus import read_corpus
 
 COUNT = 24
@@ -153,7 +154,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line_before_ranks_start(
     file.write_bytes(content)
     config = configuration(target, None, speculation={"method": "suffix", "suffix_corpus": str(file)})
     with pytest.raises(ConfigError) as caught:
-        check_models(config)
+        check_models(JobSpec(config))
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 

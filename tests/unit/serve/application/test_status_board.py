@@ -22,7 +22,7 @@ from launch.serve.frontend.front import Front
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontMetrics
 from trtrun.configuration.config import make_config
-from trtrun.configuration.topology import make_topology
+from trtrun.start.job_spec import JobSpec
 
 READY = Ready(version="1", config_hash="h", limits=asdict(LIMITS))
 STATUS = Status(num_running=3, num_waiting=2, num_free_blocks=8, num_blocks=32, totals={})
@@ -59,7 +59,7 @@ def make_board(engine: Engine, draft: str = "draft", **sections: Any) -> StatusB
     front = SimpleNamespace(
         client=engine, door=Door(4, 8, 8, is_open=True), metrics=FrontMetrics("pair", 4), model_name="pair", draft_len=4
     )
-    return StatusBoard(cast(Front, front), config, make_topology(config), Keys(()), False)
+    return StatusBoard(cast(Front, front), JobSpec(config), Keys(()), False)
 
 
 async def ask(asked: StatusBoard) -> dict[str, Any]:
