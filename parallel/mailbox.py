@@ -15,6 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from parallel.mpi_rank import is_lost_peer
 from parallel.waiting import Waiter, wait_until
 
@@ -69,7 +71,7 @@ _END_TAG = 2**15 - 1
 """The largest that every MPI has: no message follows."""
 
 
-class MpiMailbox:
+class MpiMailbox(Mailbox):
     """A mailbox over MPI; see the protocol."""
 
     def __init__(self, comm: MPI.Intracomm, may_spin: bool = False, ranks: Sequence[int] | None = None) -> None:
@@ -92,8 +94,8 @@ class MpiMailbox:
         self._waiters: defaultdict[tuple[int, int], Waiter] = defaultdict(lambda: Waiter(may_spin))
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
 
+    @override
     def post(self, rank: int, tag: int, payload: bytes) -> None:
-        """See Mailbox."""
         try:
             self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
         except self._mpi.Exception as error:
@@ -101,13 +103,13 @@ class MpiMailbox:
                 raise
         self._drop_sent()
 
+    @override
     def num_unsent_bytes(self) -> int:
-        """See Mailbox."""
         self._drop_sent()
         return sum(len(payload) for _, payload in self._sending)
 
+    @override
     def take(self, rank: int, tag: int) -> bytes | None:
-        """See Mailbox."""
         try:
             return self._take(rank, tag)
         except self._mpi.Exception as error:
@@ -125,10 +127,10 @@ class MpiMailbox:
         wait_until(message.Irecv((buffer, self._mpi.BYTE)).Test)
         return bytes(buffer)
 
+    @override
     def wait(
         self, rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
     ) -> bytes | None:
-        """See Mailbox."""
         found: list[bytes] = []
 
         def look() -> bool:
@@ -140,8 +142,8 @@ class MpiMailbox:
         self._waiters[rank, tag].wait(look, timeout)
         return found[0] if found else None
 
+    @override
     def close(self) -> None:
-        """See Mailbox."""
         for rank in self._others:
             self.post(rank, _END_TAG, b"")
         waiting = set(self._others)

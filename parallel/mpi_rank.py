@@ -1,18 +1,22 @@
-"""Whether this process is an MPI rank, and which: told from the environment, before MPI is touched; and whether MPI
-goes on when one of its ranks is gone, and how it says so (ULFM, User Level Failure Mitigation).
+"""Whether this process is an MPI rank, and which: told from the environment, before MPI is touched; whether MPI goes on
+when one of its ranks is gone, and how it says so (ULFM, User Level Failure Mitigation); and one small value of every
+rank on every rank.
 
-With ULFM a call that needs a lost rank fails with an error of its own, and all other calls go on. It knows the
-variables that mpirun and srun set, and what MPI's errors mean. It does not know what ranks are for, which of them a job
-can do without, or who is at fault: the heartbeat (`parallel.watchdog`) names a lost rank, and whoever only meets the
-error waits for that.
+With ULFM a call that needs a lost rank fails with an error of its own, and all other calls go on. Which rank is at
+fault the heartbeat says (`parallel.watchdog`); whoever only meets the error waits for that. Values travel as JSON,
+because mpi4py's own way would read others' pickles.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 _VARIABLES = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))
 """Size and rank as Open MPI's mpirun names them, and as Hydra's (MPICH) and Slurm's PMI do."""
@@ -73,3 +77,20 @@ def is_lost_peer(error: BaseException) -> bool:
     if module is None or not isinstance(error, module.Exception):
         return False
     return error.Get_error_class() in {getattr(module, name) for name in _CLASSES}
+
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def all_gather_json(comm: MPI.Intracomm, value: Any) -> list[Any]:
+    """Every rank's value, what JSON can hold, in rank order. Collective over `comm`."""
+    from mpi4py import MPI
+
+    own = json.dumps(value).encode()
+    lengths = array("i", [0] * comm.Get_size())
+    comm.Allgather(array("i", [len(own)]), lengths)
+    starts = [0, *accumulate(lengths)]
+    everything = bytearray(starts[-1])
+    comm.Allgatherv((own, MPI.BYTE), (everything, (list(lengths), starts[:-1]), MPI.BYTE))
+    return [json.loads(everything[start:stop]) for start, stop in pairwise(starts)]

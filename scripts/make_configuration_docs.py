@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,20 @@ PREAMBLE = """\
 
 # The YAML file
 
-One YAML file says what a job runs, where, and how. `trtrun plan --config run.yaml` shows what becomes of it. Only
-`target.model` and `target.devices` are needed, and a `draft` where the method drafts with a model.
+What a job runs, where, and how. `trtrun plan --config run.yaml` shows what becomes of it. Only `target.model` and
+`target.devices` are needed, and a `draft` where the method drafts with a model.
 
 - Any key can be set on the command line: `--set speculation.draft_len=8`. The value is read as YAML.
-- An unknown key is refused with the nearest known one, a wrong value with the key and what it must be.
-- The file is plain YAML of at most 1 MiB. Dates and times are texts, a key stands once, and keys are not merged with
-  `<<`.
-- A key without a default may be left out; its meaning says what holds then.
+- An unknown key is refused with the nearest known one. A key without a default may be left out.
+- The file is plain YAML of at most 1 MiB. Dates and times are texts, a key stands once, `<<` merges nothing.
 
-[launch.md](launch.md#devices) has all forms of `devices`, [serve.md](serve.md) what the limits of `server` do,
-[slurm.md](slurm.md) how a job is submitted. Templates are in [launch/configs](../launch/configs).
+[launch.md](launch.md#devices) has all forms of `devices`, [serve.md](serve.md#options) the limits of `server`.
+Templates are in [launch/configs](../launch/configs).
 """
 
 _ATTRIBUTE = re.compile(r" {4}(\w+(?:, \w+)*): (.*)")
 _NUMBERS = {"integer": "whole number", "number": "number"}
-_WORDS = {"array": "list", "object": "mapping", "string": "text", "boolean": "`true` or `false`"}
+_WORDS = {"array": "list", "object": "mapping", "string": "text", "boolean": "`true`, `false`"}
 
 
 def split_docstring(section: type[Section]) -> tuple[str, dict[str, str]]:
@@ -134,7 +133,7 @@ def describe_default(section: type[Section], name: str) -> str:
 
 
 def describe_keys(places: tuple[str, ...], section: type[Section], names: list[str]) -> Iterator[str]:
-    """The table of some of a section's keys.
+    """The table of some of a section's keys; those that follow each other and have all else in common share a row.
 
     Raises:
         KeyError: the docstring of the section says nothing of one.
@@ -142,11 +141,14 @@ def describe_keys(places: tuple[str, ...], section: type[Section], names: list[s
     properties, meanings = section.model_json_schema()["properties"], split_docstring(section)[1]
     yield "| key | values | default | meaning |"
     yield "|---|---|---|---|"
-    for name in names:
-        keys = ", ".join(f"`{place}.{name}`" if place else f"`{name}`" for place in places)
+
+    def describe(name: str) -> tuple[str, str, str]:
         values = VALUES.get(name) or describe_values(properties[name])
-        cells = (keys, values, describe_default(section, name), meanings[name])
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        return values, describe_default(section, name), meanings[name]
+
+    for described, sharing in groupby(names, describe):
+        keys = ", ".join(f"`{place}.{name}`" if place else f"`{name}`" for name in sharing for place in places)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in (keys, *described))} |"
 
 
 def describe_section(places: tuple[str, ...], section: type[Section]) -> Iterator[str]:

@@ -29,7 +29,7 @@ from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import load_model
 from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
-from trtrun.rounds.exchange.guess_tables import KnownVerdict, foreseen_rows
+from trtrun.rounds.exchange.gated_drafts import KnownVerdict, foreseen_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter, GuessSpace

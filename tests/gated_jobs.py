@@ -35,7 +35,7 @@ from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.policy import NEVER
 from trtrun.timing.phase_clock import HostPhases
-from trtrun.wire.packets import DRAFT_TAG, GUESS_TAG
+from trtrun.wire.messages import DRAFT_TAG, GUESS_TAG
 from trtrun.wire.plans import encode_plan
 from trtrun.wire.reports import ReportKind, decode_report
 

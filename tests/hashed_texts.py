@@ -18,7 +18,7 @@ import torch
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step, Verdict
 from trtrun.engine.rows import RowState
 from trtrun.speculation.ahead.drafter import AheadDrafter
-from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.speculation.ahead.policy import GuessSpace
 
 CPU = torch.device("cpu")
 VOCAB, MAX_ROWS, BLOCK, DRAFT_LEN, MAX_SEQ_LEN, NUM_BLOCKS, GUESSES = 24, 4, 4, 3, 60, 48, 24

@@ -17,7 +17,7 @@ from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.rounds.exchange.gated_drafts import GatedDrafts
 from trtrun.rounds.exchange.message_exchange import MessageExchange
-from trtrun.wire.packets import decode_packet, encode_packet
+from trtrun.wire.messages import decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
 DRAFT_RANK, TARGET_RANK, DRAFT_LEN = 1, 2, 3

@@ -34,7 +34,7 @@ from trtrun.api.llm import LLM
 from trtrun.errors import TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.models.generation_defaults import describe_generation_defaults
-from trtrun.rounds.draft_loss import losable_ranks
+from trtrun.rounds.failures import losable_ranks
 from trtrun.start.job_spec import JobSpec
 
 

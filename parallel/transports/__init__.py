@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel.communicator import Communicator
-from parallel.json_gather import all_gather_json
+from parallel.mpi_rank import all_gather_json
 from parallel.transports.solo import SoloCommunicator
 
 if TYPE_CHECKING:

@@ -15,10 +15,19 @@ from dataclasses import dataclass
 
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
-from parallel.communicator import SumTiming, check_dtype, check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import (
+    Communicator,
+    SumTiming,
+    check_dtype,
+    check_peer,
+    check_root,
+    check_tensor,
+    use_every_operation,
+)
 from parallel.errors import CommunicatorError
-from parallel.transports.ordered_sum import add_up, needs_total, slice_bounds
+from parallel.transports.sums import add_up, needs_total, slice_bounds
 from parallel.waiting import Waiter, wait_until
 
 TAG = 1
@@ -46,7 +55,7 @@ class _Gathered:
     total: torch.Tensor | None  # float32, where the parts are half and more than two
 
 
-class MpiCommunicator:
+class MpiCommunicator(Communicator):
     """A Communicator over MPI; see the protocol for shapes and errors.
 
     Collectives block inside MPI, since their peers are at the same point of the same forward. `send` and `recv` sleep
@@ -156,8 +165,9 @@ class MpiCommunicator:
         """Use every operation once, with every peer."""
         use_every_operation(self)
 
+    @override
     def abandon(self) -> None:
-        """See Communicator: no device waits for MPI."""
+        """Do nothing: no device waits for MPI."""
 
     def close(self) -> None:
         """Free the MPI communicator and the buffers."""

@@ -5,7 +5,7 @@ without CUDA. Calls enqueue and return: nothing here waits on the host, and the 
 
 Floating-point sums are made in the order of the ranks: by kernels over peer memory where the group's GPUs reach each
 other (`peer_all_reduce`), else from what NCCL moves (`nccl_sums`). Which way is the fastest for a size is measured in
-`warm_up` (`sum_ways`).
+`warm_up` (`parallel.transports.sums`).
 
 It knows raw pointers and ranks; it knows no role and no model. MPI carries what ranks tell each other at start: the 128
 bytes of the unique id, handles of memory and times.
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
-from parallel.communicator import SumTiming, check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import Communicator, SumTiming, check_peer, check_root, check_tensor, use_every_operation
 from parallel.errors import CommunicatorError
-from parallel.json_gather import all_gather_json
-from parallel.transports.nccl_sums import NcclSums
+from parallel.mpi_rank import all_gather_json
 from parallel.transports.peer_all_reduce import MOST_RANKS, Layout, PeerAllReduce
 from parallel.transports.peer_memory import PeerMemory, open_peer_memory
-from parallel.transports.sum_ways import Add, SumWays, Way
+from parallel.transports.sums import Add, NcclSums, SumWays, Way
 
 UNIQUE_ID_BYTES = 128
 GATHERED_BYTES = 256 << 10
@@ -57,7 +57,7 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-class NcclCommunicator:
+class NcclCommunicator(Communicator):
     """A Communicator over NCCL; see the protocol for shapes and errors."""
 
     is_capturable = True
@@ -217,8 +217,9 @@ class NcclCommunicator:
             beside = {Way.NCCL: self._nccl_sums.plain}
             self.sum_timings = self._ways.measure(self._comm, self.device, beside)
 
+    @override
     def abandon(self) -> None:
-        """See Communicator: NCCL's kernels end without their peer."""
+        """Abort NCCL's kernels, which end without their peer."""
         self._handle.abort()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel.json_gather import all_gather_json
+from parallel.mpi_rank import all_gather_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -6,11 +6,12 @@ It knows no MPI, so a job of one process never starts it.
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
-from parallel.communicator import SumTiming, check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import Communicator, SumTiming, check_peer, check_root, check_tensor, use_every_operation
 
 
-class SoloCommunicator:
+class SoloCommunicator(Communicator):
     """A Communicator of one rank; see the protocol for shapes and errors."""
 
     is_capturable = True
@@ -60,8 +61,9 @@ class SoloCommunicator:
         """Use every operation once."""
         use_every_operation(self)
 
+    @override
     def abandon(self) -> None:
-        """See Communicator: there is nobody."""
+        """Do nothing: there is no other rank."""
 
     def close(self) -> None:
         """Nothing to give back."""

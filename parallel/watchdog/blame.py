@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.watchdog.activity import Doing, Phase
-from parallel.watchdog.stacks import Stack
+from parallel.watchdog.processes import Stack
 
 CLOSED_SECONDS = 5.0
 """How long a connection may be gone before it counts: MPI's launcher is quicker in naming a rank that was killed."""

@@ -18,10 +18,9 @@ from typing import Any
 
 from parallel.watchdog.activity import Activity, Doing
 from parallel.watchdog.blame import RankState
-from parallel.watchdog.door import Door
+from parallel.watchdog.handshake import Door
 from parallel.watchdog.message_socket import MessageSocket
-from parallel.watchdog.processes import kill_process
-from parallel.watchdog.stacks import Stack
+from parallel.watchdog.processes import Stack, kill_process
 
 logger = logging.getLogger(__name__)
 

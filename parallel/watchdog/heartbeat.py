@@ -24,13 +24,11 @@ from parallel.control import ControlPlane
 from parallel.errors import HeartbeatError
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.addresses import own_addresses
 from parallel.watchdog.blame import CLOSED_SECONDS
-from parallel.watchdog.handshake import connect
+from parallel.watchdog.handshake import connect, own_addresses
 from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
 from parallel.watchdog.message_socket import MessageSocket, wait_for
-from parallel.watchdog.processes import own_process
-from parallel.watchdog.stacks import main_stack, named
+from parallel.watchdog.processes import main_stack, named, own_process
 
 logger = logging.getLogger(__name__)
 logger.addHandler(logging.NullHandler())

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from parallel import abort
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.addresses import listen
 from parallel.watchdog.blame import (
     LOST_SECONDS,
     Accusation,
@@ -34,7 +33,8 @@ from parallel.watchdog.blame import (
     late_starters,
 )
 from parallel.watchdog.connections import WorkerConnections
-from parallel.watchdog.stacks import Stack, main_stack, named, show_stacks
+from parallel.watchdog.handshake import listen
+from parallel.watchdog.processes import Stack, main_stack, named, show_stacks
 
 TURNS_IN_BEAT = 2
 PATIENCE_BEATS = 4

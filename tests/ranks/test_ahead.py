@@ -18,8 +18,7 @@ from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.rounds.exchange import message_exchange
-from trtrun.speculation.ahead.fan_out import FanOut
-from trtrun.speculation.ahead.policy import NEVER, AheadPolicy
+from trtrun.speculation.ahead.policy import NEVER, AheadPolicy, FanOut
 from trtrun.speculation.ahead.row_texts import Guesses
 from trtrun.start import policies
 

@@ -23,10 +23,9 @@ from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.kernels.triton.sampling import columns
 from trtrun.rounds.exchange.hidden_link import HiddenLink
-from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.heads import AheadEagleDrafter
-from trtrun.speculation.ahead.policy import AheadPolicy
-from trtrun.speculation.drafters.eagle_apart import ApartEagleDrafter
+from trtrun.speculation.ahead.policy import AheadPolicy, FanOut
+from trtrun.speculation.drafters.eagle import ApartEagleDrafter
 
 pytestmark = pytest.mark.mpi
 APART = [name for name, (draft, target) in HERE.items() if len(draft) == 1 and not {*draft} & {*target}]

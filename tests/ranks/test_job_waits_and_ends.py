@@ -24,7 +24,7 @@ from trtrun import LLM, SamplingParams
 from trtrun.errors import PlacementError, TrtrunError
 from trtrun.rounds.round import Worker
 from trtrun.start import job
-from trtrun.wire.packets import VERDICT_TAG
+from trtrun.wire.messages import VERDICT_TAG
 
 pytestmark = pytest.mark.mpi
 

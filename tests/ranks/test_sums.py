@@ -18,7 +18,7 @@ from parallel.transports import open_communicator
 from parallel.transports.nccl import NcclCommunicator, why_not
 from parallel.transports.peer_all_reduce import Layout, PeerAllReduce
 from parallel.transports.peer_memory import open_peer_memory
-from parallel.transports.sum_ways import MEASURED_BYTES, Way
+from parallel.transports.sums import MEASURED_BYTES, Way
 
 pytestmark = pytest.mark.mpi
 

@@ -79,7 +79,8 @@ def sampling_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling takes its kernels in the interpreter, too; and pieces are small, so that small lines have several."""
     from trtrun.kernels.triton.operations import TritonOperations
     from trtrun.kernels.triton.sampling import acceptance, lines, threshold, token_choice
-    from trtrun.sampling import distributions, keyed_ranks
+    from trtrun.sampling import distributions
+    from trtrun.sampling import distributions as keyed_ranks
     from trtrun.speculation import verify
 
     for module in (distributions, keyed_ranks, verify):

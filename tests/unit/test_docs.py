@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "trtrun/kernels/cpu/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SHORT = ("README.md", "docs/architecture.md", "docs/configuration.md", "docs/performance.md", "docs/python.md")
 MOST_WORDS = 120

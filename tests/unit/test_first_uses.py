@@ -16,8 +16,8 @@ from pipelines import make_llm, prompt_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import Request
-from trtrun.engine.graphs import capture
-from trtrun.engine.graphs.capture import CudaCapture
+from trtrun.engine.graphs import graph_cache as capture
+from trtrun.engine.graphs.graph_cache import CudaCapture
 from trtrun.first_uses import FirstUses, FirstUseWatch, count_capture, count_compilation
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.orchestrator import Orchestrator

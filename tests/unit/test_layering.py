@@ -121,16 +121,16 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.rounds": (
         frozenset({"orchestrator"}),
-        frozenset({"engine_ranks", "solo_ranks", "served_rank"}),
-        frozenset({"ordered_adapters", "ordered_guides"}),
+        frozenset({"solo_ranks", "served_rank"}),
+        frozenset({"engine_ranks"}),
+        frozenset({"prepared_work"}),
         frozenset({"round"}),
         frozenset({"exchange"}),
-        frozenset({"launched_round", "draft_loss", "failures"}),
+        frozenset({"launched_round", "failures"}),
     ),
     "trtrun.rounds.exchange": (
         frozenset({"message_exchange"}),
         frozenset({"exchange", "hidden_link", "gated_drafts"}),
-        frozenset({"guess_tables", "draft_tables"}),
     ),
     "trtrun.tools": (
         frozenset({"training", "quantizing", "building"}),
@@ -214,7 +214,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"groups", "link", "probe", "watchdog"}),
         frozenset({"transports", "control", "mailbox"}),
         frozenset({"messages"}),
-        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather"}),
+        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort"}),
         frozenset({"errors"}),
     ),
 }
@@ -386,7 +386,7 @@ def test_every_room_is_in_the_table_and_every_line_of_it_exists(house: str) -> N
         ("parallel.link", "from trtrun.core.nouns import Draft"),
         ("parallel.control", "from parallel.watchdog import activity"),
         ("trtrun.core.nouns", "import launch.cli"),
-        ("trtrun.kvcache.tables", "def f():\n    from trtrun.engine.rows import RowState"),
+        ("trtrun.kvcache.blocks", "def f():\n    from trtrun.engine.rows import RowState"),
         ("trtrun.speculation.cycle", "if TYPE_CHECKING:\n    from trtrun.engine.runner import Engine"),
         ("trtrun.scheduling.scheduler", "from trtrun.speculation import verify"),
         ("trtrun.linear.quantization.dense", "from trtrun.weights.weight import Weight"),

@@ -29,7 +29,7 @@ from trtrun.start.job_spec import JobSpec
 
 HOUSES = ("launch", "trtrun", "parallel")
 SOURCES = sorted(path for house in HOUSES for path in (ROOT / house).rglob("*.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 ABOUT_OTHERS = ROOT / "docs" / "migrate-from-triton.md"
 FILES_OF_OTHERS = {

@@ -31,7 +31,7 @@ from trtrun.core.nouns import FinishReason
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
-from trtrun.engine.prompt_tiles import tile_width
+from trtrun.engine.batch import tile_width
 from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
 from trtrun.loading.model_settings import target_context
 from trtrun.memory.window_rings import most_chunk

@@ -1,11 +1,10 @@
-"""Draft trees in a target engine: where each path of a tree has its keys, and what a forward over trees reads.
+"""Draft trees in a target engine: where each path of a tree has its keys, and what a forward over trees reads; and what
+plans do to blocks of a store: they are copied, and marked with the adapter that their row is computed with.
 
 Every path is a row of its own to attention, as if it were a chain (kvcache/segments.py): so a node has the bits that
 the same tokens have in a chain, whatever kernel attends. The first path's keys go to the row's own blocks. Every other
 path has blocks of its own behind the pool's: a copy of the block in which the row's newest token stands, and what a
 draft needs behind it. Once the target has decided, the blocks of the path that was accepted are copied to the row's.
-
-It knows rows, block tables and drafts. It does not know models, nor who proposes or decides.
 """
 
 from __future__ import annotations
@@ -15,13 +14,25 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.configuration.drafting.speculation_section import DraftSize
-from trtrun.core.nouns import Draft
-from trtrun.engine.block_copies import copy_blocks
+from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.engine.rows import RowState
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.blocks import NULL_BLOCK
+from trtrun.kvcache.segments import BlockSlots
 from trtrun.kvcache.store import KVStore
 from trtrun.tensors import kept_range
+
+
+def copy_blocks(store: KVStore, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy all layers' keys and values of blocks.
+
+    Args:
+        store: of the engine.
+        source: [n] int64 blocks on its device.
+        target: [n] int64 blocks, none twice; one that is a source, too, is its own.
+    """
+    for data, of_source, of_target in store.parts(source, target):
+        operations_of(data.device.type).copy_blocks(data, of_source, of_target)
 
 
 @dataclass(frozen=True)
@@ -140,3 +151,15 @@ class DraftPaths:
     def clear(self, rows: torch.Tensor) -> None:
         """Zero the blocks of the rows' paths: see `KVStore.clear`."""
         self._store.clear(self._blocks.index_select(0, rows).flatten().tolist())
+
+
+def announce_slots(slots: BlockSlots, plan: RoundPlan, paths: DraftPaths | None) -> None:
+    """Give blocks of the rows that a plan admits the slots of their adapters: their first ones, and those of the paths
+    of their drafts, which may stand in the place of these."""
+    admitted = {item.row: item.adapter_slot for item in plan.admissions}
+    found = [
+        (block, admitted[row]) for row, index, block in plan.block_updates.tolist() if index == 0 and row in admitted
+    ]
+    if paths is not None:
+        found += [(block, slot) for row, slot in admitted.items() for block in paths.blocks_of(row)]
+    slots.assign([block for block, _ in found], [slot for _, slot in found])

@@ -16,21 +16,17 @@ from torch.nn.functional import pad
 from trtrun.configuration.drafting.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
-from trtrun.engine.block_copies import copy_blocks
-from trtrun.engine.draft_paths import DraftPaths, PathSpace
-from trtrun.engine.forwards import Forwards
-from trtrun.engine.graphs.capture import Capture
-from trtrun.engine.graphs.graph_cache import MOST_GRAPHS
+from trtrun.engine.draft_paths import DraftPaths, PathSpace, announce_slots, copy_blocks
+from trtrun.engine.forwards import Forwards, HiddenTaps
+from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture
 from trtrun.engine.graphs.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
-from trtrun.engine.hidden_taps import HiddenTaps
-from trtrun.engine.row_slots import announce_slots
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.lora.lora_loading import empty_slot, read_adapter
 from trtrun.models.decoder import CausalLM
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
 
 

@@ -18,7 +18,7 @@ from trtrun.core.sampling_params import MOST_LOGPROBS
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.engine.runner import Engine
 from trtrun.engine.start_forwards import Mixed, Prompts, StartLimits, draft_steps
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks
 from trtrun.sampling.random import Stream
 
 _LAST_ROUNDS = 8

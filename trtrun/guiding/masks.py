@@ -20,7 +20,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 
 from trtrun.guiding.host_copies import HostCopies, HostDraft
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 
 SECONDS, SECONDS_EACH = 0.005, 0.001
 """Of a round, over all its rows that are guided, and beyond that of each of them, which is what others take."""

@@ -23,7 +23,7 @@ from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
 from trtrun.guiding.masks import MaskJob, MaskMaker, RoundBudget, Walk, mask_jobs
 from trtrun.guiding.row_guide import Begun, GuideBuilds, GuidePace, RowGuide
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 
 _ANYTHING = Guide("json", "true")
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from typing_extensions import override
+
 from trtrun.errors import ConfigError
 from trtrun.registry import Registry
 
@@ -93,12 +95,13 @@ class RowFormat(KVFormat):
     def decode(self, stored: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """[…, numbers] as they are stored → keys or values […, head_dim] of `dtype`."""
 
+    @override
     def write(
         self, store_layer: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
-        """See KVFormat."""
         store_layer.view(-1, store_layer.shape[-1]).index_copy_(0, index, self.encode(rows))
 
+    @override
     def read(
         self,
         store_layer: torch.Tensor,
@@ -107,11 +110,10 @@ class RowFormat(KVFormat):
         dtype: torch.dtype,
         scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See KVFormat."""
         return self.decode(store_layer.flatten(0, 2).index_select(0, index), head_dim, dtype)
 
+    @override
     def parts(self, store: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See KVFormat."""
         return (store,)
 
 
@@ -120,16 +122,16 @@ class PlainKV(RowFormat):
 
     kernels = frozenset({"cpu", "cuda"})
 
+    @override
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """See KVFormat."""
         return head_dim, dtype
 
+    @override
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """See RowFormat."""
         return rows
 
+    @override
     def decode(self, stored: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """See RowFormat."""
         return stored
 
 
@@ -148,8 +150,9 @@ class ByteKV(KVFormat):
 
     kernels = frozenset({"cuda"})
 
+    @override
     def check(self, dtype: torch.dtype, device_type: str) -> None:
-        """See KVFormat: on GPUs texts were those of plain decoding in half precision alone."""
+        """False on GPUs: texts were those of plain decoding in half precision alone."""
         name = str(dtype).removeprefix("torch.")
         if device_type == "cuda" and name not in ("bfloat16", "float16"):
             raise ConfigError(
@@ -157,8 +160,8 @@ class ByteKV(KVFormat):
                 "write kv_cache.dtype: plain, or dtype: bfloat16"
             )
 
+    @override
     def stored(self, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """See KVFormat."""
         import torch
 
         from trtrun.kvcache.byte_codes import ALIGNED, SCALE_BYTES
@@ -167,10 +170,10 @@ class ByteKV(KVFormat):
             return head_dim, torch.uint8
         return -(-head_dim // ALIGNED) * ALIGNED + SCALE_BYTES, torch.uint8
 
+    @override
     def write(
         self, store_layer: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
-        """See KVFormat."""
         from trtrun.kvcache.byte_codes import scales_of, to_codes
 
         block_size = store_layer.shape[3]
@@ -182,6 +185,7 @@ class ByteKV(KVFormat):
             self._scales(store_layer)[tile, token] = scale
         self._codes(store_layer)[..., : rows.shape[1]][tile, token] = to_codes(rows, scale, self.kind)
 
+    @override
     def read(
         self,
         store_layer: torch.Tensor,
@@ -190,7 +194,6 @@ class ByteKV(KVFormat):
         dtype: torch.dtype,
         scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See KVFormat."""
         from trtrun.kvcache.byte_codes import from_codes
 
         codes = self._codes(store_layer)[..., :head_dim].index_select(0, index)
@@ -200,8 +203,8 @@ class ByteKV(KVFormat):
             scale = self._scales(store_layer).index_select(0, index)
         return from_codes(codes, scale, self.kind, dtype)
 
+    @override
     def parts(self, store: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See KVFormat."""
         tiles = store.shape[:4]
         codes = self._codes(store)
         codes = codes.view(*tiles, *codes.shape[1:])

@@ -1,4 +1,5 @@
-"""Which tokens of a forward see which keys: segments of rows, and the indices that all layers share.
+"""Which tokens of a forward see which keys: segments of rows, and the indices that all layers share; and with which
+adapter the keys and values of each block are made.
 
 It knows block tables and positions as tensors. It does not know requests or phases, or how attention is computed.
 
@@ -8,6 +9,9 @@ the host knows; what each row sees comes from `positions` on the device, so noth
 forward can become a CUDA graph.
 
 Indices count in one layer's store, [2, blocks, kv_heads, block, head]: keys first, then values.
+
+A block is shared between rows of the same adapter alone (`BlockTable`), so that a row's first block says which adapter
+the row computes with: the batch's block tables, which graphs read in any case, are all that a forward needs to know.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from trtrun.kvcache.blocks import NULL_BLOCK
+from trtrun.tensors import device_integers
 
 _REGISTER = 16
 """Numbers of float32 that a processor adds at a time, at most."""
@@ -182,14 +188,14 @@ class StepBatch(AttentionBatch):
         super().__init__([AttentionSegment(0, segment.rows, 1, segment.block_tables, positions)], whole.block_size)
         self._whole, self._step = whole, step
 
+    @override
     def write_index(self, store: StoreShape) -> torch.Tensor:
-        """See AttentionBatch."""
         segment = self._whole.segments[0]
         every = self._whole.write_index(store).view(2, segment.rows, segment.queries, store[1])
         return every[:, :, self._step].reshape(-1)
 
+    @override
     def groups(self, number: int) -> Sequence[ContextGroup]:
-        """See AttentionBatch."""
         if number not in self._groups:
             self._groups[number] = [_StepGroup(group, self._step) for group in self._whole.groups(number)]
         return self._groups[number]
@@ -243,3 +249,30 @@ def _cut(tables: torch.Tensor, blocks: int, block_size: int) -> torch.Tensor:
     width = -(-blocks // step) * step
     missing = width - tables.shape[1]
     return functional.pad(tables, (0, missing)) if missing > 0 else tables[:, :width]
+
+
+class BlockSlots:
+    """The slot of each block of a store; 0 where there is none, as for the null block.
+
+    Args:
+        num_blocks: of the store.
+        device: where the store lives.
+    """
+
+    def __init__(self, num_blocks: int, device: torch.device) -> None:
+        self._slots = torch.zeros(num_blocks, dtype=torch.int64, device=device)
+
+    def assign(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Give each of some blocks its slot."""
+        if blocks:
+            where, values = device_integers([list(blocks), list(slots)], self._slots.device)
+            self._slots.index_copy_(0, where, values)
+
+    def of_batch(self, batch: AttentionBatch) -> torch.Tensor:
+        """[tokens] int64: the slot of each token of a forward. It reads nothing back, so that it becomes a graph."""
+        parts = []
+        for segment in batch.segments:
+            of_rows = self._slots.index_select(0, segment.block_tables[:, 0])
+            parts.append(of_rows.unsqueeze(1).expand(-1, segment.queries).reshape(-1))
+        places = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return places if batch.forks is None else places.index_select(0, batch.forks.places)

@@ -1,6 +1,6 @@
 """How wide the tiles are that prompts are cut into on GPUs, and what fills them up.
 
-Attention on a GPU computes a tile of queries at a time; engine/prompt_tiles.py cuts prompts accordingly, and the
+Attention on a GPU computes a tile of queries at a time; engine/batch.py cuts prompts accordingly, and the
 scheduler counts what that makes of a chunk. It knows numbers. It does not know prompts or rounds.
 """
 

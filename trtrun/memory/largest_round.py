@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk, RoundPlan, RowAdmission, ScoredPart, Verdict
 from trtrun.core.sampling_params import SamplingParams
@@ -21,11 +22,12 @@ from trtrun.engine.graphs.graph_shapes import MOST_PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up_largest_mixed
 from trtrun.memory.working_memory import RoundShape
+from trtrun.rounds.exchange.exchange import Exchange
 from trtrun.rounds.launched_round import LaunchedRound, VerdictRound
 from trtrun.rounds.round import Worker
 
 _MUCH_PADDING = 17
-"""Tokens of a prompt that becomes a tile of 32 queries (engine/prompt_tiles.py)."""
+"""Tokens of a prompt that becomes a tile of 32 queries (engine/batch.py)."""
 
 _GRAPH_TENSORS_BYTES = 1 << 17
 """What a graph reads and writes of its own; block tables are all graphs' together."""
@@ -53,7 +55,7 @@ _WITHOUT_HISTORY = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
 """Rows whose draft steps are one graph, choices and their scratch memory included."""
 
 
-class SilentExchange:
+class SilentExchange(Exchange):
     """An Exchange of a rehearsal: nothing travels, a draft has as many tokens as are asked for, and every verdict that
     comes is one of no tokens."""
 
@@ -72,12 +74,13 @@ class SilentExchange:
         self._verifies = verifies
         self._tapped = tapped
 
+    @override
     def is_late(self, plan: RoundPlan) -> bool:
-        """See Exchange."""
         return False
 
+    @override
     def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
-        """See Exchange: where nothing is drafted here, probabilities are zeros."""
+        """Receive nothing: where nothing is drafted here, probabilities are zeros."""
         if not self._verifies or not plan.draft_len:
             return None
         if draft is not None:
@@ -87,29 +90,33 @@ class SilentExchange:
         probs = torch.zeros(shape, device=self._device) if probability_rows else None
         return Draft(tokens, torch.full((rows,), plan.draft_len, dtype=torch.int64, device=self._device), probs)
 
+    @override
     def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
-        """See Exchange."""
+        pass
 
+    @override
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
-        """See Exchange."""
+        pass
 
+    @override
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
-        """See Exchange."""
         shape = (len(plan.sampled_rows), width)
         tokens = torch.full(shape, -1, dtype=torch.int64, device=self._device)
         return Verdict(torch.zeros(shape[0], dtype=torch.int64, device=self._device), tokens)
 
+    @override
     def is_verdict_here(self, plan: RoundPlan) -> bool:
-        """See Exchange."""
         return True
 
+    @override
     def send_hidden(
         self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
     ) -> None:
-        """See Exchange."""
+        pass
 
+    @override
     def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
-        """See Exchange: zeros, of as many tokens as there may be."""
+        """Zeros, for as many tokens as there may be."""
         if self._tapped is None:
             return None
         shape, dtype = self._tapped
@@ -117,15 +124,17 @@ class SilentExchange:
         prompts = [torch.zeros((chunk.length, *shape), dtype=dtype, device=self._device) for chunk in plan.prefill]
         return HiddenStates(decoded, prompts)
 
+    @override
     def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
-        """See Exchange."""
         return decided
 
+    @override
     def forget(self) -> None:
-        """See Exchange."""
+        pass
 
+    @override
     def close(self) -> None:
-        """See Exchange."""
+        pass
 
 
 @dataclass

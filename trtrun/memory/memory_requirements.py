@@ -14,7 +14,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
-from trtrun.engine.heads.head_paths import HeadSpace
+from trtrun.engine.heads.head_rows import HeadSpace
 from trtrun.engine.rows import RowState
 from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
@@ -30,7 +30,7 @@ from trtrun.memory.working_memory import RoundShape, head_rank_bytes, working_by
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
-from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.speculation.ahead.policy import GuessSpace
 from trtrun.tensors import DTYPES
 
 MOST_GUESSES = 128

@@ -8,7 +8,7 @@ configuration and of config.json, for ranks, rank 0 and `trtrun plan` alike.
 from __future__ import annotations
 
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.kvcache.rings import RingSpace
+from trtrun.kvcache.store import RingSpace
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up

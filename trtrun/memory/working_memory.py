@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.core.sampling_params import MOST_LOGPROBS
+from trtrun.engine.batch import MOST_EVEN_PADDING, tile_width
 from trtrun.engine.graphs.graph_cache import MOST_GRAPHS
 from trtrun.engine.graphs.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
-from trtrun.engine.prompt_logprobs import positions_at_once
-from trtrun.engine.prompt_tiles import MOST_EVEN_PADDING, tile_width
 from trtrun.engine.rows import RowState
 from trtrun.engine.start_forwards import count_tree_graphs
+from trtrun.engine.verification import positions_at_once
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head, whole_head
@@ -31,8 +31,7 @@ from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.loading.weight_check import held_weights
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
-from trtrun.sampling.filters import RANKING_BYTES, most_ranked
-from trtrun.sampling.pieces import MOST_ELEMENTS
+from trtrun.sampling.filters import MOST_ELEMENTS, RANKING_BYTES, most_ranked
 from trtrun.weights.weight import Share
 
 _GRAPH_LAYER_BYTES = 64 << 10
@@ -308,7 +307,7 @@ def _scoring_bytes(
     scored: int, num_tokens: int, share: Share, model: ModelConfig, dtype: torch.dtype, device_type: str
 ) -> int:
     """Logits of `scored` positions of prompts, in float32, as log probabilities and ranked, and what is kept of all
-    tokens of a round, in parts and whole (engine/prompt_logprobs.py)."""
+    tokens of a round, in parts and whole (engine/verification.py)."""
     elements = scored * model.vocab_size
     ranked = min(elements, max(most_ranked(device_type), model.vocab_size)) * RANKING_BYTES
     kept = 2 * num_tokens * _MOST_NAMED * (torch.int64.itemsize + _FLOAT)

@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from parallel.control import ControlPlane, Report
 from parallel.watchdog.activity import Activity, Doing, Phase
 from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.failures import RankFailures
-from trtrun.rounds.ordered_adapters import OrderedAdapters
-from trtrun.rounds.ordered_guides import OrderedGuides
+from trtrun.rounds.prepared_work import OrderedAdapters, OrderedGuides
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import RankSpans
 from trtrun.timing.tracing import Answer, RankTracer
@@ -30,13 +31,13 @@ class EngineRanks(Protocol):
     """All engine ranks, as the orchestrator sees them."""
 
     @property
-    def draft_is_lost(self) -> bool:
-        """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
+    def activity(self) -> Activity:
+        """Where this process says what it is doing."""
         ...
 
     @property
-    def activity(self) -> Activity:
-        """Where this process says what it is doing."""
+    def draft_is_lost(self) -> bool:
+        """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
         ...
 
     def look(self) -> Mapping[int, Doing]:
@@ -140,7 +141,7 @@ class EngineRanks(Protocol):
         ...
 
 
-class MpiRanks:
+class MpiRanks(EngineRanks):
     """Worker ranks behind the control plane.
 
     Args:
@@ -151,7 +152,7 @@ class MpiRanks:
 
     def __init__(self, control: ControlPlane, activity: Activity, failures: RankFailures) -> None:
         self._control = control
-        self.activity = activity
+        self._activity = activity
         self._failures = failures
         self._tracer = RankTracer(self._ask)
         # A draft leader's report of the last round before a trace may come after the first request.
@@ -163,24 +164,30 @@ class MpiRanks:
         self._is_stepping = False
 
     @property
+    @override
+    def activity(self) -> Activity:
+        return self._activity
+
+    @property
+    @override
     def draft_is_lost(self) -> bool:
-        """See EngineRanks; known from the next publish or collect on."""
+        """Whether draft ranks are lost, as is known from the next publish or collect on."""
         return bool(self._failures.lost_ranks)
 
+    @override
     def look(self) -> Mapping[int, Doing]:
-        """See EngineRanks."""
         return self._failures.look()
 
+    @override
     def publish(self, plan: RoundPlan) -> None:
-        """See EngineRanks."""
         self._failures.check()
         self._published = plan.round_index
         self._control.publish(encode_plan(plan))
         self._num_due += 1
 
+    @override
     def collect(self) -> RoundReport:
-        """See EngineRanks."""
-        self.activity.enter(self._published, Phase.AWAITING_REPORT)
+        self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             received = self._set_aside.popleft() if self._set_aside else self._next_report()
             report = decode_report(received.payload)
@@ -189,13 +196,13 @@ class MpiRanks:
         finally:
             self._leave()
 
+    @override
     def order_guides(self, orders: GuideOrders) -> None:
-        """See EngineRanks."""
         self._failures.check()
         self._control.publish(self._guides.encode(orders))
 
+    @override
     def take_built_guides(self, seconds: float = 0.0) -> list[GuideStart]:
-        """See EngineRanks."""
         built = self._take_built()
         if seconds and not built:
             report = self._failures.collect_within(seconds, self._control)
@@ -224,28 +231,28 @@ class MpiRanks:
         return True
 
     @contextmanager
+    @override
     def stepping(self) -> Iterator[None]:
-        """See EngineRanks."""
         self._failures.check()
         self._is_stepping = True
-        self.activity.enter(self._published, Phase.SCHEDULING)
+        self._activity.enter(self._published, Phase.SCHEDULING)
         try:
             yield
         finally:
             self._is_stepping = False
-            self.activity.rest()
+            self._activity.rest()
 
+    @override
     def reset(self) -> None:
-        """See EngineRanks."""
         while self._num_due:
             self.collect()
 
+    @override
     def start_trace(self, most_rounds: int) -> None:
-        """See EngineRanks."""
         self._tracer.start(most_rounds)
 
+    @override
     def take_trace(self) -> list[RankSpans]:
-        """See EngineRanks."""
         return self._tracer.take()
 
     def begin_adapter(self, name: str, path: Path) -> None:
@@ -263,19 +270,19 @@ class MpiRanks:
             problems = self._adapters.problems(self._control.num_workers, self._failures.lost_ranks)
         return problems
 
+    @override
     def end_adapter(self, slot: int) -> None:
-        """See EngineRanks."""
         self._failures.check()
         self._control.publish(self._adapters.end(slot))
 
+    @override
     def close(self) -> None:
-        """See EngineRanks."""
         self._failures.close(self._control)
 
     def _ask(self, request: bytes) -> Iterator[Answer]:
         """Send a request to every worker, and yield the answers of all as they come."""
         self._failures.check()
-        self.activity.enter(self._published, Phase.AWAITING_REPORT)
+        self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             self._control.publish(request)
             due = self._control.num_workers
@@ -291,6 +298,6 @@ class MpiRanks:
 
     def _leave(self) -> None:
         if self._is_stepping:
-            self.activity.enter(self._published, Phase.SCHEDULING)
+            self._activity.enter(self._published, Phase.SCHEDULING)
         else:
-            self.activity.rest()
+            self._activity.rest()

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from trtrun.core.nouns import RoundPlan, Step, Verdict
 from trtrun.timing.phase_clock import Event, timing_event
@@ -172,7 +173,7 @@ class VerdictRound(LaunchedRound, Protocol):
 
 
 @dataclass(frozen=True)
-class DoneRound:
+class DoneRound(LaunchedRound):
     """A round without anything to wait for.
 
     Attributes:
@@ -182,20 +183,21 @@ class DoneRound:
     report: ReportArrays | None
     may_be_followed = True
 
+    @override
     def is_done(self) -> bool:
-        """See LaunchedRound."""
         return True
 
+    @override
     def release(self) -> None:
-        """See LaunchedRound: it waits for nothing."""
+        """Do nothing: no device waits in this round."""
 
+    @override
     def finish(self) -> ReportArrays | None:
-        """See LaunchedRound."""
         return self.report
 
 
 @dataclass(frozen=True)
-class DecidedRound:
+class DecidedRound(VerdictRound):
     """A round of the target leader, whose verdict is on its way to the host.
 
     Attributes:
@@ -207,24 +209,25 @@ class DecidedRound:
     take_times: Callable[[], RoundTimes]
     may_be_followed = True
 
+    @override
     def is_done(self) -> bool:
-        """See LaunchedRound."""
         return self.verdict.is_here()
 
+    @override
     def release(self) -> None:
-        """See LaunchedRound: it waits for nothing."""
+        """Do nothing: no device waits in this round."""
 
+    @override
     def numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """See VerdictRound."""
         return self.verdict.numbers()
 
+    @override
     def finish(self) -> ReportArrays:
-        """See LaunchedRound."""
         return self.verdict.wait(self.take_times)
 
 
 @dataclass
-class AwaitedRound:
+class AwaitedRound(LaunchedRound):
     """A round of a rank that drafts, whose verdict comes as a message.
 
     Attributes:
@@ -236,13 +239,14 @@ class AwaitedRound:
     end: Callable[[], LaunchedRound]
     may_be_followed = False
 
+    @override
     def is_done(self) -> bool:
-        """See LaunchedRound."""
         return self.is_here()
 
+    @override
     def release(self) -> None:
-        """See LaunchedRound: no device waits."""
+        """Do nothing: no device waits."""
 
+    @override
     def finish(self) -> ReportArrays | None:
-        """See LaunchedRound."""
         return self.end().finish()

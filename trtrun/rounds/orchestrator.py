@@ -21,8 +21,7 @@ from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan, TokenLogprobs
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.batch import RowResult
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.acceptance import DraftRecord
-from trtrun.speculation.acceptance_watch import AcceptanceWatch
+from trtrun.speculation.acceptance import AcceptanceWatch, DraftRecord
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.pacing import Pacer

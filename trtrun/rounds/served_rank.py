@@ -11,12 +11,10 @@ from collections import deque
 from parallel.control import ControlPlane
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.launched_round import LaunchedRound
-from trtrun.rounds.ordered_adapters import AdapterDesk
-from trtrun.rounds.ordered_guides import GuideDesk
+from trtrun.rounds.prepared_work import AdapterDesk, GuideDesk
 from trtrun.rounds.round import Worker
 from trtrun.timing.tracing import PhaseTracer
-from trtrun.wire.adapter_loads import decode_order
-from trtrun.wire.guide_orders import are_orders, decode_orders
+from trtrun.wire.messages import are_guide_orders, decode_adapter_order, decode_guide_orders
 from trtrun.wire.plans import decode_plan, is_plan
 from trtrun.wire.reports import ReportArrays, ReportKind
 
@@ -88,9 +86,9 @@ class _Served:
                 self._launched.append(self._worker.launch_round(message))
                 if len(self._launched) == 1:
                     self._launched[0].release()
-            elif (orders := decode_orders(message)) is not None:
+            elif (orders := decode_guide_orders(message)) is not None:
                 self._desk.take(orders)
-            elif (order := decode_order(message)) is not None:
+            elif (order := decode_adapter_order(message)) is not None:
                 if not self._launched:
                     self._worker.activity.rest()
                 self._adapters.take(order)
@@ -104,9 +102,9 @@ class _Served:
         """Whether launched rounds allow it: what fills a slot waits for the device, what is traced is whole rounds."""
         if isinstance(message, RoundPlan):
             return all(one.may_be_followed for one in self._launched)
-        order = decode_order(message)
+        order = decode_adapter_order(message)
         reads = order is not None and order.path is not None
-        return not self._launched or reads or are_orders(message)
+        return not self._launched or reads or are_guide_orders(message)
 
     def _tell(self, report: ReportArrays | None) -> None:
         if report is not None:

@@ -11,13 +11,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
 from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import RankFailedError
+from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.launched_round import LaunchedRound
-from trtrun.rounds.ordered_adapters import AdapterReading
+from trtrun.rounds.prepared_work import AdapterReading
 from trtrun.rounds.round import Worker
 from trtrun.scheduling.guide_books import GuideOrders
 from trtrun.timing.spans import ENGINES, RankSpans
@@ -25,7 +27,7 @@ from trtrun.timing.tracing import PhaseTracer
 from trtrun.wire.reports import RoundReport
 
 
-class SoloRanks:
+class SoloRanks(EngineRanks):
     """One process with every role: a plan runs when its report is asked for, or on a GPU that of the plan before.
 
     Args:
@@ -45,26 +47,27 @@ class SoloRanks:
         self._reading: AdapterReading | None = None
 
     @property
+    @override
     def draft_is_lost(self) -> bool:
-        """See EngineRanks; a process alone loses nothing."""
+        """False: a process alone loses nothing."""
         return False
 
     @property
+    @override
     def activity(self) -> Activity:
-        """Where this process says what it does."""
         return self._worker.activity
 
+    @override
     def look(self) -> Mapping[int, Doing]:
-        """See EngineRanks."""
         return {0: self._worker.activity.look()}
 
+    @override
     def publish(self, plan: RoundPlan) -> None:
-        """See EngineRanks."""
         self._plans.append(plan)
         self._published = plan.round_index
 
+    @override
     def collect(self) -> RoundReport:
-        """See EngineRanks."""
         with self._on_device():
             while self._plans and (self._launches_ahead or not self._launched):
                 self._launched.append(self._worker.launch_round(self._plans.popleft()))
@@ -73,8 +76,8 @@ class SoloRanks:
             raise RankFailedError("the single process of this job does not lead the target engine")
         return report.unpack()
 
+    @override
     def order_guides(self, orders: GuideOrders) -> None:
-        """See EngineRanks."""
         guides = self._worker.guides
         if guides is not None:
             for guide in orders.over:
@@ -83,8 +86,8 @@ class SoloRanks:
                 guides.build(guide)
         self._guides_due = [*(guide for guide in self._guides_due if guide not in orders.over), *orders.begun]
 
+    @override
     def take_built_guides(self, seconds: float = 0.0) -> list[GuideStart]:
-        """See EngineRanks."""
         guides, due = self._worker.guides, self._guides_due
         if guides is not None and seconds and due:
             guides.wait_for_any(due, seconds)
@@ -98,16 +101,17 @@ class SoloRanks:
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @contextmanager
+    @override
     def stepping(self) -> Iterator[None]:
-        """See EngineRanks; who looks from outside sees it."""
+        """Mark the time of rounds, which those who look from outside see."""
         self._worker.activity.enter(self._published, Phase.SCHEDULING)
         try:
             yield
         finally:
             self._worker.activity.rest()
 
+    @override
     def reset(self) -> None:
-        """See EngineRanks."""
         self._plans.clear()
         self._launched.clear()
         self._worker.reset()
@@ -128,17 +132,18 @@ class SoloRanks:
             with self._on_device():
                 reading.install(slot)
 
+    @override
     def start_trace(self, most_rounds: int) -> None:
-        """See EngineRanks."""
         self._tracer.start(most_rounds)
 
+    @override
     def take_trace(self) -> list[RankSpans]:
-        """See EngineRanks; there is one clock."""
+        """Take the trace; there is one clock."""
         log = self._tracer.take()
         return [RankSpans(0, ENGINES, log.spans, log.num_dropped_rounds)]
 
+    @override
     def close(self) -> None:
-        """See EngineRanks."""
         self._plans.clear()
         if self._worker.guides is not None:
             self._worker.guides.close()

@@ -1,17 +1,22 @@
 """The distributions of a round's positions after every row's own parameters, and what is drawn from them.
 
 Two ways to the same: torch's operations, which make a table of processed logits, and on CUDA kernels that look at the
-logits alone (kernels/triton/sampling). On one device all tokens of a text come from the same way. They know
-RowSampling; they do not know what tokens are for, or what is verified.
+logits alone (kernels/triton/sampling). On one device all tokens of a text come from the same way.
+
+Where rows choose in several steps that are one piece of work, a CUDA graph, kernels choose from tables on the device:
+for rows without penalties, biases and bans, whose choices look at nothing but the logits, the row's parameters and the
+position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.penalties import add_logit_bias_
@@ -51,7 +56,7 @@ def _forbids(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) == -torch.inf
 
 
-class TorchDistributions:
+class TorchDistributions(Distributions):
     """By torch's operations."""
 
     def __init__(self, sampling: RowSampling, processed: Tensor, rows: Sequence[int], lengths: Tensor) -> None:
@@ -61,55 +66,55 @@ class TorchDistributions:
         self._rows = rows
         self._lengths = lengths
 
+    @override
     def choose(self, stream: Stream) -> Tensor:
-        """See Distributions."""
         return self._sampling.choose(self.processed, self._rows, self._lengths, stream)
 
+    @override
     def rank(self, count: int) -> Tensor:
-        """See Distributions."""
         return self._sampling.rank(self.processed[:, 0], self._rows, self._lengths, count)
 
+    @override
     def scores(self) -> Tensor:
-        """See Distributions."""
         return self._sampling.scores(self.processed[:, 0], self._rows, self._lengths)
 
+    @override
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
-        """See Distributions."""
         picked = self.processed[kept_integers(indices, self.processed.device)]
         return torch.nn.functional.pad(self._sampling.probabilities(picked), (0, width - picked.shape[-1]))
 
+    @override
     def forbids(self, tokens: Tensor) -> Tensor:
-        """See Distributions."""
         return _forbids(self.processed, tokens)
 
 
-class KernelDistributions:
+class KernelDistributions(Distributions):
     """By kernels on CUDA, for rows of which at least one is sampled or changes its logits."""
 
     def __init__(self, lines: Lines) -> None:
         """Draw from lines that are cut."""
         self.lines = lines
 
+    @override
     def choose(self, stream: Stream) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import choose
 
         return choose(self.lines, int(stream))
 
+    @override
     def rank(self, count: int) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import rank
 
         return rank(self.lines, int(Stream.TARGET), count)
 
+    @override
     def scores(self) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import scores
 
         return scores(self.lines, int(Stream.TARGET))
 
+    @override
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
-        """See Distributions."""
         from trtrun.kernels.triton.sampling.token_choice import write_probabilities
 
         logits = self.lines.logits
@@ -117,8 +122,8 @@ class KernelDistributions:
         write_probabilities(self.lines, kept_integers(indices, logits.device), output)
         return output
 
+    @override
     def forbids(self, tokens: Tensor) -> Tensor:
-        """See Distributions."""
         return _forbids(self.lines.logits, tokens)
 
 
@@ -207,3 +212,71 @@ def _changed(
             sampling.ban_(logits[index], rows[index], lengths[index], token_ids, drafts)
     sampling.end_thoughts_(logits, rows, lengths, token_ids, draft_tokens)
     return logits
+
+
+_KINDS = (True, False)
+"""With filters and without."""
+
+NUM_KINDS = len(_KINDS)
+"""Kinds of choices of sampled rows, each of which is work of its own."""
+
+
+@dataclass(frozen=True)
+class KeyedRanks:
+    """The choices of R rows, some of them sampled.
+
+    Attributes:
+        sampling: their parameters.
+        rows: [R] int64 on the device.
+        lengths: [R] int64 on the device: the position that the first step chooses.
+        stream: what the tokens are for.
+        cuts: whether any of the rows has top_k or top_p. Both filters run then: where a row has none it costs little,
+            and work of fewer kinds has fewer graphs.
+    """
+
+    sampling: RowSampling
+    rows: Tensor
+    lengths: Tensor
+    stream: Stream
+    cuts: bool
+
+    @classmethod
+    def of(cls, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, stream: Stream) -> KeyedRanks | None:
+        """The choices of `rows`; None where kernels do not run or a choice looks at a row's tokens."""
+        if not operations_of(lengths.device.type).cuts_lines or sampling.needs_history(rows):
+            return None
+        cuts = any(of_row.top_k or of_row.top_p for of_row in sampling.steps(rows) if not of_row.greedy)
+        return cls(sampling, kept_integers(rows, lengths.device), lengths, stream, cuts)
+
+    @classmethod
+    def kinds(cls, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, stream: Stream) -> list[KeyedRanks]:
+        """One of each kind for `rows`, whatever their parameters: what a start makes ready. None without kernels."""
+        if not operations_of(lengths.device.type).cuts_lines:
+            return []
+        places = kept_integers(rows, lengths.device)
+        return [cls(sampling, places, lengths, stream, cuts) for cuts in _KINDS]
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        """What `rank` reads beside logits: rows and lengths."""
+        return self.rows, self.lengths
+
+    @property
+    def kind(self) -> tuple[Stream, bool]:
+        """Choices of one kind are the same work."""
+        return self.stream, self.cuts
+
+    def rank(self, logits: Tensor, step: int, count: int, rows: Tensor, lengths: Tensor) -> Tensor:
+        """[R, count] int64: what follows a step, best first.
+
+        Args:
+            logits: [R, V] float32.
+            step: from 0 on.
+            count: how many.
+            rows, lengths: tensors like the own ones, which a graph reads from another place.
+        """
+        from trtrun.kernels.triton.sampling.token_choice import choose, rank
+
+        cuts = self.cuts
+        lines = cut_lines(self.sampling, logits.unsqueeze(1), rows, lengths + step, by_count=cuts, by_share=cuts)
+        return choose(lines, int(self.stream)) if count == 1 else rank(lines, int(self.stream), count)

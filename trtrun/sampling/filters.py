@@ -1,8 +1,10 @@
-"""Temperature, top_k, top_p and min_p: which tokens a sampled row may choose, and how likely each is.
+"""Temperature, top_k, top_p and min_p: which tokens a sampled row may choose, and how likely each is; and the few
+largest of many numbers, row by row.
 
-Pure functions on [rows, positions, vocabulary] logits; each row has its own parameters. They know no admission, no
-seed and no earlier token. No value is read back from a device; on the CPU, where reading costs nothing, the nucleus is
-searched among fewer candidates. Rows are ranked some at a time, so that a large batch takes no more memory.
+Functions of [rows, positions, vocabulary] logits; each row has its own parameters. No value is read back from a device;
+on the CPU, where reading costs nothing, the nucleus is searched among fewer candidates. Rows are ranked some at a time,
+so that a large batch takes no more memory: every step of sampling treats rows independently, so the pieces give the
+same bits.
 
 Order: temperature, top_k, top_p over the distribution that top_k left, then min_p, as transformers orders them. min_p
 compares with the most likely token, which every other filter keeps, so its place does not change what it removes.
@@ -16,7 +18,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trtrun.sampling.pieces import pieces
+from trtrun.kernels.chooser import operations_of
+
+MOST_ELEMENTS = 1 << 24
+"""Logits whose temporaries exist at once: 64 MiB for each tensor of float32."""
+
+
+def pieces(rows: int, elements_of_a_row: int, most_elements: int | None = None) -> list[slice]:
+    """[0, rows) in slices of whole rows that hold `most_elements` at most (None: MOST_ELEMENTS), a row at least."""
+    step = max(1, (MOST_ELEMENTS if most_elements is None else most_elements) // max(1, elements_of_a_row))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
 
 # Elements ranked at a time on a CPU, in whole rows: larger temporaries are fresh memory each time, and its page faults
 # cost more than the ranking (measured: 16 rows of 6 x 16384 took 2 to 3 times as long at once as one by one).
@@ -163,3 +175,53 @@ def _below_nucleus(before: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
     (rounding of the sums must not cut a tail that nobody asked to cut)."""
     share = top_p[:, None, None]
     return (before < share * total) | (share >= 1.0)
+
+
+def argmax(numbers: torch.Tensor) -> torch.Tensor:
+    """Where the largest number of each row stands, the first one where several are.
+
+    Args:
+        numbers: [..., width] float32, any device. A number that is not finite, but for -inf, is the largest.
+
+    Returns:
+        [...] int64; 0 where all are -inf.
+    """
+    return operations_of(numbers.device.type).argmax(numbers)
+
+
+def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the `count` largest numbers of each row stand, the largest first.
+
+    Args:
+        numbers: [rows, width] float32, any device; without NaN.
+        count: how many; all of a row that is shorter.
+
+    Returns:
+        [rows, count] int64. Of the largest the first one comes first, as `torch.argmax` has it: in bfloat16 the largest
+        logit is often there twice. Elsewhere equal numbers have no order, and where fewer are above -inf, what
+        follows them may come twice.
+    """
+    return operations_of(numbers.device.type).likeliest(numbers, min(count, numbers.shape[1]))
+
+
+def likeliest_in_order(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the `count` largest numbers of each row stand, the largest first, and of equal ones the first ones first:
+    those of a smaller count are the first of a larger one.
+
+    Args:
+        numbers: [..., width] float32, any device.
+        count: how many, at least 1; all of a row that is shorter.
+
+    Returns:
+        [..., count] int64. Where fewer are above -inf, what follows them is any place.
+    """
+    width = numbers.shape[-1]
+    count = min(count, width)
+    lines = numbers.reshape(-1, width)
+    at_once = operations_of(numbers.device.type).likeliest_in_order(lines, count)
+    if at_once is not None:
+        return at_once.reshape(*numbers.shape[:-1], count)
+    found = torch.empty((len(lines), count), dtype=torch.int64, device=numbers.device)
+    for part in pieces(len(lines), width, most_ranked(numbers.device.type)):
+        found[part] = largest(lines[part], count)[1]
+    return found.view(*numbers.shape[:-1], count)

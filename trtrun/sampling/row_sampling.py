@@ -21,8 +21,7 @@ from torch import Tensor
 from trtrun.core.nouns import RowAdmission, VerdictLogprobs
 from trtrun.kernels.triton.sampling import columns
 from trtrun.sampling import filters, penalties
-from trtrun.sampling.likeliest import argmax, likeliest, likeliest_in_order
-from trtrun.sampling.pieces import pieces
+from trtrun.sampling.filters import argmax, likeliest, likeliest_in_order, pieces
 from trtrun.sampling.random import Stream, gumbel, gumbel_argmax, gumbel_of
 from trtrun.sampling.row_steps import RowSteps, SharedTables
 from trtrun.sampling.thoughts import force_marks_, groups_of

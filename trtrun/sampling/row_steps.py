@@ -1,7 +1,8 @@
-"""What the host knows of a row's sampling: which steps it takes, and the tables that some of them use.
+"""What the host knows of a row's sampling: which steps it takes, and the tables that some of them use; and which tokens
+a guide allows, as bits on the device.
 
 Made once, when a request gets its row, so that choosing tokens later never asks the device which path to take. Rows of
-the same lists, such as the completions of one prompt, share their tables. It knows no logits and no randomness.
+the same lists, such as the completions of one prompt, share their tables.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from trtrun.core.nouns import RowAdmission
 from trtrun.core.token_lists import NO_LISTS, TokenLists
-from trtrun.sampling.bad_words import BadWords
+from trtrun.kernels.chooser import operations_of
+from trtrun.sampling.penalties import BadWords
 from trtrun.sampling.thoughts import ThinkingBudget
 
 
@@ -122,3 +124,26 @@ class RowSteps:
     def own_tables(self) -> bool:
         """Whether a step works on this row alone, with its tables."""
         return self.bans or self.tables.bias is not None or self.tables.thinking is not None
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Of R rows at P positions each.
+
+    Attributes:
+        places: [R, P] int32 on the device: of each position the line of `bits` that it has, or -1 where any token may
+            be taken.
+        bits: [n, W] int32 on the device: token t may be taken where bit t % 32 of word t // 32 is set; 32 * W is at
+            least the vocabulary's size.
+    """
+
+    places: Tensor
+    bits: Tensor
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits [R, P, V] float32 with -inf where a token may not be taken: a new tensor."""
+        return operations_of(logits.device.type).mask_tokens(logits, self.places, self.bits)
+
+    def picked(self, columns: Tensor) -> TokenMasks:
+        """Of each row the positions `columns` [R, n] int64."""
+        return TokenMasks(self.places.gather(1, columns), self.bits)

@@ -17,12 +17,10 @@ from typing import NamedTuple
 from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import FinishReason, LoadedAdapter, Request
 from trtrun.core.request_statistics import RequestStatistics
-from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, PrefixCache, salted
-from trtrun.kvcache.tables import BlockTable
+from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, BlockTable, PrefixCache, salted
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.matches import OwnMatch
-from trtrun.scheduling.prompt_logits import PromptLogits
-from trtrun.scheduling.prompt_scores import PromptScores
+from trtrun.scheduling.prompt_results import PromptLogits, PromptScores
 from trtrun.tokens.detokenizer import ROOT, AhoCorasick, CompletionText
 
 NO_ROW = -1

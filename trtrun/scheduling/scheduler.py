@@ -30,8 +30,7 @@ from trtrun.scheduling.guide_books import GuideBooks, GuideOrders
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.matches import MatchRecord, OwnMatch
 from trtrun.scheduling.planning import PlanBuilder
-from trtrun.scheduling.prompt_logits import PromptLogits
-from trtrun.scheduling.prompt_scores import PromptScores
+from trtrun.scheduling.prompt_results import PromptLogits, PromptScores
 from trtrun.scheduling.queue import WaitingQueue
 from trtrun.scheduling.results import (
     PlannedRound,

@@ -18,7 +18,7 @@ from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.registry import Registry
-from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.speculation.ahead.policy import GuessSpace
 from trtrun.speculation.protocols import DraftEngine, Rows, TargetEngine, TargetGroup
 from trtrun.speculation.translated_rows import Translation
 

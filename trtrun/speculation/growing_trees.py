@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.dynamic_tree import DynamicTree
 from trtrun.configuration.drafting.medusa_choices import Choice, ChoiceTree
@@ -115,7 +116,7 @@ class StaticShape:
         self.paths = torch.tensor(padded, dtype=torch.int64, device=device)
 
 
-class StaticGrowth:
+class StaticGrowth(Growth):
     """Trees of one shape; see Growth. The nodes are by depth, and of one depth by ranks."""
 
     has_log_probs = False
@@ -127,8 +128,8 @@ class StaticGrowth:
         self._rows = rows
         self._tokens: list[Tensor] = []
 
+    @override
     def spread(self, ranked: Ranked | None, given: Given | None, share: Share) -> tuple[Tensor, Tensor]:
-        """See Growth."""
         here = self._shape.depths[len(self._tokens)]
         if ranked is None:
             tokens = share(here.picks.new_empty((self._rows, len(here.picks))))
@@ -139,12 +140,12 @@ class StaticGrowth:
         self._tokens.append(tokens)
         return tokens.index_select(1, here.continued), here.parents.expand(self._rows, -1)
 
+    @override
     def finish(self, share: Share) -> tuple[Tensor, Tensor]:
-        """See Growth."""
         return torch.cat(self._tokens, dim=1), self._shape.paths.expand(self._rows, -1, -1)
 
 
-class DynamicGrowth:
+class DynamicGrowth(Growth):
     """Trees each of a shape of its own; see Growth. Nodes are in the order in which they were met."""
 
     has_log_probs = True
@@ -168,8 +169,9 @@ class DynamicGrowth:
         self._last_trails = torch.zeros((rows, 1, 0), dtype=torch.int64, device=device)
         self._count = 0
 
+    @override
     def spread(self, ranked: Ranked | None, given: Given | None, share: Share) -> tuple[Tensor, Tensor]:
-        """See Growth. A given token is certain, and continues the best path."""
+        """Take in what follows; a given token is certain, and continues the best path."""
         if ranked is None:
             empty = torch.empty((self._shape[0], 2, self.num_ranks), dtype=torch.int64, device=self._device)
             told = share(empty)
@@ -197,8 +199,9 @@ class DynamicGrowth:
         told = share(torch.stack((tokens.gather(1, best), best // self.num_ranks), dim=1))
         return told[:, 0], told[:, 1]
 
+    @override
     def finish(self, share: Share) -> tuple[Tensor, Tensor]:
-        """See Growth. Leaves are in the order of nodes, and paths that are not there behind them."""
+        """Build the trees: leaves are in the order of nodes, and paths that are not there behind them."""
         rows, nodes, paths = self._shape
         if not self._tokens:
             told = share(torch.empty((rows, nodes + paths * self._depth), dtype=torch.int64, device=self._device))

@@ -18,7 +18,7 @@ from trtrun.configuration.drafting.dynamic_tree import DynamicTree
 from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.core.nouns import RoundPlan
 from trtrun.sampling.distributions import Distributions, distributions_of
-from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.filters import likeliest
 from trtrun.speculation.growing_trees import DynamicGrowth, Given, Growth, Ranked, StaticGrowth, StaticShape
 from trtrun.speculation.protocols import FeatureHeads, GrowTree, Rows
 from trtrun.speculation.text_drafts import Suggestion

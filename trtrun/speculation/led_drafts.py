@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.found_paths import no_draft
-from trtrun.speculation.given_drafts import GivenDrafts
+from trtrun.speculation.found_paths import GivenDrafts, no_draft
 from trtrun.speculation.protocols import Rows, TargetGroup
 from trtrun.tensors import inference, kept_integers, kept_range
 
@@ -78,21 +78,21 @@ class LedDrafter(Drafter):
         self._newest: Tensor | None = None
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._rows
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter."""
         self._given.guides = guides
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter."""
         listed = plan.decode_rows.tolist()
         rows = kept_integers(listed, self._device)
         if plan.draft_lens.size and plan.draft_lens.max() >= 0:
@@ -121,8 +121,9 @@ class LedDrafter(Drafter):
         return self._shapes[depth]
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter: where the rank decides it learns from the logits of what was verified."""
+        """Learn from the logits of what was verified, where the rank decides."""
         proposed, self._proposed = self._proposed, None
         if not self._group.decides or not len(plan.decode_rows):
             return

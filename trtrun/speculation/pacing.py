@@ -2,7 +2,7 @@
 
 Verifying a few rows costs hardly more than decoding them, as both wait for the weights. With many rows verification is
 arithmetic, and a draft_len that is right for one row loses more time than its accepted tokens win. The pacer keeps how
-long rounds of each draft_len took under each load (load_costs.py), and how often the draft token of each position was
+long rounds of each draft_len took under each load (round_costs.py), and how often the draft token of each position was
 accepted (acceptance.py), and answers with the draft_len of the most tokens a second to be expected. That is the goodput
 of Liu et al. 2024 (arXiv:2406.14066). It begins with what the start measured or assumed (round_costs.py) and with what
 an earlier run has seen, and corrects both by what comes; where it has no costs, it learns all of it on the way.
@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from statistics import median_low
 
 from trtrun.speculation.acceptance import DraftRecord, PlaceAcceptance
-from trtrun.speculation.load_costs import NUM_SAMPLES, Load, estimate_between, rounded
-from trtrun.speculation.round_costs import RoundCosts
+from trtrun.speculation.round_costs import NUM_SAMPLES, Load, RoundCosts, estimate_between, rounded
 
 _FIRST_TRIAL, _FIRST_TRIAL_OF_KNOWN = 8, 16
 _LONGEST_PAUSE, _LONGEST_WITHOUT = 512, 128

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from trtrun.core.nouns import Draft, FedPart, PrefillChunk, RoundPlan, Step
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks
 from trtrun.sampling.row_sampling import RowSampling
 
 PreparedStep = TypeVar("PreparedStep")

@@ -14,7 +14,7 @@ from torch import Tensor
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.speculation.given_drafts import GivenDrafts
+from trtrun.speculation.found_paths import GivenDrafts
 from trtrun.speculation.protocols import Rows
 from trtrun.speculation.suffixes.search import SuffixSearch
 from trtrun.tensors import kept_integers, kept_range

@@ -19,8 +19,7 @@ import torch
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.guiding.host_copies import HostCopies
-from trtrun.kvcache.blocks import BlockPool, PrefixCache
-from trtrun.kvcache.tables import BlockTable
+from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache
 from trtrun.speculation.protocols import DraftEngine, KeptRows, PreparedStep
 from trtrun.tensors import device_integers, kept_integers
 from trtrun.tokens.translation import TranslatedText, Vocabularies

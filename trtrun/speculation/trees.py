@@ -20,10 +20,10 @@ from torch import Tensor
 from trtrun.core.nouns import Draft, Verdict
 from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.distributions import distributions_of
-from trtrun.sampling.pieces import pieces
+from trtrun.sampling.filters import pieces
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 from trtrun.speculation.verify import accept_by_token, end_where_forbidden, top_logprobs, verify
 from trtrun.tensors import kept_range
 

@@ -22,10 +22,10 @@ from trtrun.core.nouns import Verdict, VerdictLogprobs
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.torch.operations import count_accepted, gained
 from trtrun.sampling.distributions import KernelDistributions, TorchDistributions, distributions_of
-from trtrun.sampling.pieces import pieces
+from trtrun.sampling.filters import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 from trtrun.tensors import device_integers, kept_integers
 
 

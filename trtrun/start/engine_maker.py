@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel.communicator import Communicator
-from trtrun.engine.graphs.capture import Capture, capture_for
-from trtrun.engine.graphs.graph_cache import MOST_GRAPHS
+from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture, capture_for
 from trtrun.engine.heads.head_rows import HeadRows
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
@@ -30,7 +29,7 @@ from trtrun.memory.working_memory import RoundShape
 from trtrun.models.decoder import CausalLM
 from trtrun.rounds.exchange.exchange import Exchange
 from trtrun.rounds.round import Worker
-from trtrun.sampling.keyed_ranks import NUM_KINDS
+from trtrun.sampling.distributions import NUM_KINDS
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.start.graph_counts import count_graphs, head_graph_shapes
 from trtrun.start.job_spec import JobSpec

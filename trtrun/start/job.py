@@ -29,9 +29,8 @@ from trtrun.core.outputs import RankReport, StartReport
 from trtrun.errors import PlacementError
 from trtrun.garbage import leaving_out_what_is
 from trtrun.kvcache.sizing import check_device
-from trtrun.rounds.draft_loss import losable_ranks, unawaited_ranks
 from trtrun.rounds.engine_ranks import EngineRanks, MpiRanks
-from trtrun.rounds.failures import RankFailures
+from trtrun.rounds.failures import RankFailures, losable_ranks, unawaited_ranks
 from trtrun.rounds.round import Worker
 from trtrun.rounds.served_rank import serve
 from trtrun.rounds.solo_ranks import SoloRanks

@@ -16,7 +16,7 @@ from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.acceptance_watch import AcceptanceWatch
+from trtrun.speculation.acceptance import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.match_pacing import MatchPacer
 from trtrun.speculation.pacing import Pacer, first_trial

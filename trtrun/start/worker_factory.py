@@ -21,10 +21,8 @@ from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.drafting.suffix_options import HybridOptions
-from trtrun.engine.heads.feature_layers import FeatureLayers
-from trtrun.engine.heads.head_rows import HeadRows
-from trtrun.engine.heads.masked_heads import MaskedHeads, MaskedLayers
-from trtrun.engine.heads.stored_heads import StoredHeads
+from trtrun.engine.heads.head_rows import FeatureLayers, HeadRows
+from trtrun.engine.heads.stored_heads import MaskedHeads, MaskedLayers, StoredHeads
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError
 from trtrun.guiding.grammars import Grammars, Spelling, grammars_of

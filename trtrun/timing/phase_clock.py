@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from typing_extensions import override
 
 from trtrun.timing.spans import SpanLog
 
@@ -36,7 +37,7 @@ class PhaseClock(Protocol):
         ...
 
 
-class HostPhases:
+class HostPhases(PhaseClock):
     """Phases of work that is done when its call returns."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,18 +46,18 @@ class HostPhases:
         self._last = 0.0
         self._seconds: dict[str, float] = {}
 
+    @override
     def start(self, round_index: int) -> None:
-        """See PhaseClock."""
         self._last = self._clock()
 
+    @override
     def end(self, phase: str) -> None:
-        """See PhaseClock."""
         now = self._clock()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
+    @override
     def take(self) -> dict[str, float]:
-        """See PhaseClock."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
@@ -99,7 +100,7 @@ class RoundBorders(NamedTuple):
     borders: list[tuple[str, Event]]
 
 
-class DevicePhases:
+class DevicePhases(PhaseClock):
     """Phases of work that a GPU does after its launch, on the stream that is current when a round begins.
 
     Events are used again. The stream is asked for once a round, because that takes longer than recording an event.
@@ -116,17 +117,17 @@ class DevicePhases:
         # Rounds whose times are not taken yet, the oldest first.
         self._rounds: deque[RoundBorders] = deque()
 
+    @override
     def start(self, round_index: int) -> None:
-        """See PhaseClock."""
         self._stream = self._find_stream()
         self._rounds.append(RoundBorders(round_index, [("", self._record())]))
 
+    @override
     def end(self, phase: str) -> None:
-        """See PhaseClock."""
         self._rounds[-1].borders.append((phase, self._record()))
 
+    @override
     def take(self) -> dict[str, float]:
-        """See PhaseClock."""
         seconds: dict[str, float] = {}
         for passed in self._passed():
             for (_, before), (phase, after) in pairwise(passed.borders):
@@ -168,7 +169,7 @@ class SpanClock(PhaseClock, Protocol):
         ...
 
 
-class HostSpans(HostPhases):
+class HostSpans(HostPhases, SpanClock):
     """Spans of work that is done when its call returns."""
 
     def __init__(self, log: SpanLog, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -177,22 +178,23 @@ class HostSpans(HostPhases):
         self._log = log
         self._round_index = 0
 
+    @override
     def start(self, round_index: int) -> None:
-        """See PhaseClock."""
         super().start(round_index)
         self._round_index = round_index
 
+    @override
     def end(self, phase: str) -> None:
-        """See PhaseClock."""
         before = self._last
         super().end(phase)
         self._log.add(phase, self._round_index, before, self._last)
 
+    @override
     def finish(self) -> None:
-        """See SpanClock; nothing is left."""
+        """Return nothing: no span is left."""
 
 
-class DeviceSpans(DevicePhases):
+class DeviceSpans(DevicePhases, SpanClock):
     """Spans of work that a GPU does after its launch.
 
     Events tell times from each other, so one of them, the reference, is waited for, next to a reading of the host's
@@ -213,19 +215,20 @@ class DeviceSpans(DevicePhases):
         self._seconds: dict[str, float] = {}
         self._reference, self._reference_time = self._take_reference(clock)
 
+    @override
     def start(self, round_index: int) -> None:
-        """See PhaseClock. Reads rounds that are behind: on ranks that do not lead nobody takes their times."""
+        """Read rounds that are behind: on ranks that do not lead nobody takes their times."""
         self._read()
         super().start(round_index)
 
+    @override
     def take(self) -> dict[str, float]:
-        """See PhaseClock."""
         self._read()
         seconds, self._seconds = self._seconds, {}
         return seconds
 
+    @override
     def finish(self) -> None:
-        """See SpanClock."""
         if self._rounds:
             self._rounds[-1].borders[-1][1].synchronize()
         self._read()

@@ -26,7 +26,7 @@ from parallel.errors import ControlPlaneError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import RankFailedError
-from trtrun.rounds.draft_loss import describe_draft_loss
+from trtrun.rounds.failures import describe_draft_loss
 from trtrun.start.draft_translation import DraftTranslation
 from trtrun.start.job_spec import JobSpec
 

@@ -41,7 +41,7 @@ from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.environment import settle
 from trtrun.errors import PlacementError
-from trtrun.rounds.draft_loss import expendable_hosts, expendable_ranks
+from trtrun.rounds.failures import expendable_hosts, expendable_ranks
 from trtrun.start.job_spec import JobSpec
 from trtrun.threads import threads_per_slot
 

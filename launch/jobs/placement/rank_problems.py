@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from launch.exit_codes import ExitCode
-from parallel.json_gather import all_gather_json
-from parallel.mpi_rank import MpiRank
+from parallel.mpi_rank import MpiRank, all_gather_json
 from trtrun.errors import TrtrunError
 
 Result = TypeVar("Result")

@@ -18,10 +18,10 @@ from launch.jobs.plan.weight_files import ModelFiles
 from parallel.topology import Slot
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.engine.prompt_tiles import tile_width
+from trtrun.engine.batch import tile_width
 from trtrun.loading.loading import heads_bytes
 from trtrun.memory.memory_requirements import reads_in_place
-from trtrun.sampling.keyed_ranks import NUM_KINDS
+from trtrun.sampling.distributions import NUM_KINDS
 from trtrun.start.engine_caches import VARIABLE, kernels_folder
 from trtrun.start.graph_counts import count_graphs
 from trtrun.start.kept_pacing import device_kind

@@ -48,7 +48,7 @@ from trtrun.api.llm_engine import LLMEngine
 from trtrun.core.outputs import StartReport
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.garbage import leave_out_what_is
-from trtrun.rounds.draft_loss import losable_ranks
+from trtrun.rounds.failures import losable_ranks
 from trtrun.start.job_spec import JobSpec
 
 

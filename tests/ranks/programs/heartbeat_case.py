@@ -26,7 +26,7 @@ from typing import Any
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
-from parallel.watchdog.addresses import listen
+from parallel.watchdog.handshake import listen
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine

@@ -18,7 +18,7 @@ from trtrun import LLM, SamplingParams
 from trtrun.api import llm_engine
 from trtrun.attention.backend import HostAttention
 from trtrun.core.outputs import RequestOutput
-from trtrun.engine import prompt_logprobs
+from trtrun.engine import verification as prompt_logprobs
 from trtrun.errors import InvalidRequestError
 from trtrun.rounds.launched_round import VerdictCopy
 from trtrun.scheduling.batch import Completion, RunningBatch

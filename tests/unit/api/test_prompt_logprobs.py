@@ -15,7 +15,7 @@ from pipelines import LLM_VOCABULARY, Reference, make_llm, prompt_of
 from trtrun import LLM, SamplingParams
 from trtrun.attention.backend import HostAttention
 from trtrun.core.outputs import RequestOutput
-from trtrun.engine import prompt_logprobs
+from trtrun.engine import verification as prompt_logprobs
 from trtrun.errors import InvalidRequestError
 from trtrun.scheduling.batch import Completion, RunningBatch
 from trtrun.start import engine_maker

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from parallel.transports import nccl_sums
-from parallel.transports.nccl_sums import NcclSums
+from parallel.transports import sums as nccl_sums
+from parallel.transports.sums import NcclSums
 
 TYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 """The stand-in's number of a dtype is its bytes."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.transports.peer_all_reduce import ALIGNMENT, BLOCKS, MOST_RANKS, THREADS, Layout
-from parallel.transports.sum_ways import SumWays, Way
+from parallel.transports.sums import SumWays, Way
 
 KIB = 1 << 10
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtrun.engine.graphs.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes, catch_up_width
-from trtrun.engine.graphs.mixed_shapes import MixedShapes
+from trtrun.engine.graphs.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes, MixedShapes, catch_up_width
 from trtrun.engine.start_forwards import StartLimits
 
 WASTED = 32

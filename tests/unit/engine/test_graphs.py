@@ -23,10 +23,10 @@ from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
 from trtrun.engine import forwards
 from trtrun.engine.batch import BatchBuilder
-from trtrun.engine.graphs import graph_shapes, mixed_shapes
-from trtrun.engine.graphs.decode_graphs import ForwardGraphs, RowForward
+from trtrun.engine.graphs import graph_shapes
+from trtrun.engine.graphs import graph_shapes as mixed_shapes
+from trtrun.engine.graphs.decode_graphs import ForwardGraphs, MixedGraphs, RowForward
 from trtrun.engine.graphs.graph_shapes import GraphShapes
-from trtrun.engine.graphs.mixed_graphs import MixedGraphs
 from trtrun.speculation.pacing import Pacer
 from trtrun.start import engine_maker
 

@@ -15,8 +15,8 @@ from trtrun import SamplingParams
 from trtrun.api import llm_engine
 from trtrun.attention.backend import HostAttention
 from trtrun.core.nouns import PrefillChunk
-from trtrun.engine import prompt_tiles
-from trtrun.engine.prompt_tiles import (
+from trtrun.engine import batch as prompt_tiles
+from trtrun.engine.batch import (
     MOST_EVEN_PADDING,
     PromptTile,
     even_tiles,

@@ -16,9 +16,9 @@ from pipelines import make_llm, prompt_of
 
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
+from trtrun.engine.graphs.decode_graphs import MixedGraphs
 from trtrun.engine.graphs.graph_cache import GraphCache
 from trtrun.engine.graphs.graph_shapes import GraphShapes
-from trtrun.engine.graphs.mixed_graphs import MixedGraphs
 from trtrun.engine.start_forwards import StartLimits
 from trtrun.memory.working_memory import RoundShape, working_bytes
 from trtrun.models.config import read_model_config

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
 from trtrun.engine import forwards
-from trtrun.engine.graphs import graph_shapes, mixed_shapes
+from trtrun.engine.graphs import graph_shapes
+from trtrun.engine.graphs import graph_shapes as mixed_shapes
+from trtrun.engine.graphs.decode_graphs import MixedGraphs
 from trtrun.engine.graphs.graph_shapes import GraphShapes
-from trtrun.engine.graphs.mixed_graphs import MixedGraphs
 from trtrun.errors import ConfigError
 from trtrun.models.taps import check_boundaries
 from trtrun.start import engine_maker

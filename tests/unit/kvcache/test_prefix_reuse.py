@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler_simulation import Job, make_request
 
-from trtrun.kvcache.blocks import BlockPool, PrefixCache, extend_digests
-from trtrun.kvcache.tables import BlockTable
+from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache, extend_digests
 from trtrun.scheduling.scheduler import SchedulerLimits
 
 

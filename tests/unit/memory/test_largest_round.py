@@ -20,7 +20,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.engine.graphs import decode_graphs as graphs
-from trtrun.engine.graphs.mixed_graphs import MixedGraphs
+from trtrun.engine.graphs.decode_graphs import MixedGraphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.memory import largest_round

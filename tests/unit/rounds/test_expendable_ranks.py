@@ -9,8 +9,8 @@ import pytest
 from parallel.mpi_rank import FAULT_TOLERANCE_VARIABLE, outlives_ranks
 from trtrun.configuration.config import make_config
 from trtrun.configuration.topology import make_topology
-from trtrun.rounds import draft_loss
-from trtrun.rounds.draft_loss import (
+from trtrun.rounds import failures as draft_loss
+from trtrun.rounds.failures import (
     describe_draft_loss,
     expendable_hosts,
     expendable_ranks,

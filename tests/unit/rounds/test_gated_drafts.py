@@ -23,7 +23,7 @@ from parallel.transports.solo import SoloCommunicator
 from trtrun.rounds.exchange.message_exchange import MessageExchange
 from trtrun.rounds.round import Worker
 from trtrun.speculation.drafter import Drafter
-from trtrun.wire.packets import DRAFT_TAG, VERDICT_TAG, encode_packet
+from trtrun.wire.messages import DRAFT_TAG, VERDICT_TAG, encode_packet
 
 
 @pytest.fixture

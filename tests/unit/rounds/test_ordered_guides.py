@@ -8,9 +8,9 @@ import pytest
 
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.rounds.ordered_guides import GuideDesk, OrderedGuides
+from trtrun.rounds.prepared_work import GuideDesk, OrderedGuides
 from trtrun.scheduling.guide_books import GuideOrders
-from trtrun.wire.guide_orders import GuideMessage, decode_orders, encode_orders
+from trtrun.wire.messages import GuideMessage, decode_guide_orders, encode_guide_orders
 
 A, B = GuideStart(Guide("regex", "a")), GuideStart(Guide("json", '{"enum":["ü\\n"]}'), (3, 1))
 NOBODY: frozenset[int] = frozenset()
@@ -43,7 +43,7 @@ def desk_of(builder: Builder | None) -> GuideDesk:
 
 
 def send(desk: GuideDesk, payload: bytes) -> None:
-    message = decode_orders(payload)
+    message = decode_guide_orders(payload)
     assert message is not None
     desk.take(message)
 
@@ -55,8 +55,8 @@ def answer(desk: GuideDesk, rank: int, ordered: OrderedGuides) -> None:
 
 def test_messages_arrive_as_they_were_sent() -> None:
     message = GuideMessage([3, 1], {7: A, 8: B})
-    assert decode_orders(encode_orders(message)) == message
-    assert decode_orders(bytes(8)) is None, "a plan"
+    assert decode_guide_orders(encode_guide_orders(message)) == message
+    assert decode_guide_orders(bytes(8)) is None, "a plan"
 
 
 def test_a_guide_is_built_once_all_ranks_say_so(builder: Builder) -> None:

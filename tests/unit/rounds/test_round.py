@@ -19,7 +19,7 @@ from trtrun.rounds.orchestrator import commit_round
 from trtrun.rounds.round import Worker, probability_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.acceptance_watch import AcceptanceWatch
+from trtrun.speculation.acceptance import AcceptanceWatch
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 from trtrun.speculation.pacing import Pacer
 from trtrun.wire.reports import RoundReport, RoundTimes

@@ -15,7 +15,7 @@ from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.served_rank import serve
 from trtrun.timing.phase_clock import HostPhases
-from trtrun.wire.adapter_loads import AdapterOrder, encode_order
+from trtrun.wire.messages import AdapterOrder, encode_adapter_order
 from trtrun.wire.plans import encode_plan
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
@@ -25,8 +25,8 @@ def plan(round_index: int) -> RoundPlan:
     return RoundPlan(round_index, (), (), none, (), nothing, nothing, nothing, 1)
 
 
-READ = encode_order(AdapterOrder(1, "a", Path("adapter")))
-FILL = encode_order(AdapterOrder(1, slot=2))
+READ = encode_adapter_order(AdapterOrder(1, "a", Path("adapter")))
+FILL = encode_adapter_order(AdapterOrder(1, slot=2))
 
 
 class Rank:

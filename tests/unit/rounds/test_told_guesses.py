@@ -24,13 +24,12 @@ from open_gates import (
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import RoundPlan, Verdict
-from trtrun.rounds.exchange.gated_drafts import GatedDrafts
-from trtrun.rounds.exchange.guess_tables import KnownVerdict, foreseen_rows
+from trtrun.rounds.exchange.gated_drafts import GatedDrafts, KnownVerdict, foreseen_rows
 from trtrun.rounds.exchange.message_exchange import MessageExchange
 from trtrun.rounds.round import Worker
 from trtrun.speculation.ahead.policy import NEVER
 from trtrun.speculation.drafter import Drafter
-from trtrun.wire.packets import DRAFT_TAG, GUESS_TAG, VERDICT_TAG, encode_packet
+from trtrun.wire.messages import DRAFT_TAG, GUESS_TAG, VERDICT_TAG, encode_packet
 
 
 @pytest.fixture

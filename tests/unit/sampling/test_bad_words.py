@@ -17,8 +17,8 @@ from trtrun.core.nouns import RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import NO_LISTS, TokenLists, TokenSequences
 from trtrun.models.config import read_model_config
-from trtrun.sampling import bad_words
-from trtrun.sampling.bad_words import BadWords
+from trtrun.sampling import penalties as bad_words
+from trtrun.sampling.penalties import BadWords
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.wire.plans import decode_plan, encode_plan
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpus import DEVICES
 
-from trtrun.sampling.likeliest import argmax, likeliest, likeliest_in_order
+from trtrun.sampling.filters import argmax, likeliest, likeliest_in_order
 
 PIECE = 2048
 """Numbers that one program of the kernel reads."""

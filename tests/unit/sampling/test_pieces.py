@@ -11,8 +11,8 @@ from sampling_reference import admission
 
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.sampling import filters
-from trtrun.sampling import pieces as pieces_module
-from trtrun.sampling.pieces import pieces
+from trtrun.sampling import filters as pieces_module
+from trtrun.sampling.filters import pieces
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.verify import verify

@@ -24,11 +24,10 @@ from sampling_rows import (
 )
 
 from trtrun.engine.graphs import decode_graphs as graphs_module
-from trtrun.engine.graphs.capture import capture_for
 from trtrun.engine.graphs.decode_graphs import ForwardGraphs
+from trtrun.engine.graphs.graph_cache import capture_for
 from trtrun.engine.graphs.graph_shapes import GraphShapes
-from trtrun.sampling.distributions import distributions_of
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks, distributions_of
 from trtrun.sampling.random import Stream, gumbel, uniforms
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")

@@ -7,7 +7,7 @@ import torch
 from sampling_rows import DEVICE
 
 from trtrun.kernels.torch.operations import TorchOperations
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 
 
 def random_masks(

@@ -11,7 +11,7 @@ from trtrun.core.nouns import LogitsPart, Request, RoundPlan
 from trtrun.core.outputs import Logits
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.batch import NO_PLACE, ScoredRow
-from trtrun.scheduling.prompt_logits import PromptLogits
+from trtrun.scheduling.prompt_results import PromptLogits
 from trtrun.scheduling.results import commit_logits
 from trtrun.scheduling.scheduler import Scheduler
 

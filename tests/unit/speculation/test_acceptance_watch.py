@@ -12,8 +12,9 @@ from pipelines import make_llm, noisy_copy, prompt_of, useless_draft
 
 from trtrun import SamplingParams
 from trtrun.rounds import orchestrator
-from trtrun.speculation import acceptance_watch, pacing
-from trtrun.speculation.acceptance_watch import AcceptanceWatch
+from trtrun.speculation import acceptance as acceptance_watch
+from trtrun.speculation import pacing
+from trtrun.speculation.acceptance import AcceptanceWatch
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.start import policies
 

@@ -17,7 +17,7 @@ from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import Draft, RowAdmission, Verdict
 from trtrun.core.outputs import RequestOutput
 from trtrun.errors import ConfigError
-from trtrun.sampling import pieces
+from trtrun.sampling import filters as pieces
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.trees import accepted_paths, path_tokens, verify_paths
 from trtrun.speculation.verify import verify

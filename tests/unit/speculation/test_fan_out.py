@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut
+from trtrun.speculation.ahead.policy import MOST_RANKS, FanOut
 
 DRAFT_LEN = 5
 

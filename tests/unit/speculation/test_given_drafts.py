@@ -11,7 +11,7 @@ import torch
 
 from trtrun.core.nouns import RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.speculation.given_drafts import GivenDrafts, HostGivenDrafts, usable_draft, with_certain_tokens
+from trtrun.speculation.found_paths import GivenDrafts, HostGivenDrafts, usable_draft, with_certain_tokens
 
 ROWS, COLUMNS = 4, 12
 

@@ -10,8 +10,8 @@ import torch
 from sampling_reference import admission, seeded
 
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.speculation.ahead.guess_space import GuessSpace
-from trtrun.speculation.ahead.head_chains import HeadChains
+from trtrun.speculation.ahead.heads import HeadChains
+from trtrun.speculation.ahead.policy import GuessSpace
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -20,8 +20,9 @@ from trtrun import SamplingParams
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.errors import ConfigError
-from trtrun.speculation.drafters import DRAFTERS, ngram
-from trtrun.speculation.drafters.ngram import NgramDrafter
+from trtrun.speculation.drafters import DRAFTERS
+from trtrun.speculation.drafters import lookup as ngram
+from trtrun.speculation.drafters.lookup import NgramDrafter
 from trtrun.speculation.trees import path_tokens
 
 SHORT = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -35,7 +35,7 @@ from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.drafters.parallel_model import ParallelDrafter
+from trtrun.speculation.drafters.draft_model import ParallelDrafter
 from trtrun.start.job_spec import JobSpec
 
 MASK = 198

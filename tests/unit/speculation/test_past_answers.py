@@ -15,8 +15,8 @@ from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
 from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
 from trtrun.configuration.topology import make_topology
-from trtrun.speculation.suffixes.answers import PastAnswers
 from trtrun.speculation.suffixes.continuations import MOST_PLACES
+from trtrun.speculation.suffixes.corpus import PastAnswers
 
 MOST = 5
 DEVICE = torch.device("cpu")

@@ -15,7 +15,7 @@ from trtrun import LLM, SamplingParams
 from trtrun.core.outputs import CompletionDelta, CompletionOutput, merge_deltas
 from trtrun.core.request_statistics import RequestStatistics, token_origins
 from trtrun.errors import InvalidRequestError
-from trtrun.speculation.given_drafts import with_certain_tokens
+from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.speculation.verify import accept_by_probability
 from trtrun.start import policies

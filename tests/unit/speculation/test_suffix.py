@@ -20,7 +20,7 @@ from suffixes_by_hand import expected_paths, rules, texts_of
 from trtrun import SamplingParams
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.errors import ConfigError
-from trtrun.speculation.drafters.suffix import SuffixDrafter
+from trtrun.speculation.drafters.lookup import SuffixDrafter
 from trtrun.speculation.suffixes import search
 from trtrun.speculation.suffixes.continuations import SuffixRule
 from trtrun.speculation.suffixes.search import SuffixSearch

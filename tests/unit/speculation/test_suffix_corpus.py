@@ -22,11 +22,10 @@ from trtrun import SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
-from trtrun.speculation.drafters.suffix import SuffixDrafter
+from trtrun.speculation.drafters.lookup import SuffixDrafter
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, SuffixRule
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
-from trtrun.speculation.suffixes.own_text import last_tokens
-from trtrun.speculation.suffixes.search import SuffixSearch
+from trtrun.speculation.suffixes.search import SuffixSearch, last_tokens
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.corpus import read_corpus
 

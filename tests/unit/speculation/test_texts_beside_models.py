@@ -22,7 +22,7 @@ from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RowAdmission
 from trtrun.errors import ConfigError
-from trtrun.speculation.ahead.host_texts import HostTexts
+from trtrun.speculation.ahead.row_texts import HostTexts
 from trtrun.speculation.suffixes.continuations import SuffixRule
 from trtrun.speculation.text_drafts import TextDrafts
 

@@ -14,7 +14,7 @@ from sampling_reference import admission, chi_square_p_value, reference_logits, 
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.sampling.token_masks import TokenMasks
+from trtrun.sampling.row_steps import TokenMasks
 from trtrun.speculation.verify import verify
 
 VOCAB, ROWS, TOKENS, P_VALUE = 8, 24_000, 3, 1e-4

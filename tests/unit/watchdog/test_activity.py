@@ -12,7 +12,7 @@ import pytest
 import parallel
 import parallel.watchdog.activity
 from parallel.watchdog.activity import NO_ROUND, Activity, Beside, Doing, Phase
-from parallel.watchdog.stacks import Stack, main_stack, named, show_stacks, waits_for_peers
+from parallel.watchdog.processes import Stack, main_stack, named, show_stacks, waits_for_peers
 
 
 class Clock:

@@ -18,7 +18,7 @@ from parallel.watchdog.blame import (
     find_lost,
     late_starters,
 )
-from parallel.watchdog.stacks import Stack
+from parallel.watchdog.processes import Stack
 
 LIMIT, PATIENCE = 60.0, 4.0
 WAITS, WORKS = Stack("  in a communicator\n", True), Stack("  in a loop\n", False)

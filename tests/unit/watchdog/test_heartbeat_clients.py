@@ -13,9 +13,8 @@ from heartbeats import LONG, NAMES, SOON, serving
 
 from parallel.errors import HeartbeatError
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.addresses import listen, own_addresses
 from parallel.watchdog.connections import WorkerConnections
-from parallel.watchdog.handshake import connect
+from parallel.watchdog.handshake import connect, listen, own_addresses
 from parallel.watchdog.heartbeat import HeartbeatClient
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from parallel.watchdog.message_socket import MessageSocket

@@ -17,13 +17,10 @@ from heartbeats import LONG, SOON, refused, served, serving
 
 from parallel.errors import HeartbeatError
 from parallel.watchdog.activity import Activity
-from parallel.watchdog.addresses import listen
 from parallel.watchdog.connections import WorkerConnections
-from parallel.watchdog.door import MOST_LINES, Door
-from parallel.watchdog.handshake import connect
+from parallel.watchdog.handshake import MOST_LINES, Door, connect, listen
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from parallel.watchdog.message_socket import FEW_BYTES, MessageSocket, wait_for
-from parallel.watchdog.seals import make_nonce, make_seals
+from parallel.watchdog.message_socket import FEW_BYTES, MessageSocket, make_nonce, make_seals, wait_for
 
 
 @pytest.fixture
@@ -209,7 +206,7 @@ def test_where_the_system_has_no_file_left_the_door_rests(monkeypatch: pytest.Mo
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert tries == [errno.EMFILE]
-        monkeypatch.setattr("parallel.watchdog.door.time.monotonic", lambda: time.perf_counter() + LONG)
+        monkeypatch.setattr("parallel.watchdog.handshake.time.monotonic", lambda: time.perf_counter() + LONG)
         stranger.settimeout(0)
         deadline = time.perf_counter() + SOON
         while True:
@@ -222,7 +219,7 @@ def test_where_the_system_has_no_file_left_the_door_rests(monkeypatch: pytest.Mo
 
 
 def test_who_connects_and_says_nothing_is_sent_away(server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.watchdog.door.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("parallel.watchdog.handshake.ANSWER_SECONDS", 0.1)
     port = server.listen(everywhere=False)
     with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:
         assert refused(stranger)

@@ -12,9 +12,8 @@ from heartbeats import SOON, refused, served, serving
 
 from parallel.errors import HeartbeatError
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.addresses import listen
 from parallel.watchdog.connections import WorkerConnections
-from parallel.watchdog.handshake import connect
+from parallel.watchdog.handshake import connect, listen
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from parallel.watchdog.message_socket import MessageSocket, wait_for
 

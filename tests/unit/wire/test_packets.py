@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trtrun.wire.packets import decode_packet, encode_packet
+from trtrun.wire.messages import decode_packet, encode_packet
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (4, 0), (1, 1), (3, 6), (64, 34)])

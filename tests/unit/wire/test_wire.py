@@ -16,7 +16,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
 from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
-from trtrun.wire.adapter_loads import AdapterOrder, decode_order, decode_read, encode_order, encode_read
+from trtrun.wire.messages import AdapterOrder, decode_adapter_order, decode_read, encode_adapter_order, encode_read
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 
@@ -126,8 +126,8 @@ def test_a_plan_comes_back_as_it_was(plan: RoundPlan) -> None:
 def test_what_is_asked_of_adapters_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "ä b"
     for order in (AdapterOrder(3, "ä", path), AdapterOrder(3, slot=7), AdapterOrder(3)):
-        assert decode_order(encode_order(order)) == order
-    assert decode_order(encode_request(Request.START, 3)) is None
+        assert decode_adapter_order(encode_adapter_order(order)) == order
+    assert decode_adapter_order(encode_request(Request.START, 3)) is None
     assert decode_read(encode_read(3, "ä")) == (3, "ä")
 
 

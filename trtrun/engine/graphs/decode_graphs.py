@@ -1,8 +1,10 @@
-"""CUDA graphs of the forwards that rounds repeat: a whole forward becomes one launch.
+"""CUDA graphs of the forwards that rounds repeat, over rows alone and with tiles of prompts: a whole forward becomes
+one launch.
 
 On a GPU a small forward takes longer to launch, kernel by kernel from Python, than to run. A forward over rows with the
 same number of queries each is captured once for each of a few shapes (graph_shapes.py), and replayed from then on: its
-inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share.
+inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share. A forward runs through
+the smallest graph that holds it, and the rest is padding.
 
 Where a row's next token follows from the logits and the row's parameters, the graph of one step chooses it, too, and
 stands ready for the next: a chain of steps is that graph again and again, without a look at the host.
@@ -13,18 +15,18 @@ function talks to; collectives inside it must be capturable (`Communicator.is_ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from trtrun.engine.draft_paths import TreeBatch
-from trtrun.engine.graphs.capture import Capture
-from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, GraphCache
-from trtrun.engine.graphs.graph_shapes import GraphShapes
-from trtrun.sampling.keyed_ranks import KeyedRanks
-from trtrun.sampling.likeliest import likeliest
+from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture, GraphCache
+from trtrun.engine.graphs.graph_shapes import GraphShapes, MixedShape, MixedShapes
+from trtrun.sampling.distributions import KeyedRanks
+from trtrun.sampling.filters import likeliest
 
 RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(tokens [R, Q], positions [R, Q], block_tables [R, blocks], num_last) → logits [R * num_last, vocab] float32, of the
@@ -223,3 +225,75 @@ class ForwardGraphs(GraphCache):
 
     def _own_tables(self, shape: _Shape) -> torch.Tensor:
         return self.tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)
+
+
+class RowsBatch(NamedTuple):
+    """Rows, or tiles, with as many queries each: tokens [R, Q] and positions [R, Q] int64, where -1 is padding, and
+    block tables [R, blocks] int64."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    tables: torch.Tensor
+
+
+MixedForward = Callable[[RowsBatch, RowsBatch], torch.Tensor]
+"""Rows, and tiles of prompts → logits [R * Q + tiles, vocab] float32: of all queries of rows, and after the last one of
+each tile."""
+
+
+class MixedGraphs(GraphCache):
+    """Runs them through graphs.
+
+    Attributes:
+        shapes: of the graphs.
+    """
+
+    position_inputs: Sequence[int] = (1, 4)
+
+    def __init__(
+        self,
+        forward: MixedForward,
+        capture: Capture,
+        shapes: MixedShapes,
+        logits: torch.Tensor,
+        tables: torch.Tensor,
+        first_run: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Capture `forward` on demand.
+
+        Args:
+            forward: reads nothing but its arguments and what never moves, and never waits for the device.
+            capture: see `Capture`.
+            shapes: of graphs.
+            logits: [lines, vocab] float32, as many lines as the largest shape has: where all graphs write.
+            tables: [numbers] int64, as many as the largest shape has: where all graphs read block tables.
+            first_run: see GraphCache.
+        """
+        super().__init__(capture, max(1, len(shapes.all)), first_run)
+        self.shapes = shapes
+        self._forward = forward
+        self._logits = logits
+        self._tables = tables
+
+    def run(self, shape: MixedShape, decoded: RowsBatch, prompts: RowsBatch) -> torch.Tensor:
+        """Run one forward through the graph of `shape`, which holds it; tables are as wide as its own.
+
+        Returns:
+            [rows * queries + tiles, vocab] float32, rows, queries and tiles as the shape has them: valid until the next
+            call of any graph of the engine. Of padding they have no meaning; that of rows' queries stands behind them.
+        """
+
+        def work(*inputs: torch.Tensor) -> torch.Tensor:
+            return self._forward(RowsBatch(*inputs[:3]), RowsBatch(*inputs[3:]))
+
+        def fixed() -> list[torch.Tensor]:
+            of_rows = [decoded.tokens.new_zeros((shape.rows, shape.queries)) for _ in range(2)]
+            of_tiles = [decoded.tokens.new_zeros((shape.tiles, shape.width)) for _ in range(2)]
+            parts = torch.split(
+                self._tables[: shape.table_numbers], [shape.rows * shape.blocks, shape.tiles * shape.blocks]
+            )
+            tables = [part.view(-1, shape.blocks) for part in parts]
+            return [*of_rows, tables[0], *of_tiles, tables[1]]
+
+        self._ready(shape, fixed, work, lambda: self._logits[: shape.lines], (*decoded, *prompts)).replay()
+        return self._logits[: shape.lines]

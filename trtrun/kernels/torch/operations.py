@@ -174,7 +174,7 @@ class TorchOperations:
 
     def mask_tokens(self, logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         """A copy of logits [R, P, V] float32 with -inf where a token may not be taken; `places` and `bits` as in
-        sampling/token_masks.py."""
+        sampling/row_steps.py."""
         output, vocabulary = logits.clone(memory_format=torch.contiguous_format), logits.shape[-1]
         lines, flat = output.view(-1, vocabulary), places.flatten()
         steps, most = kept_range(0, 32, logits.device).to(torch.int32), max(1, _MOST_BITS // vocabulary)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from parallel.link import Link
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
@@ -40,7 +41,7 @@ class Exchange(Protocol):
 
     def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """On ranks that draft ahead: send drafts for likely verdicts of the round, as `guesses` has them for who asks
-        (guess_tables.py), where target ranks look for them. Nothing waits."""
+        (gated_drafts.py), where target ranks look for them. Nothing waits."""
         ...
 
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
@@ -80,7 +81,7 @@ class Exchange(Protocol):
         ...
 
 
-class DeviceExchange:
+class DeviceExchange(Exchange):
     """See Exchange; over a `parallel.link.Link`."""
 
     def __init__(
@@ -107,12 +108,13 @@ class DeviceExchange:
         self._target_vocab_size = target_vocab_size
         self._looks_texts_up = looks_texts_up
 
+    @override
     def is_late(self, plan: RoundPlan) -> bool:
-        """See Exchange: the target waits."""
+        """False: the target waits."""
         return False
 
+    @override
     def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
-        """See Exchange."""
         if plan.draft_len == 0:
             return None
         if self._in_place:
@@ -133,37 +135,44 @@ class DeviceExchange:
             return Draft(tokens, draft_lens, probs)
         return Draft(tokens[:, :-1], draft_lens, probs, num_suffix_tokens=tokens[:, -1])
 
+    @override
     def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
-        """See Exchange: nobody drafts ahead on devices that verify."""
+        """Do nothing: nobody drafts ahead on devices that verify."""
 
+    @override
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
-        """See Exchange: to draft ranks, too."""
+        """Send the verdict, to draft ranks, too."""
         self._link.send_verdict(verdict.num_tokens, verdict.tokens)
 
+    @override
     def is_verdict_here(self, plan: RoundPlan) -> bool:
-        """See Exchange: the device waits for it."""
+        """True: the device waits for the verdict."""
         return True
 
+    @override
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
-        """See Exchange."""
         return Verdict(*self._link.receive_verdict(len(plan.sampled_rows), width))
 
+    @override
     def send_hidden(
         self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
     ) -> None:
-        """See Exchange: heads are where the target is."""
+        """Do nothing: heads are where the target is."""
 
+    @override
     def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
-        """See Exchange: nobody is told any."""
+        """None: hidden states are sent to nobody."""
         return None
 
+    @override
     def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
-        """See Exchange: nothing waits for it here."""
+        """Do nothing: nothing waits for the verdict here."""
         return decided
 
+    @override
     def forget(self) -> None:
-        """See Exchange."""
         self._link.forget()
 
+    @override
     def close(self) -> None:
-        """See Exchange: nobody goes alone."""
+        """Do nothing: no rank goes on alone."""

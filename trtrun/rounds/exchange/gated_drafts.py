@@ -2,31 +2,154 @@
 round before is known, and the device waits at a gate for the draft that follows from that verdict.
 
 So nothing of what a host does to launch a round lies between a verdict and the next verification, but for the way of
-the verdict to the draft rank and of the draft back; nor these, where the draft rank has told its guesses ahead, and the
-device finds the verdict among them (guess_tables.py). The leader has the gate, and hands what came through it to the
-other target ranks on the device: all of them verify the same, whatever the leader's host did. It knows chains of
-tokens. It does not know where packets come from, or how long they are waited for.
+the verdict to the draft rank and of the draft back. The draft rank may also send the drafts that it made for the likely
+verdicts of a round, before the verdict is known: a table with a line for each verdict that it has guessed. The device
+finds the verdict in it and goes on; the draft rank, which hears of the verdict later, finds the same line. So both have
+the same draft, and neither waited for the other. The two agree only as long as a line is looked up in one way; a row of
+which the target verified less than its draft rank has proposed is a case that draft ranks know.
+
+The leader has the gate, and hands what came through it to the other target ranks on the device: all of them verify the
+same, whatever the leader's host did. Packets, and how long they are waited for, are message_exchange.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from parallel.communicator import Communicator
-from parallel.transports.device_gate import Question
+from parallel.transports.device_gate import KEY_NUMBERS, Question
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
-from trtrun.rounds.exchange.draft_tables import Origins
-from trtrun.rounds.exchange.guess_tables import KnownVerdict, foreseen_rows
-from trtrun.rounds.launched_round import VerdictRound
+from trtrun.rounds.launched_round import LaunchedRound, VerdictRound
 from trtrun.tensors import device_integers
 from trtrun.wire.reports import ReportArrays
+
+_COLUMNS = 5
+"""In front of a row's tokens: how many count, were foreseen, were found in texts; how many columns they have, and how
+deep the paths behind them are."""
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where the tokens of a draft are from, for each of its rows.
+
+    Attributes:
+        foreseen: 1 where it was made before the verdict that it follows was known.
+        num_suffix_tokens: how many of its first were found in texts.
+    """
+
+    foreseen: tuple[int, ...] = ()
+    num_suffix_tokens: tuple[int, ...] = ()
+
+    def added_to(self, report: ReportArrays) -> ReportArrays:
+        """The report of a verdict on the draft with them; rows behind the draft's have none."""
+        foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
+        foreseen[: len(self.foreseen)] = self.foreseen
+        foreseen[report.draft_lens < 1] = 0  # where it was there too late for the device
+        found[: len(self.num_suffix_tokens)] = self.num_suffix_tokens
+        return replace(report, foreseen=foreseen, num_suffix_tokens=found)
+
+
+@dataclass(frozen=True)
+class DraftTable:
+    """A draft on the host, but for its draft_probs.
+
+    Attributes:
+        numbers: [rows, any] int64.
+    """
+
+    numbers: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, draft: Draft) -> DraftTable:
+        """That of a draft on the host."""
+        rows, nodes = draft.tokens.shape
+        paths = draft.paths
+        numbers = np.zeros((rows, _COLUMNS + nodes + (0 if paths is None else paths[0].numel())), dtype=np.int64)
+        numbers[:, 0] = draft.draft_lens.numpy()
+        if draft.foreseen is not None:
+            numbers[:, 1] = draft.foreseen.numpy()
+        if draft.num_suffix_tokens is not None:
+            numbers[:, 2] = draft.num_suffix_tokens.numpy()
+        numbers[:, 3] = nodes
+        numbers[:, _COLUMNS : _COLUMNS + nodes] = draft.tokens.numpy()
+        if paths is not None:
+            numbers[:, 4] = paths.shape[2]
+            numbers[:, _COLUMNS + nodes :] = paths.flatten(1).numpy()
+        return cls(numbers)
+
+    @property
+    def draft_lens(self) -> npt.NDArray[np.int64]:
+        """[rows]: see Draft."""
+        return self.numbers[:, 0]
+
+    @property
+    def width(self) -> int:
+        """Columns of the tokens."""
+        return int(self.numbers[0, 3]) if len(self.numbers) else 0
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """[rows, width]: see Draft."""
+        return self.numbers[:, _COLUMNS : _COLUMNS + self.width]
+
+    @property
+    def origins(self) -> Origins:
+        """Of the draft's tokens."""
+        return Origins(tuple(self.numbers[:, 1].tolist()), tuple(self.numbers[:, 2].tolist()))
+
+    def on(self, device: torch.device, probs: torch.Tensor | None) -> Draft:
+        """The draft on a device, with its draft_probs there."""
+        width, depth = self.width, int(self.numbers[0, 4]) if len(self.numbers) else 0
+        table = torch.from_numpy(self.numbers).to(device, non_blocking=True)
+        tokens, paths = table[:, _COLUMNS : _COLUMNS + width], table[:, _COLUMNS + width :]
+        return Draft(tokens, table[:, 0], probs, paths=paths.view(len(table), -1, depth) if depth else None)
+
+
+@dataclass(frozen=True)
+class KnownVerdict:
+    """A verdict on the host.
+
+    Attributes:
+        plan: of its round.
+        num_tokens: [sampled rows] int64: what each row gains.
+        tokens: [sampled rows, width] int64.
+    """
+
+    plan: RoundPlan
+    num_tokens: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+
+
+def foreseen_rows(table: npt.NDArray[np.int64], plan: RoundPlan, before: KnownVerdict) -> tuple[int, ...] | None:
+    """Which of a plan's decode rows have a draft in a table.
+
+    Args:
+        table: [guesses, KEY_NUMBERS + steps] of the verdict before the plan's round: a row of the batch, how many of
+            its draft's tokens are accepted, the token that follows, and the draft behind that one. Of lines for the
+            same verdict the first counts.
+        plan: the round's.
+        before: that verdict.
+
+    Returns:
+        0 or 1 for each row; None where so many have none that a draft is waited for which is made for them.
+    """
+    guessed = set(map(tuple, table[:, :KEY_NUMBERS].tolist()))
+    gained = zip(before.plan.sampled_rows, before.num_tokens.tolist(), before.tokens.tolist(), strict=True)
+    came_true = {row for row, count, tokens in gained if count and (row, count - 1, tokens[count - 1]) in guessed}
+    lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
+    asked = [(row in came_true, most > 0) for row, most in lens]
+    missing = sum(is_asked and not is_there for is_there, is_asked in asked)
+    if missing and missing >= plan.redraft_from:
+        return None
+    return tuple(int(is_there and is_asked) for is_there, is_asked in asked)
 
 
 class Gate(Protocol):
@@ -110,7 +233,7 @@ class GatedDrafts:
         self._decided = plan, verdict
 
     def guess(self, round_index: int, guesses: npt.NDArray[np.int64]) -> None:
-        """On the leader: what was drafted ahead of the verdict of a round; see guess_tables."""
+        """On the leader: what was drafted ahead of the verdict of a round."""
         assert self.gate is not None
         following = round_index + 1
         self._guesses[following], self._looked_up = guesses, None
@@ -152,7 +275,7 @@ class GatedDrafts:
 
 
 @dataclass
-class GatedRound:
+class GatedRound(LaunchedRound):
     """A round of the target leader whose device may wait for its draft; see LaunchedRound.
 
     Attributes:
@@ -175,18 +298,19 @@ class GatedRound:
     may_be_followed = True
     _report: ReportArrays | None = field(default=None)
 
+    @override
     def is_done(self) -> bool:
-        """See LaunchedRound."""
         self.watch()
         return self._report is not None or self.decided.is_done()
 
+    @override
     def release(self) -> None:
-        """See LaunchedRound."""
         if self.origins is None:
             self.origins = self.bring(self.plan)
 
+    @override
     def finish(self) -> ReportArrays:
-        """See LaunchedRound; the same report each time."""
+        """Finish the round; the same report each time."""
         if self._report is None:
             self.release()
             self.tell(self.plan, *self.decided.numbers())  # first, as draft ranks wait for it

@@ -22,7 +22,7 @@ from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from trtrun.core.nouns import HiddenStates, RoundPlan
 from trtrun.timing.phase_clock import Event, timing_event
-from trtrun.wire.packets import HIDDEN_TAG
+from trtrun.wire.messages import HIDDEN_TAG
 
 _LEFT_OUT = -1
 _HEADER = 2

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from parallel.communicator import Communicator
 from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
-from trtrun.rounds.exchange.draft_tables import DraftTable, Origins
-from trtrun.rounds.exchange.gated_drafts import GatedDrafts, GatedRound
-from trtrun.rounds.exchange.guess_tables import KnownVerdict
+from trtrun.rounds.exchange.exchange import Exchange
+from trtrun.rounds.exchange.gated_drafts import DraftTable, GatedDrafts, GatedRound, KnownVerdict, Origins
 from trtrun.rounds.exchange.hidden_link import HiddenLink, feeds, settled
 from trtrun.rounds.launched_round import DoneRound, LaunchedRound, VerdictRound
 from trtrun.speculation.trees import along_paths
-from trtrun.wire.packets import DRAFT_TAG, GUESS_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
+from trtrun.wire.messages import DRAFT_TAG, GUESS_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays
 
 SHORTEST_PATIENCE = 0.1
@@ -37,7 +37,7 @@ _KEPT_TIMES = 16
 
 
 @dataclass
-class MessageExchange:
+class MessageExchange(Exchange):
     """See Exchange; one end, of a draft rank or of a target rank.
 
     Attributes:
@@ -80,8 +80,9 @@ class MessageExchange:
     _brought: Origins | None = None
     _known: KnownVerdict | None = None
 
+    @override
     def is_late(self, plan: RoundPlan) -> bool:
-        """See Exchange: the leader's answer, on all draft ranks."""
+        """The leader's answer, the same on all draft ranks."""
         round_index, is_late = self._late_round
         if round_index != plan.round_index:
             self._early = self.mail.take(self.target_ranks[0], VERDICT_TAG) if plan.sampled_rows else None
@@ -89,8 +90,9 @@ class MessageExchange:
             self._late_round = plan.round_index, is_late
         return is_late
 
+    @override
     def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
-        """See Exchange: first the packet, then draft_probs where rows need them. On draft ranks nothing waits."""
+        """Send the packet first, then draft_probs where rows need them. On draft ranks nothing waits."""
         if self.gated is not None:
             return self._expect_draft(self.gated, plan)
         if self.group is not None:
@@ -102,27 +104,30 @@ class MessageExchange:
             self.peers.send(draft.draft_probs, self.target_peer)
         return None
 
+    @override
     def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
-        """See Exchange: to the target leader, from the draft leader."""
+        """Send guesses from the draft leader to the target leader."""
         if self.tells_guesses and self.rank == self.draft_ranks[0] and (table := guesses()) is not None:
             self.mail.post(self.target_ranks[0], GUESS_TAG, encode_packet(plan.round_index, table))
 
+    @override
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
-        """See Exchange: to the other target ranks, on the device."""
+        """Send the verdict to the other target ranks, on the device."""
         assert self.group is not None
         if self.gated is not None:
             self.gated.decide(plan, verdict)
         if self.group.size > 1:
             self.group.broadcast(torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1), 0)
 
+    @override
     def is_verdict_here(self, plan: RoundPlan) -> bool:
-        """See Exchange."""
         if plan.sampled_rows and self._early is None:
             self._early = self.mail.take(self.target_ranks[0], VERDICT_TAG)
         return not plan.sampled_rows or self._early is not None
 
+    @override
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
-        """See Exchange: on draft ranks it comes as a message, and is on the host."""
+        """Receive the verdict; on draft ranks it comes as a message, and is on the host."""
         if self.group is not None:
             shape = (len(plan.sampled_rows), width + 1)
             packet = torch.empty(shape, dtype=torch.int64, device=self.group.device)
@@ -136,22 +141,25 @@ class MessageExchange:
         told = torch.from_numpy(table)
         return Verdict(told[:, 0], told[:, 1:])
 
+    @override
     def send_hidden(
         self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
     ) -> None:
-        """See Exchange: it goes behind the verdict, which says how much of it counts."""
+        """Send hidden states behind the verdict, which says how much of them counts."""
         self._tapped = None
         if self.hidden is not None and hidden is not None and feeds(plan):
             self._tapped = draft, verdict, hidden
 
+    @override
     def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
-        """See Exchange: announced by a message."""
+        """Receive hidden states, which a message announces."""
         if self.hidden is None or not feeds(plan):
             return None
         return self.hidden.receive(plan, [] if verdict is None else verdict.num_tokens.tolist())
 
+    @override
     def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
-        """See Exchange: the verdict goes to the draft ranks once it is on the host, and hidden states behind it."""
+        """Send the verdict to the draft ranks once it is on the host, and hidden states behind it."""
         if self.gated is not None:
             self._open = GatedRound(
                 plan, decided, self._bring_draft, self._tell, self._take_guesses, self._account, self._brought
@@ -225,11 +233,12 @@ class MessageExchange:
             assert self.gated is not None
             self.gated.guess(*decode_packet(packet))
 
+    @override
     def forget(self) -> None:
-        """See Exchange: a job of several ranks ends with a round that fails."""
+        """Do nothing: a job of several ranks ends with a round that fails."""
 
+    @override
     def close(self) -> None:
-        """See Exchange."""
         if self.hidden is not None and self.draft_is_lost():
             self.hidden.give_up()
 

@@ -19,19 +19,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.speculation.ahead.chains import Chains
-from trtrun.speculation.ahead.fan_out import FanOut
-from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.speculation.ahead.chains import Chains, MaskedChains
 from trtrun.speculation.ahead.guessing import Guesser
-from trtrun.speculation.ahead.host_texts import HostTexts
-from trtrun.speculation.ahead.masked_chains import MaskedChains
-from trtrun.speculation.ahead.row_texts import Guesses, RowText
+from trtrun.speculation.ahead.policy import FanOut, GuessSpace
+from trtrun.speculation.ahead.row_texts import Guesses, HostTexts, RowText
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.given_drafts import HostGivenDrafts
+from trtrun.speculation.found_paths import HostGivenDrafts
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import device_integers, inference
 
@@ -89,23 +87,25 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             self._host_texts = HostTexts(space.first_row, columns, self._vocab_size, options)
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._engine.rows
 
     @inference
+    @override
     def warm_up(self) -> None:
-        """See Drafter: chains of all numbers of guesses, and a fresh draft of one row. It writes to the null block
+        """Run chains of all numbers of guesses, and a fresh draft of one row. It writes to the null block
         alone."""
         for count in sorted({1, *self._guess_steps} - {0}, reverse=True):
             self._chains.warm_up(count)
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter: what must follow goes before what the model has foreseen."""
+        """Propose what a guide says must follow before what the model has predicted."""
         self._guides = guides
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         if self._host_texts is not None:
             self._host_texts.release_rows(plan)
 
@@ -126,12 +126,12 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
                 self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. A row's draft was foreseen, is made now, or there is none. Tokens are on the host.
+        """A row's draft was foreseen, is made now, or there is none. Tokens are on the host.
 
         Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_from`). With them
-        it always is, as the tokens of a seed depend on the draft there.
-        """
+        it always is, as the tokens of a seed depend on the draft there."""
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._texts}
         self._take_given(plan, asked)
@@ -167,8 +167,9 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         return probs
 
     @inference
+    @override
     def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
-        """See Drafter: it feeds the prompts of the round, too, and waits until all of it is known on the host."""
+        """Draft, and feed the prompts of the round, too; waits until all of it is known on the host."""
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._move()
         self._guesses = Guesses()
@@ -199,8 +200,9 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         return len(self._guesses.listed)
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter: it looks for the verdict among its guesses."""
+        """Look for the verdict among the guesses."""
         if verdict is None:
             return
         counts = verdict.num_tokens.tolist()
@@ -228,16 +230,17 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             own, lengths, tokens_of = zip(*known, strict=True)
             self._engine.rows.write_tokens(own, lengths, tokens_of)
 
+    @override
     def guesses(self) -> npt.NDArray[np.int64] | None:
-        """See Drafter: texts that are looked up may go before what was foreseen."""
+        """Take over a draft that came with a request; texts that are looked up may go before what was predicted."""
         return self._guesses.table() if self._guesses.listed and self._host_texts is None else None
 
+    @override
     def hit_chances(self) -> list[float]:
-        """See Drafter."""
         return self._fan_out.hit_chances(self._draft_len)
 
+    @override
     def close(self) -> None:
-        """See Drafter."""
         self._engine.close()
 
     def _learn_row(self, row: int, text: RowText, num_accepted: int, token: int) -> None:

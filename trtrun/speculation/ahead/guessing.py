@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtrun.speculation.ahead.chains import Chains, Chosen
-from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut
-from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.speculation.ahead.policy import MOST_RANKS, FanOut, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guess, Guesses, RowText
 from trtrun.speculation.protocols import DraftEngine, PreparedStep
 from trtrun.tensors import device_integers

@@ -1,20 +1,146 @@
-"""How much is drafted ahead in a round, and when a fresh draft is worth waiting for: from what rounds took so far.
+"""How much is drafted ahead in a round, for which verdicts, and when a fresh draft is worth waiting for.
 
-Two questions, both answered in tokens a second by measured times. How many verdicts to guess: more are right more
+The policy answers two questions in tokens a second, by measured times. How many verdicts to guess: more are right more
 often, but the target waits where the draft ranks are done after it; none at all where a fresh draft in each round gains
-more, as where a verification is short beside what guesses take. And how many rows must have missed until a fresh
-draft for them, which all rows wait for, gains more tokens than the wait costs. It knows numbers of rows, seconds and
-counts. It does not know rows, ranks or clocks.
+more, as where a verification is short beside what guesses take. And how many rows must have missed until a fresh draft
+for them, which all rows wait for, gains more tokens than the wait costs.
+
+The fan-out deals the guesses. The verdict on a draft of k tokens is a position (how many of them are accepted, 0 to k)
+and the token that follows. The draft's own candidates for that token are in order of likelihood, so a guess is a
+position and a rank. How often each position comes up, and how far down the order its token stands, differs from pair to
+pair and from text to text; this keeps count, and gives the guesses to the pairs of position and rank that are likeliest
+together. The question is that of Saguaro's cache (arXiv:2603.03251), with running counts in place of a profile. All
+draft ranks see the same verdicts, so all answer alike.
+
+All of it is numbers: no tokens, clocks or devices.
 """
 
 from __future__ import annotations
 
+import heapq
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
 
-from trtrun.speculation.ahead.fan_out import FanOut
+MOST_RANKS = 8
+"""Candidates that are kept of each place."""
+
+_OUTCOME_MEMORY = 0.98
+"""What is kept of older counts with every verdict: the last fifty weigh most."""
+
+_PRIOR_ACCEPTANCE = 0.8
+_PRIOR_WEIGHT = 8.0
+
+_AFTER_REJECTION = (0.45, 0.16, 0.09, 0.06, 0.04, 0.03, 0.02, 0.02)
+_AFTER_ALL = (0.76, 0.12, 0.04, 0.02, 0.01, 0.01, 0.005, 0.005)
+"""How often the verdict's token had each rank, before anything is measured: after a rejected draft token the draft was
+wrong once already; after all of a draft, or none, it has not said anything yet."""
+
+
+class FanOut:
+    """Running counts of the verdicts on one job's drafts."""
+
+    def __init__(self, draft_len: int) -> None:
+        """Start from rough figures, for drafts of up to `draft_len` tokens."""
+        self._offered = [_PRIOR_WEIGHT] * draft_len
+        self._accepted = [_PRIOR_WEIGHT * _PRIOR_ACCEPTANCE] * draft_len
+        self._ranks = {
+            False: [_PRIOR_WEIGHT * chance for chance in _AFTER_REJECTION],
+            True: [_PRIOR_WEIGHT * chance for chance in _AFTER_ALL],
+        }
+        self._seen = {False: _PRIOR_WEIGHT, True: _PRIOR_WEIGHT}
+
+    def record(self, drafted: int, accepted: int, rank: int | None) -> None:
+        """Count one verdict.
+
+        Args:
+            drafted: tokens that were verified.
+            accepted: of them, kept.
+            rank: of the token that followed, among the candidates of its place; None where it was not there.
+        """
+        for place in range(min(accepted + 1, drafted)):
+            self._offered[place] = self._offered[place] * _OUTCOME_MEMORY + 1
+            self._accepted[place] = self._accepted[place] * _OUTCOME_MEMORY + (place < accepted)
+        whole = accepted == drafted
+        counts = self._ranks[whole]
+        for place in range(MOST_RANKS):
+            counts[place] *= _OUTCOME_MEMORY
+        self._seen[whole] = self._seen[whole] * _OUTCOME_MEMORY + 1
+        if rank is not None and rank < MOST_RANKS:
+            counts[rank] += 1
+
+    def chances(self, drafted: int) -> list[float]:
+        """How likely each number of accepted tokens is for a draft of `drafted` tokens: 0 to `drafted`."""
+        chances, left = [], 1.0
+        for place in range(drafted):
+            share = self._accepted[place] / self._offered[place]
+            chances.append(left * (1 - share))
+            left *= share
+        return [*chances, left]
+
+    def allocate(self, drafted: int, budget: int) -> list[int]:
+        """Guesses for each place of a draft of `drafted` tokens, 0 to `drafted`, at most `budget` in all.
+
+        A place's candidates are taken in order: its second is worth a guess after its first is.
+        """
+        counts = [0] * (drafted + 1)
+        for place, _ in islice(self._in_order(drafted), budget):
+            counts[place] += 1
+        return counts
+
+    def hit_chances(self, drafted: int) -> list[float]:
+        """How likely a verdict on a draft of `drafted` tokens is among the guesses of a budget of 1, 2, … as far as
+        there are candidates."""
+        return list(accumulate(chance for _, chance in self._in_order(drafted)))
+
+    def _in_order(self, drafted: int) -> Iterator[tuple[int, float]]:
+        """Guesses in the order in which they are worth making: each one's place and chance."""
+        chances = self.chances(drafted)
+        heap = [(-chance * self._share(place == drafted, 0), place, 0) for place, chance in enumerate(chances)]
+        heapq.heapify(heap)
+        while heap:
+            chance, place, rank = heapq.heappop(heap)
+            yield place, -chance
+            if rank + 1 < MOST_RANKS:
+                worth = chances[place] * self._share(place == drafted, rank + 1)
+                heapq.heappush(heap, (-worth, place, rank + 1))
+
+    def _share(self, whole: bool, rank: int) -> float:
+        return self._ranks[whole][rank] / self._seen[whole]
+
+
+@dataclass(frozen=True)
+class GuessSpace:
+    """What of an engine belongs to guesses.
+
+    Attributes:
+        most_guesses: of a round.
+        first_row: the first of as many rows of the engine.
+        first_block: the first of as many times `blocks_per_guess` blocks of its store.
+        blocks_per_guess: for the rest of the last block that a row shares, and a draft behind it.
+    """
+
+    most_guesses: int
+    first_row: int
+    first_block: int
+    blocks_per_guess: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all guesses."""
+        return self.most_guesses * self.blocks_per_guess
+
+    def rows(self, count: int) -> list[int]:
+        """The first `count` rows."""
+        return list(range(self.first_row, self.first_row + count))
+
+    def blocks(self, index: int) -> range:
+        """The blocks of one guess."""
+        first = self.first_block + index * self.blocks_per_guess
+        return range(first, first + self.blocks_per_guess)
+
 
 NEVER = 1 << 30
 """More rows than any round has."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.head_methods import DFlashSection
 from trtrun.configuration.drafting.suffix_options import HybridOptions
@@ -46,8 +47,9 @@ class DFlashDrafter(EagleDrafter[PreparedStep]):
         self._masked = heads
 
     @inference
+    @override
     def warm_up(self) -> None:
-        """See Drafter: for numbers of rows that other kernels may serve."""
+        """Run the kernels of numbers of rows that other kernels may serve."""
         count, most = 1, len(self._states)
         while True:
             self._masked.warm_up_rows(count, self._draft_len)

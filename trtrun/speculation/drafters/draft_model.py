@@ -1,7 +1,14 @@
-"""A draft model on the draft ranks, step by step.
+"""The drafting method `draft_target`: a draft model on the draft ranks, in one of four ways.
 
-It proposes by running a small model of the same vocabulary draft_len steps ahead. It knows an engine by protocol and
-the rows' sampling parameters. It does not know the target or how its proposal travels.
+Step by step: a small model of the same vocabulary runs draft_len steps ahead. Or all tokens in one forward, where the
+model was trained for that: behind the row's tokens stand mask tokens, for which it has learned to say what comes there
+(An et al. 2025, PARD, arXiv:2504.18583; nothing of it is the target's, so that one draft serves a family). What it says
+of a position depends on the row alone, and not on the tokens that were drafted before it. The store has keys and values
+of no drafted token, so that all that a row gained is fed in the next forward, in front of its masks.
+
+Both ways also go ahead of verdicts, where the draft has devices of its own (ahead/drafter.py); and step by step in a
+vocabulary of its own, where its tokenizer is not the target's (translated_model.py). It does not know the target, or
+how a draft travels.
 """
 
 from __future__ import annotations
@@ -10,16 +17,19 @@ from collections.abc import Sequence
 from typing import Generic
 
 import torch
+from typing_extensions import override
 
+from trtrun.configuration.drafting.drafting_methods import DraftModelSection
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.masks import Walk
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.sampling.distributions import distributions_of
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks, distributions_of
 from trtrun.sampling.random import Stream
-from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.given_drafts import with_certain_tokens
+from trtrun.speculation.ahead.drafter import AheadDrafter
+from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.drafters.translated_model import TranslatedDrafter
+from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.tensors import inference, kept_integers, kept_range
@@ -54,26 +64,28 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         self._guides: RowGuides | None = None
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._engine.rows
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter: the model's choices are among what may follow, so that what must follow is proposed, too."""
+        """Choose among what may follow, so that what must follow is proposed, too."""
         self._guides = guides
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.release_rows(plan)
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._engine.begin_round(plan)
         self._given.begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. A model always has a proposal: as many tokens as the plan asks for."""
+        """Propose as many tokens as the plan asks for: a model always has a proposal."""
         self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
         device, draft_len = self._engine.device, plan.draft_len
         most = [max(0, length) for length in plan.draft_lens.tolist()]
@@ -224,13 +236,130 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         following = self._engine.rank_steps(first[:, 0], positions, tables, self._vocab_size, 1, keyed)
         return None if following is None else torch.cat((first, following[:, :, 0]), dim=1)
 
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter."""
         if verdict is None:
             return
         rows = kept_integers(plan.sampled_rows, self._engine.device)
         self._engine.rows.advance(rows, verdict.num_tokens, verdict.tokens)
 
+    @override
     def close(self) -> None:
-        """See Drafter."""
         self._engine.close()
+
+
+class ParallelDrafter(DraftModelDrafter[PreparedStep]):
+    """Drafts with one forward. Random numbers are the target's, and tokens that came with a request go first, as
+    step by step."""
+
+    def __init__(
+        self,
+        engine: DraftEngine[PreparedStep],
+        target_vocab_size: int,
+        use_logits: bool,
+        mask_token: int,
+        options: HybridOptions | None = None,
+    ) -> None:
+        """Draft with `engine`, for whose model `mask_token` stands for a token that is not known."""
+        super().__init__(engine, target_vocab_size, use_logits, options)
+        self._mask_token = mask_token
+        self._fed: dict[int, int] = {}
+
+    @override
+    def begin_round(self, plan: RoundPlan) -> None:
+        super().begin_round(plan)
+        for row in plan.dropped_rows:
+            self._fed.pop(row, None)
+        for admission in plan.admissions:
+            self._fed[admission.row] = len(admission.tokens)
+
+    def _unfed(self, row_list: list[int], rows: torch.Tensor, lacking: list[int]) -> list[int]:
+        """Tokens to feed of each row: on a device that the host must not wait for as many as it may lack, on a CPU as
+        many as it does."""
+        if rows.device.type != "cpu":
+            return lacking
+        lengths: list[int] = self._engine.rows.lengths[rows].tolist()
+        counts = [max(1, length - self._fed[row]) for row, length in zip(row_list, lengths, strict=True)]
+        self._fed.update(zip(row_list, lengths, strict=True))
+        return counts
+
+    def _catch_up(self, plan: RoundPlan, row_list: list[int], rows: torch.Tensor, lacking: list[int]) -> torch.Tensor:
+        return self._engine.catch_up(rows, self._unfed(row_list, rows, lacking), plan.max_context)
+
+    def _draft(
+        self,
+        plan: RoundPlan,
+        row_list: list[int],
+        rows: torch.Tensor,
+        lacking: list[int],
+        most: list[int],
+        picks: list[int],
+        given: Suggestion | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if given is not None and not picks and len(given.whole_rows(most)) == len(row_list):
+            self._catch_up(plan, row_list, rows, lacking)
+            return given.tokens, None
+        counts, places = self._unfed(row_list, rows, lacking), [max(1, count) for count in most]
+        logits = self._engine.look_ahead(rows, counts, places, self._mask_token, plan.max_context)
+        logits = logits[:, :, : self._vocab_size]
+        lengths = self._engine.rows.lengths.index_select(0, rows)
+        tokens, probs = self._choose(plan, row_list, rows, lengths, logits, picks, given, self._walk(row_list))
+        return tokens, self._known_probs(probs, tokens, picks, given) if probs is not None else None
+
+    def _choose(
+        self,
+        plan: RoundPlan,
+        row_list: list[int],
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        logits: torch.Tensor,
+        picks: list[int],
+        given: Suggestion | None,
+        walk: Walk | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From logits [R, draft_len, vocab] tokens [R, draft_len], and of `picks` their distributions; place by place
+        where a choice looks at the tokens before it, or `walk` says what may follow."""
+        state, chosen, probabilities = self._engine.rows, [], []
+        needs_history = state.sampling.needs_history(row_list)
+        parts = torch.split(logits, 1, dim=1) if needs_history or walk is not None else (logits,)
+        for step, part in enumerate(parts):
+            where = lengths + step
+            part = part if walk is None else walk.masks().apply(part)
+            found = distributions_of(state.sampling, part, row_list, where, state.token_ids, None, plan.max_context)
+            tokens = found.choose(self._stream)
+            if given is not None:
+                span = slice(step, step + tokens.shape[1])
+                tokens = torch.where(given.is_given[:, span], given.tokens[:, span], tokens)
+            chosen.append(tokens)
+            if picks:
+                probabilities.append(found.probabilities(picks, self._target_vocab_size))
+            if needs_history and step + 1 < len(parts):
+                # Scratch behind the row's length, which a verdict overwrites.
+                state.token_ids[rows, where] = tokens[:, 0].to(torch.int32)
+            if walk is not None:
+                walk.tell(tokens[:, 0])
+        return torch.cat(chosen, dim=1), torch.cat(probabilities, dim=1) if picks else None
+
+
+@DRAFTERS.register("draft_target")
+def make_draft_model_drafter(place: DrafterContext) -> Drafter:
+    """A drafter on the rank's draft engine."""
+    assert place.draft is not None
+    section = place.section
+    assert isinstance(section, DraftModelSection)
+    if place.translation is not None:
+        return TranslatedDrafter(place.draft, place.translation, section.use_logits, section)
+    if place.guess_space is not None:
+        return AheadDrafter(
+            place.draft,
+            place.target_vocab_size,
+            section.draft_len,
+            section.use_logits,
+            place.guess_space,
+            place.guess_steps,
+            place.mask_token,
+            section,
+        )
+    if place.mask_token is not None:
+        return ParallelDrafter(place.draft, place.target_vocab_size, section.use_logits, place.mask_token, section)
+    return DraftModelDrafter(place.draft, place.target_vocab_size, section.use_logits, section)

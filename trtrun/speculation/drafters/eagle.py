@@ -1,5 +1,5 @@
 """An EAGLE head (EAGLE-1, EAGLE-2: Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858; EAGLE-3: Li et al. 2025,
-arXiv:2503.01840) on the target ranks, in chains and in trees. What a rank of its own does beside: eagle_apart.py.
+arXiv:2503.01840) on the target ranks, in chains and in trees, and on a rank of its own.
 
 The head keeps keys and values of every position, in the target's blocks. What it keeps of position i is made of the
 target's hidden states of i and of the token at i + 1, so that each round feeds it what the target has just read, one
@@ -7,29 +7,35 @@ position late: prompts chunk by chunk, and the tokens that a row gained. Behind 
 token; for the others the head goes on with its own states. These write scratch behind what is fed, which the next round
 writes over with the target's states; of trees, blocks that no row has.
 
-Sampled rows choose as the target will, with its random numbers of each place (Daliri et al. 2024, arXiv:2408.07978).
-The rank that has the head's logits chooses, and the others are told. A row that is followed is fed in all rounds,
+Sampled rows choose as the target will, with its random numbers of each position (Daliri et al. 2024, arXiv:2408.07978).
+The rank that has the head's logits chooses, and the others are told. A row with a draft KV is fed in all rounds,
 whether tokens are drafted in them or not: what the target computed is gone afterwards. Rows that nothing is drafted for
 in any round are left alone.
 
-It knows rows, the target's step, and heads by protocol. It does not know files, or how heads compute.
+On a rank of its own hidden states come beside each verdict, of the tokens that rows have gained, and of chunks of
+prompts as the target reads them. So it feeds them as on the target's ranks, and drafts the same. Where those of a round
+did not come, as the target does not wait for a rank that is far behind, the head lacks a part of their rows, and
+proposes nothing for them any more; that blocks of theirs are reused all the same costs acceptance alone.
+
+It does not know files, how hidden states travel, or how heads compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.dynamic_tree import DynamicTree
 from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.sampling.distributions import distributions_of
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.distributions import KeyedRanks, distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.head_trees import HeadTrees
@@ -62,13 +68,14 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         self._states = torch.zeros(shape, dtype=heads.dtype, device=rows.lengths.device)
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._rows
 
     @inference
+    @override
     def warm_up(self) -> None:
-        """See Drafter: steps and what a round feeds, for numbers of rows that other kernels may serve. Nothing is at a
+        """Run steps and what a round feeds, for numbers of rows that other kernels may serve. Nothing is at a
         position, so that all is written to the null block."""
         self._heads.warm_up()
         device, count, most = self._states.device, 1, len(self._states)
@@ -91,31 +98,32 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
                 return
             count = min(2 * count, most)
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter."""
         self._given.guide(guides)
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.release_rows(plan)
 
     @property
+    @override
     def num_graphs(self) -> int:
-        """See Drafter."""
         return self._heads.num_graphs
 
+    @override
     def close(self) -> None:
-        """See Drafter."""
         self._heads.close()
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._heads.begin_round(plan)
         self._given.begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. The head always has a proposal: as many tokens as the plan asks for."""
+        """Propose as many tokens as the plan asks for: a head always has a proposal."""
         device, depth = self._states.device, plan.draft_len
         listed: list[int] = plan.decode_rows.tolist()
         asked: list[int] = plan.draft_lens.tolist()
@@ -204,8 +212,9 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         return self._heads.share(found.choose(Stream.TARGET).squeeze(1))
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter: feed what the target has read, and keep the state behind each row's newest token but one."""
+        """Feed what the target has read, and keep the state behind each row's newest token but one."""
         assert step is not None and step.hidden is not None
         parts, ended = list[FedPart](), list[tuple[int, int]]()
         followed, place, last = _followed(plan), 0, None
@@ -266,3 +275,57 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
 def _followed(plan: RoundPlan) -> list[int]:
     """Indices into the plan's decode rows of those that something is drafted for, in this round or in others."""
     return [index for index, length in enumerate(plan.draft_lens.tolist()) if length >= 0]
+
+
+class ApartEagleDrafter(EagleDrafter[PreparedStep]):
+    """See EagleDrafter; drafts and verdicts are on the host."""
+
+    _lacking: frozenset[int] = frozenset()
+
+    @override
+    def begin_round(self, plan: RoundPlan) -> None:
+        self._lacking -= {*plan.dropped_rows, *(admission.row for admission in plan.admissions)}
+        super().begin_round(plan)
+
+    @inference
+    @override
+    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+        """The device of drafts: the host, as they travel as messages."""
+        draft = super().propose(plan, probability_rows)
+        # What the target tells of a tree is that of the accepted path alone.
+        self._proposed = None
+        lens = [
+            0 if row in self._lacking else max(0, length)
+            for row, length in zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
+        ]
+        found = draft.num_suffix_tokens
+        return replace(
+            draft,
+            tokens=draft.tokens.cpu(),
+            draft_lens=torch.tensor(lens, dtype=torch.int64),
+            paths=None if draft.paths is None else draft.paths.cpu(),
+            num_suffix_tokens=None if found is None else found.cpu(),
+        )
+
+    @inference
+    @override
+    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
+        """Move rows on, and feed them what came of them."""
+        self._proposed = None
+        if verdict is not None:
+            device = self._states.device
+            counts, tokens = (part.to(device, non_blocking=True) for part in (verdict.num_tokens, verdict.tokens))
+            verdict = Verdict(counts, tokens)
+            self._rows.advance(kept_integers(plan.sampled_rows, device), verdict.num_tokens, verdict.tokens)
+        if step is None:
+            self._lacking |= fed_rows(plan)
+        elif fed_rows(plan):
+            super().observe(plan, verdict, step)
+
+
+def fed_rows(plan: RoundPlan) -> frozenset[int]:
+    """Rows that a round feeds to heads: those that something is drafted for in any round."""
+    decoding = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
+    return frozenset(
+        [row for row, length in decoding if length >= 0] + [chunk.row for chunk in plan.prefill if chunk.followed]
+    )

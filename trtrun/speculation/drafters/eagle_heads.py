@@ -11,8 +11,7 @@ from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.errors import ConfigError
 from trtrun.speculation.ahead.heads import AheadEagleDrafter
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.drafters.eagle import EagleDrafter
-from trtrun.speculation.drafters.eagle_apart import ApartEagleDrafter
+from trtrun.speculation.drafters.eagle import ApartEagleDrafter, EagleDrafter
 
 
 @DRAFTERS.register("eagle")

@@ -17,13 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from trtrun.configuration.drafting.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.sampling.distributions import distributions_of
-from trtrun.sampling.likeliest import argmax
-from trtrun.sampling.pieces import pieces
+from trtrun.sampling.filters import argmax, pieces
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, distinct
@@ -115,19 +115,19 @@ class LookaheadDrafter(LedDrafter):
             self._own = torch.zeros((max_rows, 3), dtype=torch.int64, device=self._device)
             self._pool = NgramPool(max_rows, sizes, self._device)
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         super().begin_round(plan)
         for admission in plan.admissions:
             self._windowed.discard(admission.row)
             self._admitted[admission.row] = self._sizes.lowered(admission.sampling.lookahead_config)
 
+    @override
     def _make_shape(self, depth: int) -> DraftShape:
-        """See LedDrafter."""
         return DraftShape.of(self._sizes.tree(depth).paths, depth, self._device, is_chain=self._is_chain)
 
+    @override
     def _draft(self, plan: RoundPlan, rows: Tensor, newest: Tensor, shape: DraftShape) -> Tensor:
-        """See LedDrafter."""
         fresh = [row for row in plan.decode_rows.tolist() if row not in self._windowed]
         if fresh:
             self._begin_windows(fresh)
@@ -182,8 +182,9 @@ class LookaheadDrafter(LedDrafter):
             found.append(distinct(tokens, counts, self._sizes.verified))
         return Continuations(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
+    @override
     def _learn(self, plan: RoundPlan, rows: Tensor, proposed: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """See LedDrafter: windows move on, and their first level leaves them with an n-gram behind each guess."""
+        """Move windows on; their first level leaves them with an n-gram behind each guess."""
         if not plan.draft_len:
             # Rows that go on without drafts leave their windows behind; pools stay.
             self._windowed.difference_update(plan.decode_rows.tolist())

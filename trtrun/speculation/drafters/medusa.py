@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.head_methods import MedusaSection
 from trtrun.configuration.drafting.medusa_choices import ChoiceTree
@@ -26,7 +27,7 @@ from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import Distributions, distributions_of
-from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.filters import likeliest
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import PositionHeads, Rows, TargetEngine
@@ -91,13 +92,14 @@ class MedusaDrafter(Drafter):
         self._proposed: Draft | None = None
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter."""
         return self._rows
 
     @inference
+    @override
     def warm_up(self) -> None:
-        """See Drafter: heads for numbers of rows that other kernels may serve, and the shapes of drafts."""
+        """Run the heads for numbers of rows that other kernels may serve, and the shapes of drafts."""
         shapes, count = [self._shape(depth) for depth in range(1, self._heads.num_heads + 1)], 1
         shape = shapes[-1]
         while True:
@@ -110,24 +112,24 @@ class MedusaDrafter(Drafter):
                 return
             count = min(2 * count, len(self._hidden))
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter."""
         self._given.guide(guides)
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.release_rows(plan)
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.begin_round(plan)
         # A row that another request has had, or that is computed anew, is known from the end of its prompt on.
         self._known.difference_update(plan.dropped_rows)
         self._known.difference_update(admission.row for admission in plan.admissions)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter."""
         device, depth = self._hidden.device, plan.draft_len
         listed: list[int] = plan.decode_rows.tolist()
         asked = plan.draft_lens.clip(min=0).tolist()
@@ -194,8 +196,9 @@ class MedusaDrafter(Drafter):
         return torch.stack(ranked, dim=1)
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter: keep the state that each row's newest token was chosen from."""
+        """Keep the state that each row's newest token was chosen from."""
         assert step is not None and step.hidden is not None
         listed: list[int] = plan.decode_rows.tolist()
         if listed:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.errors import ConfigError
-from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.led_drafts import DraftShape, LedDrafter, verified_nodes
 from trtrun.speculation.protocols import Rows, TargetGroup
@@ -91,8 +92,9 @@ class TokenRecyclingDrafter(LedDrafter):
                 self._salted.add(admission.row)
 
     @inference
+    @override
     def warm_up(self) -> None:
-        """See Drafter: nothing is learned."""
+        """Do nothing: nothing is learned."""
         if self._table is not None:
             nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
             logits = torch.zeros((1, len(self._table.tokens)), device=self._device)
@@ -101,8 +103,8 @@ class TokenRecyclingDrafter(LedDrafter):
     def _of_depth(self, depth: int) -> ChoiceTree:
         return ChoiceTree.chain(depth) if self._tree is None else self._tree.cut(depth)
 
+    @override
     def _make_shape(self, depth: int) -> DraftShape:
-        """See LedDrafter."""
         tree = self._of_depth(depth)
         self._levels[depth] = self._make_levels(tree)
         return DraftShape.of(tree.paths, depth, self._device, is_chain=self._tree is None)
@@ -120,8 +122,8 @@ class TokenRecyclingDrafter(LedDrafter):
             before = nodes
         return levels
 
+    @override
     def _draft(self, plan: RoundPlan, rows: Tensor, newest: Tensor, shape: DraftShape) -> Tensor:
-        """See LedDrafter."""
         assert self._table is not None
         lengths, listed = self._rows.lengths.index_select(0, rows), plan.decode_rows.tolist()
         of_level, levels = newest.unsqueeze(1), []
@@ -131,8 +133,9 @@ class TokenRecyclingDrafter(LedDrafter):
             levels.append(of_level)
         return torch.cat(levels, dim=1)
 
+    @override
     def _learn(self, plan: RoundPlan, rows: Tensor, proposed: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """See LedDrafter: of rounds without drafts, too, so that drafts may pay later; but where speculation is off."""
+        """Learn from rounds without drafts, too, so that drafts may pay later; but not where speculation is off."""
         if plan.draft_lens.max() < 0:
             return
         assert self._table is not None and self._newest is not None

@@ -14,6 +14,7 @@ from typing import Generic
 
 import torch
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
@@ -21,7 +22,7 @@ from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.given_drafts import with_certain_tokens
+from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.translated_rows import TranslatedRows, Translation
@@ -67,28 +68,31 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         return torch.cat((columns, torch.tensor(others, dtype=torch.int64)))
 
     @property
+    @override
     def rows(self) -> Rows:
-        """See Drafter: of the target's tokens."""
+        """Rows in the target's tokens."""
         return self._rows
 
+    @override
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter: what must follow is proposed, and choices are among what may."""
+        """Propose what must follow, and choose among what may."""
         self._guides = guides
         self._given.guide(guides)
 
+    @override
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._given.release_rows(plan)
 
+    @override
     def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
         self._rows.apply(plan)
         self._own.begin_round(plan)
         self._given.begin_round(plan)
 
     @inference
+    @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter. Nothing is proposed for rows whose texts are not read yet, or that the draft has no room for."""
+        """Propose nothing for rows whose texts are not read yet, or that the draft has no room for."""
         row_list: list[int] = plan.decode_rows.tolist()
         device, draft_len = self._engine.device, plan.draft_len
         most: list[int] = plan.draft_lens.clip(min=0).tolist()
@@ -207,8 +211,8 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         return torch.tensor(tokens, device=device), torch.tensor([len(of_row) for of_row in spelled], device=device)
 
     @inference
+    @override
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """See Drafter."""
         if verdict is None:
             return
         device = self._engine.device
@@ -216,6 +220,6 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         rows = kept_integers(plan.sampled_rows, device)
         self._rows.advance(rows, verdict.num_tokens.to(device), verdict.tokens.to(device))
 
+    @override
     def close(self) -> None:
-        """See Drafter."""
         self._engine.close()

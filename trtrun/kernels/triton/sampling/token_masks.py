@@ -1,6 +1,6 @@
 """Masks of tokens in Triton for CUDA: logits are copied, and what a bit forbids becomes -inf.
 
-It knows logits and bits; what these are is sampling/token_masks.py's.
+It knows logits and bits; what these are is sampling/row_steps.py's.
 """
 
 from __future__ import annotations

@@ -1,20 +1,29 @@
-"""Prompt lookup on the target ranks: the drafting method `ngram`.
+"""The drafting methods `ngram` and `suffix`: what followed a row's last tokens before is proposed, on the target ranks.
 
-What a row's last tokens were followed by when they occurred before is likely to follow again: in texts that quote,
-summarise or rewrite their prompt, and in code. (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; vLLM's
-method of the same name: the longest match counts, and of equally long ones the first.) Where several continuations may
-be proposed, those of the next best matches are further paths of a draft tree. It needs no model. Every target rank
-looks up the same integers in its own copy of the rows, so that all propose the same and nothing has to travel.
+Where texts quote, summarise or rewrite their prompt, and in code, what a row's last tokens were followed by when they
+occurred before is likely to follow again. Prompt lookup (`ngram`: Saxena 2023,
+github.com/apoorvumang/prompt-lookup-decoding, and vLLM's method of the same name) takes the longest match at its word,
+and of equally long ones the first; where several continuations may be proposed, those of the next best matches are
+further paths of a draft tree. SuffixDecoding (`suffix`: Oliaro et al. 2024, arXiv:2411.04975) proposes what followed
+most often at all places where the last tokens stood, as far as it is likely.
+
+Neither needs a model. Every target rank looks at the same integers in its own copy of the rows, so that all propose the
+same and nothing has to travel. A corpus is a further text in which every row is looked up, and so are past answers
+where some are kept; in no other way a row sees another's text. How places are found is `suffixes`' business.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
-from trtrun.configuration.drafting.text_methods import PromptLookupSection
+from trtrun.configuration.drafting.text_methods import PromptLookupSection, SuffixSection
+from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, LookupDrafter, distinct
 from trtrun.speculation.protocols import Rows
+from trtrun.speculation.suffixes.search import SuffixSearch
 
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
@@ -34,12 +43,13 @@ class NgramDrafter(LookupDrafter):
         self._most = most
         self._max_paths = max_paths
 
+    @override
     def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
-        """See LookupDrafter."""
         return _MOST_POSITIONS // columns
 
+    @override
     def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> Continuations:
-        """See LookupDrafter: of the longest match first, and of equally long ones of the first; none is the start of
+        """Of the longest match first, and of equally long ones of the first; none is the start of
         another."""
         token_ids = self._rows.token_ids[rows, :columns]
         last = self._rows.lengths.index_select(0, rows).unsqueeze(1) - 1
@@ -72,3 +82,40 @@ def make_ngram_drafter(place: DrafterContext) -> Drafter:
     section = place.section
     assert isinstance(section, PromptLookupSection) and place.target is not None
     return NgramDrafter(place.target.rows, *section.lookup_range, section.max_paths)
+
+
+class SuffixDrafter(LookupDrafter):
+    """Proposes what followed the row's last tokens most often; nothing where they are new."""
+
+    def __init__(self, rows: Rows, search: SuffixSearch, max_paths: int = 1) -> None:
+        """Propose what `search` finds, up to `max_paths` continuations of each of the `rows`."""
+        super().__init__(rows)
+        self._search = search
+        self._max_paths = max_paths
+
+    @override
+    def release_rows(self, plan: RoundPlan) -> None:
+        self._search.release_rows(plan)
+
+    @override
+    def begin_round(self, plan: RoundPlan) -> None:
+        super().begin_round(plan)
+        self._search.begin_round(plan)
+
+    @override
+    def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
+        return self._search.rows_at_a_time(columns, draft_len)
+
+    @override
+    def _look_up(self, rows: Tensor, draft_len: int, columns: int) -> Continuations:
+        return self._search.look_up(rows, draft_len, columns, self._max_paths)
+
+
+@DRAFTERS.register("suffix")
+def make_suffix_drafter(place: DrafterContext) -> Drafter:
+    """The longest and likeliest continuations in the target's rows, past answers and the corpus, with the section's
+    options."""
+    section = place.section
+    assert isinstance(section, SuffixSection) and place.target is not None
+    rows = place.target.rows
+    return SuffixDrafter(rows, SuffixSearch.of_options(section, rows, place.corpus), section.max_paths)
