@@ -67,7 +67,7 @@ def gpu_job(pair: tuple[Path, Path], draft: list[str], target: list[str], **sett
 def plan(config: RuntimeConfig, absent: tuple[str, ...] = (), nccl: bool = True) -> StartPlan:
     """Of a job whose hosts are all this one."""
     topology = make_topology(config)
-    return plan_start(JobMemory.read(config, topology), set(topology.hosts), absent, nccl)
+    return plan_start(JobMemory.read(JobSpec(config)), set(topology.hosts), absent, nccl)
 
 
 def leave_mark(config: RuntimeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
 from launch.jobs.check.preflight import check_models
 from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
-from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.speculation.drafters.lookup import SuffixDrafter
@@ -202,7 +201,7 @@ def test_its_memory_is_counted(tmp_path: Path, target: Path) -> None:
 
     def planned(**options: object) -> int:
         config = configuration(target, None, speculation={**speculation, **options})
-        return sum(JobMemory.read(config, make_topology(config)).shard_bytes(0))
+        return sum(JobMemory.read(JobSpec(config)).shard_bytes(0))
 
     assert planned() - planned(suffix_corpus=None) == bytes_of_corpus(2000, 24)
     with make_llm(target, speculation=speculation) as llm:
