@@ -25,7 +25,7 @@ from launch.jobs.mpi.job import Job
 from trtrun.chats.chat import Chat
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import ConfigError
-from trtrun.models.generation_defaults import sampling_defaults
+from trtrun.loading.model_settings import sampling_defaults
 
 ROWS_LOOKED_AT = 1000
 """Rows in which a text is looked for where there is no tokenizer; later ones are refused alone."""

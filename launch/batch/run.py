@@ -33,7 +33,7 @@ from parallel.mpi_rank import find_mpi_rank
 from trtrun.api.llm import LLM
 from trtrun.errors import TrtrunError
 from trtrun.garbage import leave_out_what_is
-from trtrun.models.generation_defaults import describe_generation_defaults
+from trtrun.loading.model_settings import describe_generation_defaults
 from trtrun.rounds.failures import losable_ranks
 from trtrun.start.job_spec import JobSpec
 

@@ -51,7 +51,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     given = server_overrides(server)
     if find_mpi_rank() is not None:
         return _serve_rank(load(config_path, [*overrides, *given], speculation))
-    config = load(config_path, [*overrides, *given], speculation, is_front=True)
+    config = load(config_path, [*overrides, *given], speculation, is_frontend=True)
     from launch.jobs.placement.allocation import is_local
     from launch.serve.application.serve import play_serve
     from launch.serve.engine.keeper import engine_command
@@ -103,7 +103,7 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str
     from launch.jobs.mpi.job import Job
 
     job = Job(load(config_path, overrides, speculation), sys.argv[1:])
-    status = job.enter(lambda: None)  # the front has checked it
+    status = job.enter(lambda: None)  # the frontend has checked it
     if status is not None:
         return status
     from launch.serve.engine.process import play_engine

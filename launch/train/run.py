@@ -32,8 +32,7 @@ from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files
 from trtrun.tools.training.curves import draw_curves
 from trtrun.tools.training.loop import DivergedError, TrainingLoop, describe
-from trtrun.tools.training.methods.context import MethodContext
-from trtrun.tools.training.methods.table import DraftTraining, find_method
+from trtrun.tools.training.methods.table import DraftTraining, MethodContext, find_method
 from trtrun.tools.training.models import Target, tell_modules
 from trtrun.tools.training.state import StateFile, replace
 

@@ -174,7 +174,10 @@ def paths() -> tuple[BaseRoute, ...]:
     """The routes of the HTTP ports."""
     pair: dict[str, Any] = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
     parts = make_parts(JobSpec(make_config({**pair, "threads": 1})), Keys(()), EngineClient())
-    return (*make_application(parts.front, parts.routes, ()).routes, *make_metrics_application(parts.front).routes)
+    return (
+        *make_application(parts.frontend, parts.routes, ()).routes,
+        *make_metrics_application(parts.frontend).routes,
+    )
 
 
 def missing_paths(text: str) -> list[str]:

@@ -134,8 +134,8 @@ class AsyncLLM:
     def deliver(self, arrivals: Sequence[Arrival]) -> None:
         """Complete prompts as `generate` does, and give what comes to their recipients in the engine core's thread.
 
-        For fronts that hand on what comes, such as to another process: no event loop has to wake up for it, and the
-        rounds wait for none. The front has checked the requests, and they begin together. What goes wrong ends a
+        For frontends that hand on what comes, such as to another process: no event loop has to wake up for it, and the
+        rounds wait for none. The frontend has checked the requests, and they begin together. What goes wrong ends a
         recipient. `abort` ends a request.
         """
         self._thread.add(arrivals, are_checked=True)

@@ -33,10 +33,9 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
 from trtrun.engine.batch import tile_width
 from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
-from trtrun.loading.model_settings import target_context
+from trtrun.loading.model_settings import sampling_defaults, target_context
 from trtrun.memory.window_rings import most_chunk
 from trtrun.models.config import ModelConfig
-from trtrun.models.generation_defaults import sampling_defaults
 from trtrun.rounds.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits

@@ -22,8 +22,7 @@ from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
-from trtrun.models.decoder import CausalLM
-from trtrun.models.taps import Taps, check_boundaries
+from trtrun.models.decoder import CausalLM, Taps, check_boundaries
 from trtrun.tensors import device_integers
 
 

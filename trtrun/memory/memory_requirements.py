@@ -22,7 +22,7 @@ from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
-from trtrun.linear.adapted import AdapterSpace
+from trtrun.linear.layer import AdapterSpace
 from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
 from trtrun.memory.window_rings import ring_space

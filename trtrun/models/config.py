@@ -24,8 +24,7 @@ from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
-from trtrun.weights.kv_scales import read_kv_scheme
-from trtrun.weights.quantization_config import find_section, read_quantization
+from trtrun.weights.quantization_config import find_section, read_kv_scheme, read_quantization
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Axis, StoredTensor, Weight
 

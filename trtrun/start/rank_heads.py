@@ -14,9 +14,8 @@ from parallel.groups import Groups
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.heads.heads import HEADS_FILES, HeadsPlan, HeadsTarget
 from trtrun.kvcache.sizing import SlotMemory
-from trtrun.loading.loading import LoadReport, heads_bytes, load_heads
+from trtrun.loading.loading import LoadReport, ends_bytes, heads_bytes, load_ends, load_heads
 from trtrun.loading.model_settings import JobModels
-from trtrun.loading.target_ends import ends_bytes, load_ends
 from trtrun.memory.memory_requirements import head_working_bytes, kv_bytes_per_block, resolve_dtype
 from trtrun.models.config import ModelConfig
 from trtrun.start.job_spec import JobSpec

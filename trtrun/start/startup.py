@@ -33,7 +33,7 @@ from trtrun.kvcache.sizing import (
     free_bytes_of_slot,
     tokens_of_blocks,
 )
-from trtrun.linear.adapted import AdaptedLayers
+from trtrun.linear.layer import AdaptedLayers
 from trtrun.loading.loading import load_model
 from trtrun.loading.stored_report import describe_kept, describe_weights
 from trtrun.loading.weight_check import choose_default

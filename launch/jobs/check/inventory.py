@@ -32,7 +32,7 @@ from trtrun.configuration.hub_cache import snapshot_of
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
-from trtrun.loading.target_ends import check_ends
+from trtrun.loading.loading import check_ends
 from trtrun.loading.weight_check import check_model_weights
 from trtrun.lora.lora_files import open_adapter
 from trtrun.start.draft_translation import read_draft_vocabularies

@@ -1,11 +1,11 @@
-"""The door: who is let in while how much is in work, how long a request may take, and how much it may bring, whatever
+"""Admission: who is let in while how much is in work, how long a request may take, and how much it may bring, whatever
 its protocol.
 
-Completions that have a row run at once, others wait for one; the front knows how many of both there can be, so the door
-answers at once. Words are strings that stop a text, that must not come, or that have a bias. All of them are gone
-through when a request comes, and some become tokens, while others wait. One list is held to what `trtrun.core.values`
-says; a request has one for each of its prompts. It knows numbers and sampling parameters. It does not know what prompts
-are.
+Completions that have a row run at once, others wait for one; the frontend knows how many of both there can be, so that
+admission answers at once. Words are strings that stop a text, that must not come, or that have a bias. All of them are
+gone through when a request comes, and some become tokens, while others wait. One list is held to what
+`trtrun.core.values` says; a request has one for each of its prompts. It knows numbers and sampling parameters. It does
+not know what prompts are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESTART_RETRY_SECONDS = 5
 
 
 @dataclass
-class Door:
+class AdmissionControl:
     """Counts what is in work, and turns away what is too much.
 
     Attributes:
@@ -119,20 +119,21 @@ class Door:
 
 
 class Ticket:
-    """A request's place behind the door, from `enter` until `leave`, and those of its completions, each until it has
+    """A request's place among those admitted, from `enter` until `leave`, and those of its completions, each until it
+    has
     ended: an answer that is not read yet takes no place of those that are worked for."""
 
-    def __init__(self, door: Door, num_completions: int, owner: Owner) -> None:
-        self._door = door
+    def __init__(self, admission: AdmissionControl, num_completions: int, owner: Owner) -> None:
+        self._admission = admission
         self._owner = owner
         self._num_completions = 0
         self._has_left = False
-        door.num_requests += 1
+        admission.num_requests += 1
         owner.num_requests += 1
         self._change(num_completions)
 
     def _change(self, num_completions: int) -> None:
-        for counted in (self._door, self._owner):
+        for counted in (self._admission, self._owner):
             counted.num_completions += num_completions
         self._num_completions += num_completions
 
@@ -147,7 +148,7 @@ class Ticket:
         if not self._has_left:
             self._has_left = True
             self._owner.num_requests -= 1
-            self._door.leave()
+            self._admission.leave()
 
 
 def engine_starting() -> Refusal:
@@ -170,7 +171,7 @@ def out_of_time(seconds: float) -> Refusal:
     )
 
 
-READ_HERE = 1 << 12
+PARSED_IN_LOOP_BYTES = 1 << 12
 """Bytes of a request that the event loop reads itself: its JSON, its lists, the tokens of its prompt. What is longer is
 read in other processes (`reading`)."""
 

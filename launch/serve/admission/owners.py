@@ -1,4 +1,4 @@
-"""Whose a request is: by owners places behind the door, rows of the engine and processes that read are shared first,
+"""Whose a request is: by owners admitted places, rows of the engine and processes that read are shared first,
 and then by request.
 
 Where the server has keys it is the key, else the client's address, as nothing else tells strangers apart: of IPv6 the
@@ -40,7 +40,7 @@ def owner_of_address(address: str) -> str:
 
 @dataclass(eq=False)
 class Owner:
-    """What one has of the door's places.
+    """What one has of the places of admission.
 
     Attributes:
         num_completions, num_requests: in work.

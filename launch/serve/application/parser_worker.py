@@ -1,13 +1,13 @@
-"""What a process runs that reads requests of all protocols for a front, whatever their length: from bytes to tokens and
-checked parameters, one request after the other, until the front is gone.
+"""What a process runs that reads requests of all protocols for a frontend, whatever their length: from bytes to tokens
+and checked parameters, one request after the other, until the frontend is gone.
 
     python -m launch.serve.application.parser_worker        its standard input is a socket
 
-What it makes of them is what the front's event loop makes of short ones, by the same functions. The kernel bounds it:
-the processor time of a task, and the memory that it may have. A task that goes beyond ends the process, or is refused;
-the front starts another one. It ends with the front, and with nothing else that a terminal or a batch system sends to
-all, as it has a session of its own: then requests are still read. It knows bodies, the tokenizer and the chat template.
-It does not know who asks, or what becomes of it.
+What it makes of them is what the frontend's event loop makes of short ones, by the same functions. The kernel bounds
+it: the processor time of a task, and the memory that it may have. A task that goes beyond ends the process, or is
+refused; the frontend starts another one. It ends with the frontend, and with nothing else that a terminal or a batch
+system sends to all, as it has a session of its own: then requests are still read. It knows bodies, the tokenizer and
+the chat template. It does not know who asks, or what becomes of it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _TRANSLATED: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Ref
 """Who reads a request that becomes a chat, and who says what is wrong with the chat in its words."""
 
 
-class Reader:
+class RequestParser:
     """Reads for one model."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer | None) -> None:
@@ -184,7 +184,7 @@ class Reader:
         body = read_body(Sent(task.kind, model, raw, task.json_length))
         request = check_request(model, body.request_id, body.tensors, body.outputs, self._facts.max_batch_size)
         if model.is_processing:
-            assert self._tokenizer is not None  # the front has looked
+            assert self._tokenizer is not None  # the frontend has looked
             response = process(request, self._tokenizer, self._model_facts)
             content, json_length = write_answer(task.kind, response, body)
             return Answered(num_inferences=request.batch_size, json_length=json_length), [content]
@@ -221,55 +221,55 @@ def main() -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=os.dup(0)) as front:
-        facts = unpack(_read(front, HEAD_BYTES), Facts)
+    with socket.socket(fileno=os.dup(0)) as frontend:
+        facts = unpack(_read(frontend, HEAD_BYTES), Facts)
         os.nice(facts.niceness)
-        reader = _make_reader(facts)
-        if reader is not None:
-            reader.prepare()
-        _read_on(front, reader, facts)
+        parser = _make_parser(facts)
+        if parser is not None:
+            parser.prepare()
+        _read_on(frontend, parser, facts)
 
 
-def _make_reader(facts: Facts) -> Reader | None:
-    """Who reads; None where the tokenizer's files are not those that the front has read."""
+def _make_parser(facts: Facts) -> RequestParser | None:
+    """Who reads; None where the tokenizer's files are not those that the frontend has read."""
     if facts.tokenizer is None:
-        return Reader(facts, None)
+        return RequestParser(facts, None)
     directory = Path(facts.tokenizer)
     try:
         tokenizer = read_tokenizer(directory)
     except CheckpointError:
         tokenizer = None  # as while they are being replaced
     # Behind the reading: whatever has come between shows.
-    return Reader(facts, tokenizer) if hash_tokenizer_files(directory) == facts.tokenizer_hash else None
+    return RequestParser(facts, tokenizer) if hash_tokenizer_files(directory) == facts.tokenizer_hash else None
 
 
-def _read_on(front: socket.socket, reader: Reader | None, facts: Facts) -> None:
+def _read_on(frontend: socket.socket, parser: RequestParser | None, facts: Facts) -> None:
     """A task after the other."""
     has_at_first = _pages()[0]
     _bound_memory(facts.most_bytes)
-    while head := _receive(front, HEAD_BYTES):
-        task = unpack(_receive(front, int.from_bytes(head, "big")), Task)
-        body = _receive(front, int.from_bytes(_receive(front, BLOCK_HEAD_BYTES), "big"))
+    while head := _receive(frontend, HEAD_BYTES):
+        task = unpack(_receive(frontend, int.from_bytes(head, "big")), Task)
+        body = _receive(frontend, int.from_bytes(_receive(frontend, BLOCK_HEAD_BYTES), "big"))
         signal.setitimer(signal.ITIMER_PROF, task.seconds)  # what it sends then ends the process
-        result, blocks = _do(reader, task, body)
+        result, blocks = _do(parser, task, body)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        is_last = reader is None or _pages()[0] - has_at_first > MOST_KEPT_BYTES
-        front.sendall(pack(Reply(result=result, sizes=tuple(map(len, blocks)), is_last=is_last)))
+        is_last = parser is None or _pages()[0] - has_at_first > MOST_KEPT_BYTES
+        frontend.sendall(pack(Reply(result=result, sizes=tuple(map(len, blocks)), is_last=is_last)))
         for block in blocks:
-            front.sendall(block)
+            frontend.sendall(block)
         del result, blocks, body
         if is_last:
             return
 
 
-def _do(reader: Reader | None, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
-    if reader is None:
+def _do(parser: RequestParser | None, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+    if parser is None:
         return Refused(kind=Kind.FAILED.name, reason=_CHANGED_LINE, field=None, code=CHANGED), []
     try:
-        return reader.read(task, body)
+        return parser.read(task, body)
     except MemoryError:
         return Refused.of(too_much_memory()), []
-    except Exception:  # a defect, whose traceback goes where the front's goes
+    except Exception:  # a defect, whose traceback goes where the frontend's goes
         traceback.print_exc()
         return Refused(kind=Kind.FAILED.name, reason="the server failed; its log says how", field=None, code=None), []
 
@@ -288,16 +288,16 @@ def _pages() -> tuple[int, int]:
     return int(resident) * resource.getpagesize(), int(size) * resource.getpagesize()
 
 
-def _read(front: socket.socket, head_bytes: int) -> bytes:
-    return _receive(front, int.from_bytes(_receive(front, head_bytes), "big"))
+def _read(frontend: socket.socket, head_bytes: int) -> bytes:
+    return _receive(frontend, int.from_bytes(_receive(frontend, head_bytes), "big"))
 
 
-def _receive(front: socket.socket, count: int) -> bytes:
-    """So many bytes; none where the front has ended the connection."""
+def _receive(frontend: socket.socket, count: int) -> bytes:
+    """So many bytes; none where the frontend has ended the connection."""
     found = bytearray(count)
     view, num_received = memoryview(found), 0
     while num_received < count:
-        got = front.recv_into(view[num_received:])
+        got = frontend.recv_into(view[num_received:])
         if not got:
             return b""
         num_received += got

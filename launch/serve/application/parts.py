@@ -1,5 +1,5 @@
-"""What a server is made of, put together from its configuration: the front with its door, counts and readers, and the
-protocols before it. It starts nothing.
+"""What a server is made of, put together from its configuration: the frontend with its admission, counts and parsers,
+and the protocols before it. It starts nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.limits import AdmissionControl
 from launch.serve.admission.logits import LogitsLimit
 from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
@@ -22,23 +22,23 @@ from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.api.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
 from launch.serve.application.status import StatusBoard, metrics_route
-from launch.serve.engine.adapters import AdapterBook
+from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from launch.serve.page.routes import page_routes
 from launch.serve.parsing.messages import Facts
-from launch.serve.parsing.readers import Readers
+from launch.serve.parsing.parsers import Parsers
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.chat_template import ChatTemplate, read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError
-from trtrun.models.generation_defaults import sampling_defaults
+from trtrun.loading.model_settings import sampling_defaults
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
@@ -50,15 +50,15 @@ class Parts:
     """Of one server.
 
     Attributes:
-        front: a request's way.
-        readers: of long requests; not started.
+        frontend: a request's way.
+        parsers: of long requests; not started.
         routes: of the HTTP port.
         servicer: of the gRPC port.
         sampling: the model's, where requests do not say it.
     """
 
-    front: Front
-    readers: Readers
+    frontend: Frontend
+    parsers: Parsers
     routes: tuple[Route, ...]
     servicer: KServeServicer
     sampling: Mapping[str, Any]
@@ -84,13 +84,13 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     name = model_name(config)
     if name in config.adapters:
         raise ConfigError(f"adapters.{name}: clients call the model itself so: give the adapter another name")
-    door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
-    metrics = FrontMetrics(name, config.draft_len)
+    admission = AdmissionControl(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
+    metrics = FrontendMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
     defaults = sampling_defaults(config)
     tool_format, reasoning_format = _formats(section, template)
     _say_unseen_tools(section, template)
-    readers = Readers(
+    parsers = Parsers(
         Facts(
             tokenizer=None if tokenizer is None else str(directory),
             tokenizer_hash=tokenizer_hash,
@@ -112,21 +112,21 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
         section.max_body_bytes,
     )
     prompts = PromptReader(model, tokenizer)
-    front = Front(
+    frontend = Frontend(
         name,
         prompts,
         tokenizer,
         config.draft_len,
-        door,
+        admission,
         engine,
         metrics,
         section.request_timeout_s,
-        readers,
+        parsers,
         section.ping_seconds,
         LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
         cache_by_client=section.cache_by_client,
     )
-    engine.adapters = AdapterBook.of(config.adapters)
+    engine.adapters = AdapterRegistry.of(config.adapters)
     facts = ModelFacts(
         tokenizer,
         model.vocab_size,
@@ -135,20 +135,20 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
         section.exclude_input_in_output,
         tuple(config.adapters),
     )
-    kserve = KServeService(front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
+    kserve = KServeService(frontend, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
-    chats = OpenAIApi(front, keys, bodies, defaults)
+    chats = OpenAIApi(frontend, keys, bodies, defaults)
     routes = (
         *chats.routes(),
-        *MessagesApi(chats, front, keys, bodies).routes(),
-        *TokenApi(front, keys, bodies).routes(),
-        *AdapterApi(AdapterDesk.of(front, section), keys, bodies).routes(),
+        *MessagesApi(chats, frontend, keys, bodies).routes(),
+        *TokenApi(frontend, keys, bodies).routes(),
+        *AdapterApi(AdapterDesk.of(frontend, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
-        *StatusBoard(front, spec, keys, template is not None).routes(),
+        *StatusBoard(frontend, spec, keys, template is not None).routes(),
         *page_routes(),
-        metrics_route(front, keys),
+        metrics_route(frontend, keys),
     )
-    return Parts(front, readers, routes, KServeServicer(kserve, keys, bodies), defaults)
+    return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), defaults)
 
 
 def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:

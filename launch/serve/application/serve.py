@@ -1,7 +1,7 @@
-"""`trtrun serve`: the front's process from its start to its end.
+"""`trtrun serve`: the frontend's process from its start to its end.
 
 It listens, starts the engine, says where it listens once the engine is there, and drains on a signal. What requests go
-through is `front`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
+through is `frontend`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
 `restarted_engine` or `own_engine`.
 """
 
@@ -20,8 +20,8 @@ from launch.jobs.logs import FILE_ONLY
 from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
 from launch.jobs.slurm.reach import describe_way, tell_way
+from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.admission.limits import server_ending
-from launch.serve.admission.stretches import MeasuredLoop
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.http_server import (
     HttpServer,
@@ -42,7 +42,7 @@ from trtrun.configuration.drafting.suffix_options import SuffixOptions
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.garbage import leave_out_what_is
-from trtrun.models.generation_defaults import describe_generation_defaults
+from trtrun.loading.model_settings import describe_generation_defaults
 from trtrun.start.job_spec import JobSpec
 
 METRICS_CONNECTIONS = 64
@@ -51,7 +51,7 @@ METRICS_CONNECTIONS = 64
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
-if TYPE_CHECKING:  # the front of an engine in processes of its own does without torch
+if TYPE_CHECKING:  # the frontend of an engine in processes of its own does without torch
     from launch.serve.engine.own_engine import OwnEngine
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def play_serve_rank(spec: JobSpec) -> int:
 
 
 def say(line: str) -> None:
-    """Tell the user a line, which the front's log file has, too."""
+    """Tell the user a line, which the frontend's log file has, too."""
     logger.info("%s", line, extra=FILE_ONLY)
     with suppress(OSError):
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
@@ -149,8 +149,8 @@ class _Server:
         self._config = spec.config
         self._running = running
         parts = make_parts(spec, keys, running.engine)
-        self._front, self._readers = parts.front, parts.readers
-        self._door, self._metrics = self._front.door, self._front.metrics
+        self._frontend, self._parsers = parts.frontend, parts.parsers
+        self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
         self._is_ready = asyncio.Event()
@@ -163,14 +163,14 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
-        grpc = GrpcServer(self._servicer, section, self._front.metrics)
-        application = make_application(self._front, self._routes, section.allowed_origins)
+        grpc = GrpcServer(self._servicer, section, self._frontend.metrics)
+        application = make_application(self._frontend, self._routes, section.allowed_origins)
         servers = (
             HttpServer(application, http, section, section.max_connections),
             grpc,
-            HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
+            HttpServer(make_metrics_application(self._frontend), metrics, section, METRICS_CONNECTIONS),
         )
-        self._readers.start()
+        self._parsers.start()
         serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
             on_ready=self._engine_is_there,
@@ -193,7 +193,7 @@ class _Server:
             return await self._end(keeping, is_whole)
         finally:
             self._running.engine.end_all(server_ending())
-            self._readers.close()  # requests that are being read are told so, too
+            self._parsers.close()  # requests that are being read are told so, too
             for server in servers:
                 server.finish()
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
@@ -209,13 +209,13 @@ class _Server:
         """The start is over: from here on the loop's stretches count."""
         leave_out_what_is()  # streams wait for whatever holds up this process
         if isinstance(loop, MeasuredLoop):
-            loop.stretches.begin()
-            self._metrics.ask_longest_stretch(lambda: loop.stretches.longest)
+            loop.stalls.begin()
+            self._metrics.ask_longest_stall(lambda: loop.stalls.longest)
 
     def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
         url = _address(section, http)
         say(
-            f"{self._front.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
+            f"{self._frontend.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
             f"{_host(section)}:{grpc_port}"
         )
         if self._sampling:
@@ -227,15 +227,15 @@ class _Server:
     async def _drain(self, keeping: asyncio.Task[int]) -> bool:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
-        self._door.is_closing = True
+        self._admission.is_closing = True
         seconds = self._config.launch.drain_seconds
-        if self._door.num_requests:
+        if self._admission.num_requests:
             name = signal.Signals(self._stopped_by).name
             say(
-                f"{name}: no more requests are let in, the {self._door.num_requests} in work have {seconds:g} s; a "
-                "second SIGINT or SIGTERM ends at once"
+                f"{name}: no more requests are let in, the {self._admission.num_requests} in work have {seconds:g} s; "
+                "a second SIGINT or SIGTERM ends at once"
             )
-        emptying = asyncio.create_task(self._door.wait_empty(seconds))
+        emptying = asyncio.create_task(self._admission.wait_empty(seconds))
         await asyncio.wait((emptying, keeping), return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             emptying.cancel()
@@ -245,7 +245,7 @@ class _Server:
     async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
         """End the engine, or take note of its end."""
         if keeping.done():
-            self._door.is_closing = True
+            self._admission.is_closing = True
             return keeping.result()
         self._running.engine.end_all(server_ending())
         await self._running.close()
@@ -267,19 +267,19 @@ class _Server:
         self._is_asked.set()
 
     def _engine_is_there(self) -> None:
-        self._door.is_open = True
+        self._admission.is_open = True
         self._is_ready.set()
 
     def _engine_is_gone(self) -> None:
-        self._door.is_open = self._door.is_hanging = False
+        self._admission.is_open = self._admission.is_hanging = False
         self._metrics.count_loss()
 
     def _engine_hangs(self, line: str) -> None:
-        self._door.is_hanging = True
+        self._admission.is_hanging = True
         say(line)
 
     def _engine_gets_on(self) -> None:
-        self._door.is_hanging = False
+        self._admission.is_hanging = False
         say("the engine gets on again")
 
     def _engine_is_restarted(self, line: str) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.engine.messages import Ready, Standing, Status
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.requests import Keys
 from parallel.topology import Role
 from trtrun import __version__
@@ -63,19 +63,21 @@ def _parents(paths: Iterable[Sequence[int]], num_nodes: int) -> list[int]:
 METRICS_PATH = "/metrics"
 
 
-def metrics_route(front: Front, keys: Keys) -> Route:
+def metrics_route(frontend: Frontend, keys: Keys) -> Route:
     """For an application.
 
     Args:
-        front: whose metrics they are.
+        frontend: whose metrics they are.
         keys: of which requests need one. The API's port may be reached by many, that of the metrics is the operator's.
     """
 
     async def metrics(request: Request) -> Response:
         keys.check(request)
-        status = await front.client.ask_status()
-        client = front.client
-        told = front.metrics.render(client.ready, status, client.standings(), is_hanging=front.door.is_hanging)
+        status = await frontend.client.ask_status()
+        client = frontend.client
+        told = frontend.metrics.render(
+            client.ready, status, client.standings(), is_hanging=frontend.admission.is_hanging
+        )
         return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     return Route(METRICS_PATH, metrics, methods=["GET"])
@@ -88,16 +90,16 @@ FRESH_SECONDS = 0.2
 class StatusBoard:
     """What the server tells of itself."""
 
-    def __init__(self, front: Front, spec: JobSpec, keys: Keys, has_template: bool) -> None:
+    def __init__(self, frontend: Frontend, spec: JobSpec, keys: Keys, has_template: bool) -> None:
         """Begin to tell.
 
         Args:
-            front: of the server.
+            frontend: of the server.
             spec: of the job that is served.
             keys: one of which is asked for, where there are any: names of hosts are not for everybody.
             has_template: whether chats are answered.
         """
-        self._front = front
+        self._frontend = frontend
         self._config = spec.config
         self._models = _models(spec)
         self._drafts = describe_drafts(spec)
@@ -122,21 +124,21 @@ class StatusBoard:
         while there is none."""
         now = time.monotonic()
         if self._asking is None or (self._asking.done() and now - self._asked_at > FRESH_SECONDS):
-            self._asking, self._asked_at = asyncio.create_task(self._front.client.ask_status()), now
-        status, ready = await asyncio.shield(self._asking), self._front.client.ready
+            self._asking, self._asked_at = asyncio.create_task(self._frontend.client.ask_status()), now
+        status, ready = await asyncio.shield(self._asking), self._frontend.client.ready
         if ready is not None and status is not None:
             self._told = ready, status
         return self._told[1] if self._told is not None and self._told[0] is ready else None
 
     def _describe(self, engine: Status | None) -> dict[str, Any]:
-        front, config = self._front, self._config
-        door, totals = front.door, front.metrics.totals
-        engine_state = "starting" if not door.is_open else "hanging" if door.is_hanging else "serving"
-        state = "ending" if door.is_closing else engine_state
+        frontend, config = self._frontend, self._config
+        admission, totals = frontend.admission, frontend.metrics.totals
+        engine_state = "starting" if not admission.is_open else "hanging" if admission.is_hanging else "serving"
+        state = "ending" if admission.is_closing else engine_state
         is_draft_lost = engine is not None and bool(engine.totals.get("draft_losses"))
-        ready = front.client.ready
+        ready = frontend.client.ready
         return {
-            "model": front.model_name,
+            "model": frontend.model_name,
             "version": __version__,
             "state": state,
             "restarts": totals.num_restarts,
@@ -144,10 +146,10 @@ class StatusBoard:
             "max_seq_len": ready.limits["max_seq_len"] if ready is not None else None,
             "models": self._models,
             "ranks": self._ranks(is_up=ready is not None, is_draft_lost=is_draft_lost),
-            "phases": describe_phases(front.client.standings(), with_words=True),
+            "phases": describe_phases(frontend.client.standings(), with_words=True),
             "speculation": {
                 "method": config.speculation.method,
-                "draft_len": front.draft_len,
+                "draft_len": frontend.draft_len,
                 **self._drafts,
                 "use_logits": config.speculation.use_logits,
                 "is_paced": config.is_paced,
@@ -157,10 +159,10 @@ class StatusBoard:
             "queue": {
                 "running": engine.num_running if engine is not None else None,
                 "waiting": engine.num_waiting if engine is not None else None,
-                "max_running": door.max_running,
-                "max_waiting": door.max_queue,
-                "requests": door.num_requests,
-                "max_requests": door.max_streams,
+                "max_running": admission.max_running,
+                "max_waiting": admission.max_queue,
+                "requests": admission.num_requests,
+                "max_requests": admission.max_streams,
             },
             "kv_cache": {
                 "blocks": engine.num_blocks if engine is not None else None,

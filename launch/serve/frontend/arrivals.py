@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.limits import AdmissionControl
 from trtrun.api.prompts import Prompt, PromptReader
 
 MOST_LETTERS = 1 << 16
@@ -148,14 +148,14 @@ _TURNS = 2
 class ArrivalBatches:
     """Where requests that are read wait for those that came with them."""
 
-    def __init__(self, door: Door, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, admission: AdmissionControl, clock: Callable[[], float] = time.monotonic) -> None:
         """Nobody waits.
 
         Args:
-            door: says how many are in work; who waits or comes here has come through it.
+            admission: says how many are in work; who waits or comes here has come through it.
             clock: seconds; for tests.
         """
-        self._door = door
+        self._admission = admission
         self._clock = clock
         self._num_come = 0
         self._num_coming = 0
@@ -178,7 +178,7 @@ class ArrivalBatches:
 
     @contextmanager
     def announced(self) -> Iterator[None]:
-        """Around what a request is waited for that has not come through the door: the same, as long as nobody is in
+        """Around what a request is waited for that has not come through admission: the same, as long as nobody is in
         work."""
         self._num_announced += 1
         self._all_have_come.clear()
@@ -233,4 +233,4 @@ class ArrivalBatches:
 
     def _nobody_is_in_work(self) -> bool:
         """Whether all that are let in wait here, or will at once."""
-        return self._door.num_requests == self._num_waiting + self._num_coming
+        return self._admission.num_requests == self._num_waiting + self._num_coming

@@ -11,7 +11,7 @@ import torch
 
 from trtrun.first_uses import FirstUses, FirstUseWatch
 from trtrun.kernels.cpu import fused, machine, object_cache
-from trtrun.kernels.cpu.fused_code import NORMALISE, fused_module
+from trtrun.kernels.cpu.fused import NORMALISE, fused_module
 from trtrun.kernels.cpu.object_cache import cache_folder, read_object, write_object
 
 KEY = "a1"

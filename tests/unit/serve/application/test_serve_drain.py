@@ -55,9 +55,9 @@ def test_a_drain_ends_with_the_last_engine() -> None:
         server = _Server(JobSpec(config), Keys(()), engine)  # type: ignore[arg-type]
         serving = asyncio.create_task(server.run(listen("127.0.0.1", 0, "port"), listen("127.0.0.1", 0, "port")))
         await engine.is_ready.wait()
-        server._door.enter(1)
+        server._admission.enter(1)
         server._hear(signal.SIGTERM)
-        while not server._door.is_closing:
+        while not server._admission.is_closing:
             await asyncio.sleep(0)
         engine.is_lost.set()
         with pytest.raises(FailedError, match="too often"):

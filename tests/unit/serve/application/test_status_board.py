@@ -14,13 +14,13 @@ from engine_messages import LIMITS, run
 from quantized_checkpoints import make_pair
 from starlette.requests import Request
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.limits import AdmissionControl
 from launch.serve.application import status as board
 from launch.serve.application.status import StatusBoard
 from launch.serve.engine.messages import Ready, Standing, Status
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.requests import Keys
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from trtrun.configuration.config import make_config
 from trtrun.start.job_spec import JobSpec
 
@@ -56,10 +56,14 @@ def make_board(engine: Engine, draft: str = "draft", **sections: Any) -> StatusB
             **sections,
         }
     )
-    front = SimpleNamespace(
-        client=engine, door=Door(4, 8, 8, is_open=True), metrics=FrontMetrics("pair", 4), model_name="pair", draft_len=4
+    frontend = SimpleNamespace(
+        client=engine,
+        admission=AdmissionControl(4, 8, 8, is_open=True),
+        metrics=FrontendMetrics("pair", 4),
+        model_name="pair",
+        draft_len=4,
     )
-    return StatusBoard(cast(Front, front), JobSpec(config), Keys(()), False)
+    return StatusBoard(cast(Frontend, frontend), JobSpec(config), Keys(()), False)
 
 
 async def ask(asked: StatusBoard) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_an_engine_in_a_long_round_is_not_waited_for_either(monkeypatch: pytest.
         client, llm = EngineClient(), LongRound()
         fronts, own = socket.socketpair()
         hearing = asyncio.create_task(client.serve(*await asyncio.open_unix_connection(sock=fronts)))
-        serving = asyncio.create_task(process.serve_front(llm, own))  # type: ignore[arg-type]
+        serving = asyncio.create_task(process.serve_frontend(llm, own))  # type: ignore[arg-type]
         while client.ready is None:
             await asyncio.sleep(0)
         assert await client.ask_status() is None

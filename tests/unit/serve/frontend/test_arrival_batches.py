@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fronts import TOKENIZER, NoEngine, make_front
+from fronts import TOKENIZER, NoEngine, make_frontend
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.limits import AdmissionControl
 from launch.serve.frontend.arrivals import MOST_SECONDS, ArrivalBatches
 from trtrun.core.sampling_params import SamplingParams
 
@@ -17,15 +17,15 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-def open_door() -> Door:
-    return Door(max_running=8, max_queue=0, max_streams=8, is_open=True)
+def open_admission() -> AdmissionControl:
+    return AdmissionControl(max_running=8, max_queue=0, max_streams=8, is_open=True)
 
 
 class Comers:
-    """Requests one after the other, each let in by the door; what they do, in order."""
+    """Requests one after the other, each let in by the admission; what they do, in order."""
 
-    def __init__(self, door: Door, arrivals: ArrivalBatches) -> None:
-        self._door = door
+    def __init__(self, admission: AdmissionControl, arrivals: ArrivalBatches) -> None:
+        self._admission = admission
         self._arrivals = arrivals
         self.log: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -40,7 +40,7 @@ class Comers:
         return self.log
 
     async def _come(self, number: int) -> None:
-        self._door.enter(1)
+        self._admission.enter(1)
         self.log.append(f"{number} comes")
         await self._arrivals.wait()
         self.log.append(f"{number} begins")
@@ -48,7 +48,7 @@ class Comers:
 
 def test_those_that_come_in_turns_one_after_the_other_begin_when_the_last_is_there() -> None:
     async def work() -> list[str]:
-        comers = Comers(door := open_door(), ArrivalBatches(door, clock=lambda: 0.0))
+        comers = Comers(admission := open_admission(), ArrivalBatches(admission, clock=lambda: 0.0))
         for _ in range(3):
             comers.send()
             await turn()
@@ -61,11 +61,11 @@ def test_those_that_come_in_turns_one_after_the_other_begin_when_the_last_is_the
 
 
 def test_nobody_waits_while_another_one_is_in_work() -> None:
-    door = open_door()
-    door.enter(1)
-    door.enter(1)
+    admission = open_admission()
+    admission.enter(1)
+    admission.enter(1)
     with pytest.raises(StopIteration):  # without having waited for anything
-        ArrivalBatches(door).wait().send(None)
+        ArrivalBatches(admission).wait().send(None)
 
 
 def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
@@ -73,7 +73,7 @@ def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
 
     async def work() -> list[str]:
         nonlocal now
-        comers = Comers(door := open_door(), ArrivalBatches(door, clock=lambda: now))
+        comers = Comers(admission := open_admission(), ArrivalBatches(admission, clock=lambda: now))
         while len(comers.log) < 8 and not any("0 begins" in entry for entry in comers.log):
             comers.send()
             await turn()
@@ -86,16 +86,16 @@ def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
 
 def test_one_that_was_given_up_counts_no_more() -> None:
     async def work() -> list[str]:
-        door = open_door()
-        arrivals = ArrivalBatches(door, clock=lambda: 0.0)
-        ticket = door.enter(1)
+        admission = open_admission()
+        arrivals = ArrivalBatches(admission, clock=lambda: 0.0)
+        ticket = admission.enter(1)
         waiting = asyncio.create_task(arrivals.wait())
         await turn()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         ticket.leave()
-        comers = Comers(door, arrivals)
+        comers = Comers(admission, arrivals)
         comers.send()
         await turn()
         comers.send()
@@ -106,12 +106,12 @@ def test_one_that_was_given_up_counts_no_more() -> None:
 
 def test_requests_of_a_front_begin_together() -> None:
     engine = NoEngine()
-    front = make_front(TOKENIZER, engine)
+    frontend = make_frontend(TOKENIZER, engine)
 
     async def work() -> None:
         beginning = []
         for _ in range(3):
-            beginning.append(asyncio.create_task(front.begin(["def main("], SamplingParams(), 0.0)))
+            beginning.append(asyncio.create_task(frontend.begin(["def main("], SamplingParams(), 0.0)))
             await turn()
             assert not engine.starts
         for generation in await asyncio.gather(*beginning):
@@ -123,10 +123,10 @@ def test_requests_of_a_front_begin_together() -> None:
 
 def test_all_that_begin_together_reach_the_engine_before_the_first_is_answered() -> None:
     engine = NoEngine()
-    front = make_front(TOKENIZER, engine)
+    frontend = make_frontend(TOKENIZER, engine)
 
     async def begin() -> int:
-        generation = await front.begin(["def main("], SamplingParams(), 0.0)
+        generation = await frontend.begin(["def main("], SamplingParams(), 0.0)
         num_started = len(engine.starts)
         generation.close()
         return num_started

@@ -30,8 +30,7 @@ from trtrun.loading import device_reading
 from trtrun.loading.device_reading import DeviceReading
 from trtrun.loading.engine_loader import EngineLoader, held_tensors
 from trtrun.loading.engine_shards import order_of_loading, read_places, stored_name
-from trtrun.loading.loading import load_model
-from trtrun.loading.target_ends import check_ends, load_ends
+from trtrun.loading.loading import check_ends, load_ends, load_model
 from trtrun.models.config import read_model_config
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import Share
