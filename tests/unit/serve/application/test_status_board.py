@@ -124,4 +124,4 @@ def test_the_engine_is_asked_once_for_all_who_look() -> None:
 def test_a_quantized_checkpoint_is_told_as_one(tmp_path: Path) -> None:
     quantized, _ = make_pair(tmp_path, "awq")
     config = make_config({"target": {"model": str(quantized), "devices": ["cpu:0"]}, "speculation": {"method": "none"}})
-    assert board._models(config)["target"]["quantization"] == "awq"
+    assert board._models(JobSpec(config))["target"]["quantization"] == "awq"
