@@ -11,8 +11,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from launch.serve.admission.limits import AdmissionControl
-from launch.serve.admission.logits import LogitsLimit
+from launch.serve.admission.control import AdmissionControl, LogitsLimit
 from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
@@ -25,7 +24,7 @@ from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.frontend.frontend import Frontend
+from launch.serve.frontend.frontend import Frontend, RequestOptions, ServedModel
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontendMetrics
@@ -110,20 +109,14 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         refuses_unseen_tools=section.tools_unseen == "refuse",
     )
     parsers = Parsers(facts, section.max_body_bytes, RequestParser(facts, tokenizer))
-    prompts = PromptReader(model, tokenizer)
     frontend = Frontend(
-        name,
-        prompts,
-        tokenizer,
-        config.draft_len,
+        ServedModel(name, PromptReader(model, tokenizer), tokenizer, config.draft_len),
         admission,
         engine,
         metrics,
-        section.request_timeout_s,
         parsers,
-        section.ping_seconds,
+        RequestOptions(section.request_timeout_s, section.ping_seconds, section.cache_by_client),
         LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
-        cache_by_client=section.cache_by_client,
     )
     engine.adapters = AdapterRegistry.of(config.adapters)
     kserve = KServeService(frontend, config.scheduler.max_batch_size, config.kv_cache.block_size)

@@ -21,7 +21,7 @@ from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
 from launch.jobs.slurm.reach import describe_way, tell_way
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
-from launch.serve.admission.limits import server_ending
+from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.http_server import (
     HttpServer,

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from launch.serve.admission.limits import AdmissionControl
+from launch.serve.admission.control import AdmissionControl
 from trtrun.api.prompts import Prompt, PromptReader
 
 MOST_LETTERS = 1 << 16

@@ -16,18 +16,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from launch.serve.admission.limits import (
-    SHORT_BODY,
-    AdmissionControl,
-    Ticket,
-    check_counts,
-    distinct,
-    engine_starting,
-    out_of_time,
-)
-from launch.serve.admission.logits import LogitsLimit, LogitsPlace
-from launch.serve.admission.owners import OWNER
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.control import OWNER, AdmissionControl, LogitsLimit, LogitsPlace, Ticket
+from launch.serve.admission.limits import SHORT_BODY, check_counts, distinct
+from launch.serve.admission.refusals import Kind, Refusal, engine_starting, out_of_time, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.coalescing import PromptTokens, RequestCoalescer
@@ -174,6 +165,38 @@ class Generation:
         self._observed.end(is_whole=not self._going_on, now=time.perf_counter())
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model as clients see it.
+
+    Attributes:
+        name: what clients call it.
+        prompts: checks and encodes prompts.
+        tokenizer: None where prompts are token ids alone.
+        draft_len: tokens drafted in a round, at most; 0 where none are.
+    """
+
+    name: str
+    prompts: PromptReader
+    tokenizer: Tokenizer | None
+    draft_len: int
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How all requests are treated.
+
+    Attributes:
+        timeout: seconds that one may take.
+        ping_seconds: after so long without news a stream says that it is there; None for never.
+        cache_by_client: whether clients share no prefixes in the cache.
+    """
+
+    timeout: float
+    ping_seconds: float | None = None
+    cache_by_client: bool = False
+
+
 class Frontend:
     """What all protocols share.
 
@@ -189,33 +212,27 @@ class Frontend:
 
     def __init__(
         self,
-        model_name: str,
-        prompts: PromptReader,
-        tokenizer: Tokenizer | None,
-        draft_len: int,
+        model: ServedModel,
         admission: AdmissionControl,
         client: EngineClient,
         metrics: FrontendMetrics,
-        timeout: float,
         parsers: Parsers,
-        ping_seconds: float | None = None,
+        options: RequestOptions,
         logits_limit: LogitsLimit | None = None,
-        *,
-        cache_by_client: bool = False,
     ) -> None:
-        self._cache_by_client = cache_by_client
         self._logits_limit = logits_limit or LogitsLimit(0, 0, 0)
-        self.ping_seconds = ping_seconds
-        self.model_name = model_name
-        self.tokenizer = tokenizer
-        self.draft_len = draft_len
+        self._cache_by_client = options.cache_by_client
+        self._timeout = options.timeout
+        self.ping_seconds = options.ping_seconds
+        self.model_name = model.name
+        self.tokenizer = model.tokenizer
+        self.draft_len = model.draft_len
         self.admission = admission
         self.client = client
         self.metrics = metrics
-        self._prompts = prompts
-        self._timeout = timeout
+        self._prompts = model.prompts
         self._parsers = parsers
-        self._tokens = PromptTokens(prompts)
+        self._tokens = PromptTokens(model.prompts)
         self._coalescer = RequestCoalescer(admission)
 
     @property

@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from fronts import TOKENIZER, NoEngine, make_frontend
 from pipelines import make_llm, prompt_of
 
-from launch.serve.admission.owners import OWNER
+from launch.serve.admission.control import OWNER
 from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun import LLM, SamplingParams
 from trtrun.core.request_statistics import RequestStatistics

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from fronts import TOKENIZER, NoEngine, make_frontend
 
-from launch.serve.admission.limits import AdmissionControl
+from launch.serve.admission.control import AdmissionControl
 from launch.serve.frontend.coalescing import MOST_SECONDS, RequestCoalescer
 from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun.core.sampling_params import SamplingParams
