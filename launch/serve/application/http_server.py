@@ -28,8 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
-from launch.serve.admission.limits import RETRY_SECONDS
-from launch.serve.admission.refusals import Refusal, retry_headers
+from launch.serve.admission.refusals import RETRY_SECONDS, Refusal, retry_headers
 from launch.serve.api.anthropic import api as anthropic
 from launch.serve.api.kserve import http_api as kserve
 from launch.serve.api.openai import api as openai

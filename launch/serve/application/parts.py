@@ -11,21 +11,20 @@ from typing import Any
 
 from starlette.routing import Route
 
-from launch.serve.admission.limits import AdmissionControl
-from launch.serve.admission.logits import LogitsLimit
+from launch.serve.admission.control import AdmissionControl, LogitsLimit
 from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
-from launch.serve.api.kserve.row_requests import ModelFacts
 from launch.serve.api.kserve.service import KServeService
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.api.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.frontend.frontend import Frontend
+from launch.serve.frontend.frontend import Frontend, RequestOptions, ServedModel
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontendMetrics
@@ -90,54 +89,38 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     defaults = sampling_defaults(config)
     tool_format, reasoning_format = _formats(section, template)
     _say_unseen_tools(section, template)
-    parsers = Parsers(
-        Facts(
-            tokenizer=None if tokenizer is None else str(directory),
-            tokenizer_hash=tokenizer_hash,
-            template=None if template is None else template.source,
-            template_tokens={} if template is None else template.tokens,
-            tool_template=None if template is None else template.tool_source,
-            tool_format=tool_format,
-            reasoning_format=reasoning_format,
-            model_name=name,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            draft_len=config.draft_len,
-            excludes_prompt=section.exclude_input_in_output,
-            max_batch_size=config.scheduler.max_batch_size,
-            lora_tasks=tuple(config.adapters),
-            sampling_defaults=defaults,
-            refuses_unseen_tools=section.tools_unseen == "refuse",
-        ),
-        section.max_body_bytes,
+    facts = Facts(
+        tokenizer=None if tokenizer is None else str(directory),
+        tokenizer_hash=tokenizer_hash,
+        template=None if template is None else template.source,
+        template_tokens={} if template is None else template.tokens,
+        tool_template=None if template is None else template.tool_source,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+        model_name=name,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        draft_len=config.draft_len,
+        excludes_prompt=section.exclude_input_in_output,
+        max_batch_size=config.scheduler.max_batch_size,
+        lora_tasks=tuple(config.adapters),
+        sampling_defaults=defaults,
+        refuses_unseen_tools=section.tools_unseen == "refuse",
     )
-    prompts = PromptReader(model, tokenizer)
+    parsers = Parsers(facts, section.max_body_bytes, RequestParser(facts, tokenizer))
     frontend = Frontend(
-        name,
-        prompts,
-        tokenizer,
-        config.draft_len,
+        ServedModel(name, PromptReader(model, tokenizer), tokenizer, config.draft_len),
         admission,
         engine,
         metrics,
-        section.request_timeout_s,
         parsers,
-        section.ping_seconds,
+        RequestOptions(section.request_timeout_s, section.ping_seconds, section.cache_by_client),
         LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
-        cache_by_client=section.cache_by_client,
     )
     engine.adapters = AdapterRegistry.of(config.adapters)
-    facts = ModelFacts(
-        tokenizer,
-        model.vocab_size,
-        model.eos_token_ids,
-        config.draft_len,
-        section.exclude_input_in_output,
-        tuple(config.adapters),
-    )
-    kserve = KServeService(frontend, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
+    kserve = KServeService(frontend, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
-    chats = OpenAIApi(frontend, keys, bodies, defaults)
+    chats = OpenAIApi(frontend, keys, bodies)
     routes = (
         *chats.routes(),
         *MessagesApi(chats, frontend, keys, bodies).routes(),

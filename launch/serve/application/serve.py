@@ -21,7 +21,7 @@ from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
 from launch.jobs.slurm.reach import describe_way, tell_way
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
-from launch.serve.admission.limits import server_ending
+from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.http_server import (
     HttpServer,
@@ -33,7 +33,7 @@ from launch.serve.application.http_server import (
 )
 from launch.serve.application.parts import make_parts
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
-from launch.serve.frontend.arrivals import bound_threads
+from launch.serve.frontend.coalescing import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls

@@ -20,8 +20,7 @@ from itertools import count
 import msgspec
 
 from launch.serve.admission.event_loop_stalls import YieldTimer
-from launch.serve.admission.limits import engine_starting
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.refusals import Kind, Refusal, engine_starting
 from launch.serve.engine.adapters import AdapterChange, AdapterRegistry
 from launch.serve.engine.handshake import listen
 from launch.serve.engine.messages import (

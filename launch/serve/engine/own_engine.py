@@ -13,7 +13,7 @@ import socket
 
 from launch.exit_codes import ExitCode
 from launch.jobs.mpi.drain import end_at_once
-from launch.serve.admission.limits import server_ending
+from launch.serve.admission.refusals import server_ending
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.keeper import EngineWatch, is_watched
 from launch.serve.engine.process import open_engine, serve_frontend

@@ -11,8 +11,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.serve.admission.limits import RETRY_SECONDS, out_of_time
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.refusals import RETRY_SECONDS, Kind, Refusal, out_of_time
 from launch.serve.engine.adapters import AdapterChange
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
 from launch.serve.frontend.frontend import Frontend

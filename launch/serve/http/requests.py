@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.serve.admission.owners import OWNER, owner_of_address
+from launch.serve.admission.control import OWNER, owner_of_address
 from launch.serve.admission.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, reading
 

@@ -19,9 +19,8 @@ from contextlib import suppress
 
 import msgspec
 
-from launch.serve.admission.limits import RESTART_RETRY_SECONDS, server_ending
-from launch.serve.admission.owners import OWNER
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.control import OWNER
+from launch.serve.admission.refusals import RESTART_RETRY_SECONDS, Kind, Refusal, server_ending
 from launch.serve.parsing.messages import (
     BLOCK_HEAD_BYTES,
     CHANGED,

@@ -13,7 +13,7 @@ from pipelines import configuration
 
 from launch.serve.api.openai.types import read_chat, read_completion
 from launch.serve.application import parts
-from launch.serve.application.parser_worker import RequestParser
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.engine.client import EngineClient
 from launch.serve.http.requests import Keys
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Read, Task, pack, unpack

@@ -208,7 +208,7 @@ def _read_contents(item: Any, shape: tuple[int, ...]) -> Tensor:
     return Tensor(item.name, item.datatype, values.reshape(shape))
 
 
-INFER, GENERATE, CALL = "infer", "generate", "call"
+FORMS = INFER, GENERATE, CALL = "infer", "generate", "call"
 
 
 @dataclass(frozen=True)

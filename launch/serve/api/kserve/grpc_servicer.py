@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
+from launch.serve.admission.control import OWNER, owner_of_address
 from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
-from launch.serve.admission.owners import OWNER, owner_of_address
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal
 from launch.serve.api.kserve.grpc_messages import (
     CALL,

@@ -14,7 +14,7 @@ from engine_messages import LIMITS, run
 from quantized_checkpoints import make_pair
 from starlette.requests import Request
 
-from launch.serve.admission.limits import AdmissionControl
+from launch.serve.admission.control import AdmissionControl
 from launch.serve.application import status as board
 from launch.serve.application.status import StatusBoard
 from launch.serve.engine.messages import Ready, Standing, Status
