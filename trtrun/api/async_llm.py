@@ -31,6 +31,7 @@ from trtrun.api.prompts import Prompt
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport, merge_deltas
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import Tokenizer
 
 T = TypeVar("T")
@@ -57,7 +58,9 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, thread.close)
 
     @classmethod
-    def open(cls, config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None) -> AsyncLLM | None:
+    def open(
+        cls, config: RuntimeConfig | JobSpec, on_load_progress: Callable[[int, int], None] | None = None
+    ) -> AsyncLLM | None:
         """Take this process's part in a job, on every rank of it. Blocks until the models are loaded.
 
         Args:

@@ -36,10 +36,9 @@ from trtrun.chats.chat_template import ChatTemplate, read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.server_config import ServerSection
-from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import sampling_defaults
-from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,18 +68,18 @@ def model_name(config: RuntimeConfig) -> str:
     return config.server.model_name or name_of_model(config.target.model)
 
 
-def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts:
+def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     """The parts, which know each other.
 
     Raises:
         TrtrunError: the model's configuration, tokenizer or chat template cannot be read, or no parser has the name
             that the section has.
     """
+    config, model = spec.config, spec.target
     section = config.server
     directory = config.tokenizer or config.target.model
     tokenizer_hash = hash_tokenizer_files(directory)  # before the reading: whatever comes between shows
     tokenizer = read_tokenizer(directory)
-    model = read_model_config(config.target.model)
     name = model_name(config)
     if name in config.adapters:
         raise ConfigError(f"adapters.{name}: clients call the model itself so: give the adapter another name")
@@ -128,7 +127,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         *TokenApi(frontend, keys, bodies).routes(),
         *AdapterApi(AdapterDesk.of(frontend, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
-        *StatusBoard(frontend, config, make_topology(config), keys, template is not None).routes(),
+        *StatusBoard(frontend, spec, keys, template is not None).routes(),
         *page_routes(),
         metrics_route(frontend, keys),
     )

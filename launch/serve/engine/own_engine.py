@@ -19,7 +19,7 @@ from launch.serve.engine.keeper import EngineWatch, is_watched
 from launch.serve.engine.process import open_engine, serve_frontend
 from launch.serve.engine.restarted_engine import EngineEvents
 from trtrun.api.async_llm import AsyncLLM
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.start.job_spec import JobSpec
 
 
 class OwnEngine:
@@ -29,9 +29,9 @@ class OwnEngine:
         engine: for requests.
     """
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, spec: JobSpec) -> None:
         self.engine = EngineClient()
-        self._config = config
+        self._spec, self._config = spec, spec.config
         self._launcher = os.getppid()
         self._is_over = False
 
@@ -70,7 +70,7 @@ class OwnEngine:
         return os.getppid() != self._launcher
 
     def _open(self) -> AsyncLLM:
-        llm = open_engine(self._config)
+        llm = open_engine(self._spec)
         assert llm is not None  # this is rank 0
         return llm
 

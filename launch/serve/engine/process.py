@@ -45,12 +45,11 @@ from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
 from trtrun.api.engine_thread import Arrival
 from trtrun.api.llm_engine import LLMEngine
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.rounds.failures import losable_ranks
+from trtrun.start.job_spec import JobSpec
 
 
 async def describe_engine(llm: AsyncLLM) -> Ready:
@@ -112,7 +111,7 @@ def read_status(engine: LLMEngine) -> Status:
     )
 
 
-def play_engine(config: RuntimeConfig, socket_name: str) -> int:
+def play_engine(spec: JobSpec, socket_name: str) -> int:
     """Play this rank's part: workers serve rank 0 until the job is over, rank 0 serves the frontend until that ends.
 
     Raises:
@@ -120,8 +119,8 @@ def play_engine(config: RuntimeConfig, socket_name: str) -> int:
         RankFailedError: a rank failed.
         FailedError: the frontend cannot be reached.
     """
-    check_before_run(config)
-    llm = open_engine(config)
+    check_before_run(spec)
+    llm = open_engine(spec)
     if llm is not None:
         with llm:
             asyncio.run(_serve(llm, socket_name))
@@ -129,12 +128,12 @@ def play_engine(config: RuntimeConfig, socket_name: str) -> int:
     return ExitCode.DONE
 
 
-def open_engine(config: RuntimeConfig) -> AsyncLLM | None:
+def open_engine(spec: JobSpec) -> AsyncLLM | None:
     """Load this rank's part, and tell the terminal of it; None on workers, once they have served to the end."""
     with Bar("loading weights", in_bytes=True, then="compiling kernels and trying rounds") as bar:
-        llm = AsyncLLM.open(config, bar.update)
+        llm = AsyncLLM.open(spec, bar.update)
     if llm is not None:
-        StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
+        StartProgress().tell_expendable(losable_ranks(spec.config, spec.topology))
         leave_out_what_is()
     return llm
 

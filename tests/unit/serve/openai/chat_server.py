@@ -28,6 +28,7 @@ from launch.serve.parsing.messages import Facts
 from launch.serve.parsing.parsers import LoopParser
 from trtrun import AsyncLLM
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import read_tokenizer
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class ChatServer:
             (self._config.target.model / "chat_template.jinja").write_text(template, encoding="utf-8")
             changed = self._config.model_copy(update={"server": self._config.server.model_copy(update=section)})
             with mock.patch.object(parts, "Parsers", ServedParsers):
-                made = parts.make_parts(changed, Keys(()), self._engine)
+                made = parts.make_parts(JobSpec(changed), Keys(()), self._engine)
             made.frontend.admission.is_open = True
             self._applications[key] = make_application(made.frontend, made.routes)
         return self._applications[key]
