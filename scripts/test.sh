@@ -115,7 +115,7 @@ if [[ ${#paths[@]} -eq 0 ]]; then
     paths=(tests/ranks)
 fi
 phase one-process "$python" -m pytest -n "$processes" --dist worksteal -m "not mpi" ${one_process[@]+"${one_process[@]}"}
-# mpirun's own folder is a new one: see launch/jobs/mpi/stale_folders.py.
+# mpirun's own folder is a new one: see launch/jobs/mpi/host_folders.py.
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"
 for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
     phase "mpirun-$ranks" "$mpirun" --oversubscribe --bind-to none -n "$ranks" \

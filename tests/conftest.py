@@ -20,7 +20,7 @@ import pytest
 from durations import Durations
 from shares import deal
 
-from launch.jobs.mpi.stale_folders import remove_stale_folders
+from launch.jobs.mpi.host_folders import remove_stale_folders
 from launch.jobs.terminal import NEWS_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
