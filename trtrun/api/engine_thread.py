@@ -35,7 +35,8 @@ MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
 
 MOST_SECONDS = 0.005
-"""Of the thread's time for requests that come, before rows have their next round: the rest is added behind it."""
+"""The most of the thread's time for requests that come, before rows have their next round: the rest is added behind
+it."""
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ Prompt = str | Sequence[int]
 
 _KEPT_WORD_LISTS = 16
 _LAST_TOKENS = 16
-"""Of a prompt, in which thoughts may begin."""
+"""Tokens at a prompt's end in which thoughts may begin."""
 
 
 class Vocabulary(Protocol):

@@ -17,7 +17,7 @@ _ANCHORS = ("\n", "a")
 Hardly any token begins with a line's end, or with a letter and what follows no word."""
 
 _BEGIN_BYTES = 2
-"""Of a piece, by which it is looked for."""
+"""Bytes of a piece by which it is looked for."""
 
 _RUNS = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
 """Bytes that are no characters, as they are decoded, and characters."""

@@ -23,7 +23,7 @@ _MOST_BYTES = 128
 word begins, at least the first from the end."""
 
 _ENDLESS_BYTES = 1024
-"""After which a text in which no word begins is parted between any two tokens."""
+"""Bytes after which a text in which no word begins is parted between any two tokens."""
 
 _LOOKED_BACK = 16
 """Tokens of a text that are spelled again together with what is put behind it."""
@@ -226,7 +226,8 @@ def _begins_word(text: bytes | bytearray, place: int) -> bool:
 Way = Literal["same", "intersection", "text"]
 
 _LARGE_SHARE = 0.5
-"""Of the target's tokens, from which the draft chooses among the common ones: the rest could never be proposed."""
+"""The share of the target's tokens from which the draft chooses among the common ones: the rest could never be
+proposed."""
 
 
 def choose_way(target: Path, draft: Path) -> Way:

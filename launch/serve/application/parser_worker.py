@@ -53,7 +53,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=os.dup(0)) as frontend:
-        facts = unpack(_read(frontend, HEAD_BYTES), Facts)
+        head = _receive(frontend, HEAD_BYTES)
+        facts = unpack(_receive(frontend, int.from_bytes(head, "big")), Facts)
         os.nice(facts.niceness)
         parser = _make_parser(facts)
         if parser is not None:
@@ -117,10 +118,6 @@ def _pages() -> tuple[int, int]:
     """Bytes of this process that are in memory, and of its address space."""
     size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
     return int(resident) * resource.getpagesize(), int(size) * resource.getpagesize()
-
-
-def _read(frontend: socket.socket, head_bytes: int) -> bytes:
-    return _receive(frontend, int.from_bytes(_receive(frontend, head_bytes), "big"))
 
 
 def _receive(frontend: socket.socket, count: int) -> bytes:

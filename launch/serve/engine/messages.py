@@ -25,7 +25,7 @@ from trtrun.errors import TrtrunError, one_line
 from trtrun.scheduling.limits import SchedulerLimits
 
 MOST_BYTES = 1 << 28
-"""Of one message: many times the tokens of the longest request."""
+"""The most bytes of one message: many times the tokens of the longest request."""
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 18

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from launch.serve.admission.event_loop_stalls import YieldTimer
 
 JOINED_BYTES = 1 << 16
-"""Of an answer that is sent as one: more than most have."""
+"""The most bytes of an answer that is sent as one: more than most have."""
 
 PING = b": ping\n\n"
 """A comment, which breaks a silence and says nothing."""

@@ -65,7 +65,7 @@ MOST_ACCEPTED = 64
 """Sockets that are taken at a stretch, before others in the event loop have their turn."""
 
 FULL_SECONDS = 1.0
-"""After which sockets are taken again, where the system had no room for one."""
+"""Seconds after which sockets are taken again, where the system had no room for one."""
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from launch.serve.admission.refusals import Kind, Refusal
 
 VERSION = "1"
-"""Of every model: there is one."""
+"""The version of every model: there is one."""
 
 PREFIX = "nv_inference_"
 

@@ -157,10 +157,10 @@ def too_much_memory() -> Refusal:
 
 
 HEAD_BYTES = 4
-"""Of the length of a message."""
+"""Bytes of the length of a message."""
 
 BLOCK_HEAD_BYTES = 8
-"""Of the length of a task's block."""
+"""Bytes of the length of a task's block."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 M = TypeVar("M", Facts, Task, Reply)

@@ -22,7 +22,7 @@ from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
 
 LONG_NICENESS = 10
-"""Of processes that read long requests: the rounds go first."""
+"""Niceness of processes that read long requests: the rounds go first."""
 
 _BASE_SECONDS, _SECONDS_A_MIB = 10.0, 4.0
 _BASE_BYTES, _BYTES_A_BYTE = 1 << 30, 64

@@ -162,7 +162,7 @@ def _environment() -> dict[str, str]:
 
 
 RETRY_SECONDS = 5.0
-"""After which another try to start a process makes sense, where the system had no room for one."""
+"""Seconds after which another try to start a process makes sense, where the system had no room for one."""
 
 
 class WorkerPool:

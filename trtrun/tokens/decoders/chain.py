@@ -94,7 +94,7 @@ class _Anchors(dict[int, bool]):
 
 
 _NUM_LOOKED_AT = 64
-"""Of many bytes, those whose characters go through the other steps to be counted: what these cut off is at the
+"""The bytes, of many, whose characters go through the other steps to be counted: what these cut off is at the
 beginning."""
 
 

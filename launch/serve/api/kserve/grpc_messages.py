@@ -44,7 +44,8 @@ WANTS_FINAL = "triton_enable_empty_final_response"
 """Parameter of a request: whether a last response without outputs tells the end."""
 
 _HEAD_FIELDS = 4
-"""Of a ModelInferRequest: model_name, model_version, id and parameters have numbers up to this."""
+"""The last field of a ModelInferRequest's head: model_name, model_version, id and parameters have numbers up to
+this."""
 
 _LENGTH_DELIMITED = 2
 """Protobuf's wire type of texts and messages, as all these fields are."""

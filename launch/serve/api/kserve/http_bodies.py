@@ -34,7 +34,7 @@ _FIELDS = ("id", "inputs", "outputs", "parameters")
 _INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_FIELDS = ("name", "parameters")
 MOST_PARAMETERS = 64
-"""Of a generate request."""
+"""The most parameters of a generate request."""
 
 _ALIKE = 0.8
 """How much of an input's name a parameter's may have before it is taken for a slip of the pen."""

@@ -31,7 +31,7 @@ _ONE_CALL = "only supports single tool-calls"
 _BARE_NAME = re.compile(r"[^\s\[\]{}<>`\"]+")
 
 _BUDGET = "thinking_budget"
-"""Of values for a template: Qwen's word for a budget for thoughts."""
+"""A value for a template: Qwen's word for a budget for thoughts."""
 
 
 class AnswerPlanner:
