@@ -1,7 +1,4 @@
-"""Makes tokens of bytes, as a tokenizer would make them of the text, wherever in a text the bytes stand.
-
-It knows a tokenizer and what its tokens stand for. It does not know whose bytes these are.
-"""
+"""Makes tokens of bytes, as a tokenizer would make them of the text, wherever in a text the bytes stand."""
 
 from __future__ import annotations
 

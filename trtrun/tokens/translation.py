@@ -1,7 +1,5 @@
 """Translates a growing text from one vocabulary's tokens into another's; and reads the vocabularies of a target and a
 draft, and how drafts get from one to the other.
-
-It knows tokenizers. It does not know the configuration, rows, models or drafts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ and checked parameters, one request after the other, until the frontend is gone.
 What it makes of them is what the frontend's event loop makes of short ones, by the same functions. The kernel bounds
 it: the processor time of a task, and the memory that it may have. A task that goes beyond ends the process, or is
 refused; the frontend starts another one. It ends with the frontend, and with nothing else that a terminal or a batch
-system sends to all, as it has a session of its own: then requests are still read. It knows bodies, the tokenizer and
-the chat template. It does not know who asks, or what becomes of it.
+system sends to all, as it has a session of its own: then requests are still read.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ engine without a token in between is suspected:
   has ended, so that a third loss shows which one it was.
 
 Requests that came together, the prompts of one client's request, are one: they are alone together, and given up
-together. It knows requests, deltas and numbers of engines. It does not know connections, or who reads.
+together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Answers that are long or last, for every protocol: whole ones, made and sent in parts as their client reads, and
 streams of events, written as they come, where it is asked for with comments while nothing does.
 
-The HTML standard has the format of events (https://html.spec.whatwg.org/multipage/server-sent-events.html). It knows
-ASGI, and when a client is gone. It does not know what answers hold, or how clients that read nothing are cut
-(`connections`).
+The HTML standard has the format of events (https://html.spec.whatwg.org/multipage/server-sent-events.html). It does not
+know what answers hold, or how clients that read nothing are cut (`connections`).
 """
 
 from __future__ import annotations

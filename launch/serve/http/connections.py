@@ -2,7 +2,7 @@
 
 Requests are bounded behind their heads: by their bodies' size and time, by admission, by the time that they may take.
 This bounds what comes before and behind: connections that send nothing, heads that do not end, answers that nobody
-reads. It knows uvicorn's protocol over httptools. It does not know what is asked for.
+reads.
 """
 
 from __future__ import annotations

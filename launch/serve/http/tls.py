@@ -2,8 +2,7 @@
 
 The files are looked at before anything listens, so that what is wrong with them is one line. Event loops tell a
 protocol of a connection once its handshake is over, so what `connections` bounds does not hold before. `TlsPort`
-accepts the sockets itself, so that these have their own bound, and the oldest gives way. It knows PEM files through
-OpenSSL. It does not know what comes behind a handshake.
+accepts the sockets itself, so that these have their own bound, and the oldest gives way.
 """
 
 from __future__ import annotations

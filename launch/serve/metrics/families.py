@@ -1,6 +1,6 @@
 """The server's own metrics, one table: names, help and where each number is read when somebody asks for it.
 
-Names that begin with `vllm:` are vLLM's, for dashboards that know them. It knows numbers and the Prometheus format.
+Names that begin with `vllm:` are vLLM's, for dashboards that know them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
         …                                   # the answer
 
 A request counts for the model that the client has named, and for the parts of that model: what reads has the time of
-reading, what generates the time with the engine, what writes the rest. It knows names and times, and no protocol.
+reading, what generates the time with the engine, what writes the rest.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ turns; MessagePack behind its length, and blocks behind that.
     4 bytes, big-endian: length of the message │ the message │ 8 bytes: length of the block │ the block     a task
     4 bytes, big-endian: length of the message │ the message │ its blocks, as long as it says               a reply
 
-Lists that may be long travel as blocks of bytes: token ids as 32 bits each. Both ends are this program's own. It does
-not know how they are made or read.
+Lists that may be long travel as blocks of bytes: token ids as 32 bits each. Both ends are this program's own.
 """
 
 from __future__ import annotations

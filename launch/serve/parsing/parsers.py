@@ -2,7 +2,7 @@
 
 Short requests and long ones have processes of their own, so that a chat does not wait behind megabytes. One is there
 from the start; another one is started when all are busy, up to the most (`pool`). A request that its client has given
-up has its process ended, where that is not done with it soon. It does not know what is in requests.
+up has its process ended, where that is not done with it soon.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes that read, as the frontend has them: started, given a request, ended; and who waits for one. A request has
 a process to itself, and one that is lost is replaced.
 
-What they run is `launch.serve.application.parser_worker`. It knows no requests.
+What they run is `launch.serve.application.parser_worker`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests to /v1/messages: their fields and tools, read as the chats that they ask for, and how many tokens they have.
 
-Chats are read by the same code as OpenAI's; errors name this API's fields. Tools that Anthropic's servers would run
-are left out. It knows JSON values, and no HTTP.
+Chats are read by the same code as OpenAI's; errors name this API's fields. Tools that Anthropic's servers would run are
+left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server of the gRPC port, with the frontend's limits, certificate and end.
 
-It knows gRPC's options. It does not know calls (`grpc_servicer`).
+It does not know calls (`grpc_servicer`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""KServe's bidirectional stream: any number of requests at work at once, each with any number of responses.
-
-It knows gRPC's streams and their messages. It does not know how a request is begun.
-"""
+"""KServe's bidirectional stream: any number of requests at work at once, each with any number of responses."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 objects; and the responses of both.
 
 A body with binary tensors is its JSON, as long as the header Inference-Header-Content-Length says, and behind it the
-bytes of each tensor that names its `binary_data_size`, in their order. It knows JSON and bytes, and no HTTP.
+bytes of each tensor that names its `binary_data_size`, in their order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The models of tensorrtllm_backend 0.18.0 as they are served here: names, datatypes and shapes of inputs and outputs.
 
-It is the table behind metadata and configurations, and what requests are held to. It does not know what inputs mean.
+It is the table behind metadata and configurations, and what requests are held to.
 """
 
 from __future__ import annotations

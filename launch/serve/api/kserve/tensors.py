@@ -1,7 +1,4 @@
-"""Tensors as they travel: KServe's datatypes, as JSON values and as bytes, read with every size checked.
-
-It knows datatypes and shapes. It does not know models or protocols' messages.
-"""
+"""Tensors as they travel: KServe's datatypes, as JSON values and as bytes, read with every size checked."""
 
 from __future__ import annotations
 

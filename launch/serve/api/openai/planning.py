@@ -1,5 +1,5 @@
 """How a chat's answer is made and read: what guides it, which special tokens its text has, and how thoughts and calls
-are told apart. It knows a chat's request and the checkpoint's forms.
+are told apart.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 that a call comes back as.
 
 A custom tool is a function with one text. A tool of a namespace has the namespace in its name. What clients offer by
-themselves and OpenAI's servers would run is left out. It knows JSON values, and no HTTP.
+themselves and OpenAI's servers would run is left out.
 """
 
 from __future__ import annotations
