@@ -23,6 +23,7 @@ from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import Draft, PrefillChunk, Request, RoundPlan, RowAdmission, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import TokenLists
+from trtrun.engine.forwards import EngineShape
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore
@@ -65,7 +66,7 @@ def make_drafter(
     shape = (model.config.num_layers, first + space.num_blocks, model.kv_heads, block_size, model.config.head_dim)
     store = KVStore(*shape, torch.float32, CPU)
     rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
-    engine = Engine(model, store, rows, most_masked=0 if mask_token is None else draft_len)
+    engine = Engine(model, store, rows, EngineShape(most_masked=0 if mask_token is None else draft_len))
     return AheadDrafter(engine, vocab, draft_len, use_logits, space, guess_steps, mask_token)
 
 

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from trtrun.configuration.drafting.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
-from trtrun.engine.draft_paths import DraftPaths, PathSpace, announce_slots, copy_blocks
-from trtrun.engine.forwards import Forwards, HiddenTaps
-from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture
+from trtrun.engine.draft_paths import announce_slots, copy_blocks
+from trtrun.engine.forwards import EngineShape, Forwards
 from trtrun.engine.graphs.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
@@ -53,41 +52,16 @@ class Engine:
         model: CausalLM,
         store: KVStore,
         rows: RowState,
-        capture: Capture | None = None,
-        logits_per_row: int = 1,
-        taps: Sequence[int] = (),
-        path_space: PathSpace | None = None,
-        most_masked: int = 0,
-        max_tokens: int | None = None,
-        most_graphs: int = MOST_GRAPHS,
+        shape: EngineShape,
     ) -> None:
-        """Put a model to work on rows.
-
-        Args:
-            model: this rank's share.
-            store: its keys and values.
-            rows: its rows.
-            capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
-            logits_per_row: most tokens of a row that get logits in one forward: those of a draft and one more where it
-                verifies.
-            taps: boundaries of the residual stream that verification hands out (models/taps.py).
-            path_space: where the paths of draft trees have their keys; None where drafts are chains.
-            most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
-            max_tokens: of a round, where it verifies: rows and prompts have graphs together; None makes none of these.
-            most_graphs: to keep of other forwards: no fewer than a start makes.
-        """
+        """Put `model`, this rank's share, to work on `rows`, whose keys and values `store` has."""
         self._model = model
         self._store = store
         self.rows = rows
-        self.capture = capture
+        self.capture = shape.capture
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
-        tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
-        paths = DraftPaths(path_space, rows, store) if path_space is not None else None
-        most_logits = max(logits_per_row, most_masked)
-        self._forwards = Forwards(
-            model, store, rows, capture, most_logits, tapped, paths, most_masked, max_tokens, most_graphs
-        )
+        self._forwards = Forwards(model, store, rows, shape)
         self._verification = Verification(model, rows, self._forwards)
         self.tables = self._forwards.tables
 
