@@ -235,7 +235,7 @@ class AheadRounds:
         if always:
             return replace(plan, num_guesses=self.most_guesses)
         guesses = self.random.choice((0, 2, 7, self.most_guesses, self.most_guesses))
-        return replace(plan, num_guesses=guesses, redraft_from=self.random.choice((1, 1, 2, NEVER)))
+        return replace(plan, num_guesses=guesses, redraft_threshold=self.random.choice((1, 1, 2, NEVER)))
 
     def _round(self, plan: RoundPlan, is_late: bool) -> None:
         drafter = self.drafter
@@ -253,7 +253,7 @@ class AheadRounds:
         drafts: list[list[int]] = [[] for _ in rows]
         guesses = drafter.guesses()
         if plan.draft_len and (not is_late or guesses is not None):
-            proposed = replace(plan, redraft_from=NEVER) if is_late else plan
+            proposed = replace(plan, redraft_threshold=NEVER) if is_late else plan
             drafts = self._propose(proposed, asked, fresh)
             found = None if guesses is None else self._look_up(plan, guesses, drafts)
             drafts = drafts if not is_late else found or [[] for _ in rows]
@@ -317,7 +317,7 @@ class AheadRounds:
                 torch.testing.assert_close(probs[place, : len(draft)], distributions[: len(draft)])
                 assert not probs[place, len(draft) :].any()
         missed = len(asked) - sum(foreseen_rows)
-        redrafted = missed > 0 and (self.use_logits or missed >= plan.redraft_from)
+        redrafted = missed > 0 and (self.use_logits or missed >= plan.redraft_threshold)
         assert empty == (0 if redrafted else missed)
         self.seen["redrafted"] += redrafted
         return drafts

@@ -264,7 +264,7 @@ class GatedJob:
             return None
         has_guesses = plan.draft_len or not len(plan.decode_rows)
         guesses = drawn.choice((0, 5, GUESSES, GUESSES, GUESSES)) if has_guesses else 0
-        return replace(plan, num_guesses=guesses, redraft_from=drawn.choice((1, 1, 2, 3, NEVER)))
+        return replace(plan, num_guesses=guesses, redraft_threshold=drawn.choice((1, 1, 2, 3, NEVER)))
 
     def _change_requests(self) -> None:
         drawn = self.turns.random

@@ -159,7 +159,7 @@ class RoundPlan:
             parallel; more after rounds that it sat out; 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
-        redraft_from: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
+        redraft_threshold: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
             the target waits; fewer rows take a plain step.
         given_rows: of decode_rows those whose output may still be the start of the draft that came with the request:
             what follows there is proposed first.
@@ -175,7 +175,7 @@ class RoundPlan:
     catch_up: np.ndarray
     max_context: int
     num_guesses: int = 0
-    redraft_from: int = 1
+    redraft_threshold: int = 1
     given_rows: tuple[int, ...] = ()
 
     @cached_property

@@ -286,7 +286,7 @@ class Orchestrator:
             self._rows_drafted_for[plan.round_index] = num_rows
         # A round without drafts has nothing to foresee, but for the first tokens behind prompts.
         guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
-        return None, replace(plan, num_guesses=guesses, redraft_from=self._ahead.redraft_from(num_rows))
+        return None, replace(plan, num_guesses=guesses, redraft_threshold=self._ahead.redraft_threshold(num_rows))
 
     def _places_with_logprobs(self, plan: RoundPlan) -> list[int]:
         """Places in the plan's verdict whose rows asked for log probabilities.

@@ -135,7 +135,7 @@ class Worker:
             draft = self.drafter.propose(plan, by_probability)
         elif self.drafter.guesses() is not None:
             # The target may have found what was foreseen among the guesses that it was told; it waits for no more.
-            draft = self.drafter.propose(replace(plan, redraft_from=NEVER), by_probability)
+            draft = self.drafter.propose(replace(plan, redraft_threshold=NEVER), by_probability)
         else:
             draft = None
         self.phases.end("drafting")

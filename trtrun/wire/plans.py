@@ -32,7 +32,7 @@ class _PlanHeader(NamedTuple):
     decode: int
     max_context: int
     num_guesses: int
-    redraft_from: int
+    redraft_threshold: int
     given: int
     lists: int
     guides: int
@@ -112,7 +112,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         decode=len(plan.decode_rows),
         max_context=plan.max_context,
         num_guesses=plan.num_guesses,
-        redraft_from=plan.redraft_from,
+        redraft_threshold=plan.redraft_threshold,
         given=len(plan.given_rows),
         lists=len(lists),
         guides=len(told),
@@ -218,7 +218,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
         catch_up=decode[2],
         max_context=header.max_context,
         num_guesses=header.num_guesses,
-        redraft_from=header.redraft_from,
+        redraft_threshold=header.redraft_threshold,
         given_rows=given,
     )
 

@@ -97,7 +97,7 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
 
     def schedule(always: bool) -> RoundPlan | None:
         plan = rounds.scheduler.schedule(rounds.random.choice((draft_len, half)))
-        return None if plan is None else replace(plan, num_guesses=guesses, redraft_from=1 << 30)
+        return None if plan is None else replace(plan, num_guesses=guesses, redraft_threshold=1 << 30)
 
     monkeypatch.setattr(rounds, "_schedule", schedule)
     del made[:]

@@ -52,15 +52,15 @@ FIRST, SECOND, OTHER = [0, 0, 1, 41, 42], [1, 0, 1, 51, 52], [1, 0, 2, 61, 62]
 
 @pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize(
-    ("redraft_from", "guesses", "foreseen"),
+    ("redraft_threshold", "guesses", "foreseen"),
     [(1, [OTHER, FIRST, SECOND], [1, 1]), (1, [FIRST, OTHER], None), (2, [FIRST, OTHER], [1, 0]), (1, [], None)],
 )
 def test_a_round_whose_verdict_was_guessed_waits_for_no_packet(
-    letters: Letters, redraft_from: int, guesses: list[list[int]], foreseen: list[int] | None, is_early: bool
+    letters: Letters, redraft_threshold: int, guesses: list[list[int]], foreseen: list[int] | None, is_early: bool
 ) -> None:
     """The device has the guesses and the question as soon as both are there; packets are dropped, or waited for."""
     exchange = make_exchange(letters)
-    plans = [make_plan(4), make_plan(5, redraft_from=redraft_from)]
+    plans = [make_plan(4), make_plan(5, redraft_threshold=redraft_threshold)]
     gate = cast(OpenGate, cast(GatedDrafts, exchange.gated).gate)
     letters.came[DRAFT_TAG].append(packet(4, [[1], [1]], [1, 1], [0, 0]))
     first = launch(exchange, plans[0])
@@ -72,7 +72,7 @@ def test_a_round_whose_verdict_was_guessed_waits_for_no_packet(
     question = gate.questions[1]
     assert question.rows.tolist() == [[0, 3, 0], [1, 2, 1]] and question.counts.tolist() == [1, 1]
     assert question.lines.tolist() == [[1], [1]]
-    assert (question.width, question.fewest_missing) == (3, redraft_from)
+    assert (question.width, question.fewest_missing) == (3, redraft_threshold)
     if guesses and not is_early:
         assert not gate.tables
         letters.came[GUESS_TAG].append(encode_packet(4, np.array(guesses, dtype=np.int64)))
@@ -186,7 +186,7 @@ class Foreseeing(Drafted):
         self.asked: list[int] = []
 
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> None:
-        self.asked.append(plan.redraft_from)
+        self.asked.append(plan.redraft_threshold)
 
     def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
         return int(guesses)

@@ -147,7 +147,7 @@ def foreseen_rows(table: npt.NDArray[np.int64], plan: RoundPlan, before: KnownVe
     lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
     asked = [(row in came_true, most > 0) for row, most in lens]
     missing = sum(is_asked and not is_there for is_there, is_asked in asked)
-    if missing and missing >= plan.redraft_from:
+    if missing and missing >= plan.redraft_threshold:
         return None
     return tuple(int(is_there and is_asked) for is_there, is_asked in asked)
 
@@ -226,7 +226,7 @@ class GatedDrafts:
         places = {row: place for place, row in enumerate(before.sampled_rows)}
         lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
         rows = device_integers([(row, most, places.get(row, -1)) for row, most in lens], self.group.device)
-        return Question(rows, verdict.num_tokens, verdict.tokens.contiguous(), plan.draft_len, plan.redraft_from)
+        return Question(rows, verdict.num_tokens, verdict.tokens.contiguous(), plan.draft_len, plan.redraft_threshold)
 
     def decide(self, plan: RoundPlan, verdict: Verdict) -> None:
         """On the leader: the verdict of a round, on the device, that the next draft follows."""

@@ -130,7 +130,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """A row's draft was foreseen, is made now, or there is none. Tokens are on the host.
 
-        Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_from`). With them
+        Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_threshold`). With them
         it always is, as the tokens of a seed depend on the draft there."""
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._texts}
@@ -139,7 +139,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         looked_up = self._take_looked_up(asked)
         self._take_hits(asked)
         missing = {row: most for row, most in asked.items() if not self._texts[row].draft}
-        if missing and (self._use_logits or len(missing) >= plan.redraft_from):
+        if missing and (self._use_logits or len(missing) >= plan.redraft_threshold):
             self._draft_now(missing)
         drafts = [self._texts[row].draft if row in asked else [] for row in rows]
         # By numpy, which takes a tenth of the time that torch takes for few numbers: the target may be waiting.

@@ -232,7 +232,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
     @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """A row's draft was foreseen, is made now, or there is none: it is made now where so many rows
-        have none that it pays (`plan.redraft_from`), and of rows whose request brought a draft that may go on."""
+        have none that it pays (`plan.redraft_threshold`), and of rows whose request brought a draft that may go on."""
         rows: list[int] = plan.decode_rows.tolist()
         asked = {
             row: most
@@ -250,7 +250,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
                 text.draft, text.candidates = text.draft[:most], text.candidates[:most]
         self._hits.clear()
         missing = {row: most for row, most in asked.items() if not self._texts[row].draft}
-        if len(missing) < plan.redraft_from:
+        if len(missing) < plan.redraft_threshold:
             missing = {row: most for row, most in missing.items() if row in given}
         if missing:
             self._draft_now(plan, missing)
