@@ -26,7 +26,7 @@ from trtrun.kvcache.store import KVStore
 from trtrun.lora.lora_loading import empty_slot, read_adapter
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.distributions import KeyedRanks
-from trtrun.tensors import device_integers, inference, kept_integers, kept_range
+from trtrun.tensors import device_integers, inference, cached_tensor, cached_range
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Engine:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
             if self._forwards.paths is not None and len(plan.decode_rows):
-                self._forwards.paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
+                self._forwards.paths.clear(cached_tensor(plan.decode_rows.tolist(), self.device))
 
     def read_adapter(self, path: Path, on_progress: Callable[[], None]) -> Callable[[int], None]:
         """Read an adapter, beside forwards; what comes back fills a slot that no row has, between two of them.
@@ -186,10 +186,10 @@ class Engine:
     ) -> torch.Tensor:
         """`catch_up` of up to `count` tokens of each row, those in front of its last `before`."""
         width = catch_up_width(count) if self.has_graphs else 1 << (count - 1).bit_length()
-        steps = kept_range(-width - before, -before, self.device)
+        steps = cached_range(-width - before, -before, self.device)
         places = positions = self.rows.lengths.index_select(0, rows).unsqueeze(1) + steps
         if width > 2 or before:
-            positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
+            positions = torch.where(-steps <= cached_tensor(counts, self.device).unsqueeze(1), positions, -1)
             positions = positions.clamp(min=-1)
             places = positions.clamp(min=0)
         tokens = self.rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
@@ -330,4 +330,4 @@ class Engine:
         their trees, verified just now. Before they move on."""
         assert self._forwards.paths is not None
         if len(plan.decode_rows):
-            self._forwards.paths.keep(kept_integers(plan.decode_rows.tolist(), self.device), accepted)
+            self._forwards.paths.keep(cached_tensor(plan.decode_rows.tolist(), self.device), accepted)

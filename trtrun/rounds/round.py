@@ -41,7 +41,7 @@ from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import RoundEngine, TargetEngine
 from trtrun.speculation.trees import accepted_paths, verify_paths
 from trtrun.speculation.verify import verify
-from trtrun.tensors import kept_integers
+from trtrun.tensors import cached_tensor
 from trtrun.timing.phase_clock import HostPhases, PhaseClock
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
@@ -182,13 +182,13 @@ class Worker:
         self.activity.enter(plan.round_index, Phase.VERIFYING)
         device, state = self.target.device, self.target.rows
         if draft is None:
-            nothing = kept_integers([0] * num_decode, device)
+            nothing = cached_tensor([0] * num_decode, device)
             draft = Draft(nothing.view(num_decode, 1)[:, :0], nothing)
         told = self._tell_host(plan, draft)
         step = self.target.verify_forward(plan, draft)
         if not sampled:
             return step, None
-        rows = kept_integers(sampled, device)
+        rows = cached_tensor(sampled, device)
         if not self.leads_target:
             verdict = self.exchange.receive_verdict(plan, draft.depth + 1)
         else:

@@ -24,7 +24,7 @@ from trtrun.core.nouns import Draft, RoundPlan, RowAdmission
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import device_integers, inference, kept_integers, kept_range
+from trtrun.tensors import device_integers, inference, cached_tensor, cached_range
 
 
 def usable_draft(admission: RowAdmission, vocab_size: int | None) -> list[int]:
@@ -92,7 +92,7 @@ class GivenDrafts:
         picks = [index for index, row in enumerate(listed) if row in of_plan]
         drafts, ends, starts = self._pack(tuple(listed[index] for index in picks))
         device, draft_len = drafts.device, plan.draft_len
-        rows, places = (kept_integers(one, device) for one in ([listed[index] for index in picks], picks))
+        rows, places = (cached_tensor(one, device) for one in ([listed[index] for index in picks], picks))
         token_ids, width = self._rows.token_ids, drafts.shape[1]
         behind = (self._rows.lengths[rows] - starts).unsqueeze(1)
         columns = torch.arange(self._num_compared(of_plan, plan.max_context), device=device)
@@ -183,7 +183,7 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
     """
     tokens, counts = found
     device, max_paths = tokens.device, tokens.shape[1]
-    most = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
+    most = cached_tensor(plan.draft_lens.clip(min=0).tolist(), device)
     if given is not None:
         num_given = given[1].sum(dim=1)
         agrees = ((tokens[:, 0] == given[0]) | ~given[1]).all(dim=1)
@@ -192,8 +192,8 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
         counts[:, 0] = torch.where(is_given, num_given, counts[:, 0])
     if max_paths == 1:
         return Draft(tokens[:, 0], torch.minimum(counts[:, 0], most))
-    nodes = kept_range(0, max_paths * plan.draft_len, device).view(1, max_paths, -1)
-    steps = kept_range(0, plan.draft_len, device)
+    nodes = cached_range(0, max_paths * plan.draft_len, device).view(1, max_paths, -1)
+    steps = cached_range(0, plan.draft_len, device)
     paths = torch.where(steps < counts.unsqueeze(2), nodes, -1)
     return Draft(tokens.flatten(1), torch.minimum(counts.amax(dim=1), most), paths=paths)
 
@@ -251,7 +251,7 @@ class LookupDrafter(Drafter):
         device = self._rows.lengths.device
         if plan.draft_len == 0:
             return no_draft(plan, device)
-        rows = kept_integers(plan.decode_rows.tolist(), device)
+        rows = cached_tensor(plan.decode_rows.tolist(), device)
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
         share = max(1, self._rows_at_a_time(columns, plan.draft_len))
         starts = range(0, len(rows), share)
