@@ -54,7 +54,7 @@ class TargetRank:
         self._tokens: dict[int, list[int]] = {}
 
     def launch_round(self, plan: RoundPlan) -> LaunchedRound:
-        draft = self._exchange.hand_over(plan, None, ())
+        draft = self._exchange.transfer_draft(plan, None, ())
         sampled, width = plan.sampled_rows, plan.draft_len + 1 if draft is not None else 1
         verdict = Verdict(torch.full((len(sampled),), -99), torch.full((len(sampled), width), -1))
         broken = [self._turns.random.random() < self._breaks for _ in sampled]

@@ -79,7 +79,7 @@ class SilentExchange(Exchange):
         return False
 
     @override
-    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+    def transfer_draft(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
         """Receive nothing: where nothing is drafted here, probabilities are zeros."""
         if not self._verifies or not plan.draft_len:
             return None
@@ -91,7 +91,7 @@ class SilentExchange(Exchange):
         return Draft(tokens, torch.full((rows,), plan.draft_len, dtype=torch.int64, device=self._device), probs)
 
     @override
-    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
+    def publish_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         pass
 
     @override

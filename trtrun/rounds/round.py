@@ -92,7 +92,7 @@ class Worker:
         self.phases.start(plan.round_index)
         by_probability = self._begin(plan)
         draft = self._propose(plan, by_probability)
-        handed = self._hand_over(plan, draft, by_probability)
+        handed = self._transfer_draft(plan, draft, by_probability)
         num_guesses = self._anticipate(plan)
 
         def end() -> LaunchedRound:
@@ -141,11 +141,11 @@ class Worker:
         self.phases.end("drafting")
         return draft
 
-    def _hand_over(self, plan: RoundPlan, draft: Draft | None, by_probability: Sequence[int]) -> Draft | None:
+    def _transfer_draft(self, plan: RoundPlan, draft: Draft | None, by_probability: Sequence[int]) -> Draft | None:
         """The draft on its way to the target ranks; what they verify is returned there."""
         if self.drafter is not None:
             self.activity.enter(plan.round_index, Phase.TRANSFERRING)
-        handed = self.exchange.hand_over(plan, draft, by_probability)
+        handed = self.exchange.transfer_draft(plan, draft, by_probability)
         if self.target is not None:
             self.phases.end("transferring")
         return handed
@@ -156,7 +156,7 @@ class Worker:
             return 0
         self.activity.enter(plan.round_index, Phase.ANTICIPATING)
         num_guesses = self.drafter.anticipate(plan, guesses=not self.exchange.is_late(plan))
-        self.exchange.tell_guesses(plan, self.drafter.guesses)
+        self.exchange.publish_guesses(plan, self.drafter.guesses)
         self.phases.end("anticipating")
         return num_guesses
 

@@ -38,7 +38,7 @@ def test_a_round_is_launched_before_the_verdict_that_its_draft_follows(letters: 
     rounds = [exchange.conclude(plans[0], Decided(plans[0]))]
     second = expect(exchange, plans[1])
     rounds.append(exchange.conclude(plans[1], Decided(plans[1])))
-    assert exchange.hand_over(plans[2], None, ()) is None  # nothing is drafted in it
+    assert exchange.transfer_draft(plans[2], None, ()) is None  # nothing is drafted in it
     rounds.append(exchange.conclude(plans[2], Decided(plans[2])))
     assert letters.posted == [] and (first.tokens == -1).all()
     rounds[0].release()

@@ -91,7 +91,7 @@ class MessageExchange(Exchange):
         return is_late
 
     @override
-    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+    def transfer_draft(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
         """Send the packet first, then draft_probs where rows need them. On draft ranks nothing waits."""
         if self.gated is not None:
             return self._expect_draft(self.gated, plan)
@@ -105,7 +105,7 @@ class MessageExchange(Exchange):
         return None
 
     @override
-    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
+    def publish_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """Send guesses from the draft leader to the target leader."""
         if self.tells_guesses and self.rank == self.draft_ranks[0] and (table := guesses()) is not None:
             self.mail.post(self.target_ranks[0], GUESS_TAG, encode_packet(plan.round_index, table))
