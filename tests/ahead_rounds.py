@@ -120,7 +120,7 @@ class FreshDrafts:
         updates = np.array(blocks, np.int32)
         begun = plan_of(admissions=tuple(admitted), prefill=tuple(chunks), block_updates=updates)
         drafter.begin_round(begun)
-        drafter.anticipate(begun, guesses=True)
+        drafter.draft_ahead(begun, guesses=True)
         plan = plan_of(1, rows, [self._draft_len] * len(rows))
         drafter.begin_round(plan)
         drafter.propose(plan, [])
@@ -258,7 +258,7 @@ class AheadRounds:
             found = None if guesses is None else self._look_up(plan, guesses, drafts)
             drafts = drafts if not is_late else found or [[] for _ in rows]
             self.seen["late, and found"] += is_late and any(drafts)
-        num_guesses = drafter.anticipate(plan, guesses=not is_late)
+        num_guesses = drafter.draft_ahead(plan, guesses=not is_late)
         assert num_guesses <= min(plan.num_guesses, self.most_guesses)
         self._check_guesses(asked if num_guesses else {}, fresh)
         self.seen["late"] += is_late

@@ -1,11 +1,12 @@
 """THE ROUND: what one process does in a round of speculative decoding, in time order, whichever ranks it holds.
 
     begin         all engine ranks   rows come and go
-    propose       ranks that draft   tokens for the rows that decode: what was foreseen, a fresh draft, or nothing
-    hand over     draft → target     token ids always, draft probabilities for the rows that need them
-    anticipate    draft ranks with devices of their own: draft for the likely verdicts of this very round
+    propose       ranks that draft   tokens for the rows that decode: what was predicted, a fresh draft, or nothing
+    transfer      draft → target     token ids always, draft probabilities for the rows that need them
+    draft ahead   draft ranks with devices of their own: draft for the likely verdicts of this very round, beside
+                  verification (asynchronous drafting)
     verify        target ranks       one forward over draft_len + 1 positions a row, then acceptance: the verdict
-    tell          target → draft     the verdict's way back, and hidden states behind it to a head on a rank of its own
+    send back     target → draft     the verdict, and hidden states behind it to a head on a rank of its own
     observe       ranks that draft   their rows move on
     report        leaders            times, and the target leader's verdict to the orchestrator, which commits it
 
@@ -93,7 +94,7 @@ class Worker:
         by_probability = self._begin(plan)
         draft = self._propose(plan, by_probability)
         handed = self._transfer_draft(plan, draft, by_probability)
-        num_guesses = self._anticipate(plan)
+        num_guesses = self._draft_ahead(plan)
 
         def end() -> LaunchedRound:
             step, verdict = self._verify(plan, handed, by_probability)
@@ -150,12 +151,12 @@ class Worker:
             self.phases.end("transferring")
         return handed
 
-    def _anticipate(self, plan: RoundPlan) -> int:
+    def _draft_ahead(self, plan: RoundPlan) -> int:
         """Draft ahead, where the drafter does; returns how many verdicts were guessed."""
         if self.drafter is None or not self.drafter.drafts_ahead:
             return 0
         self.activity.enter(plan.round_index, Phase.ANTICIPATING)
-        num_guesses = self.drafter.anticipate(plan, guesses=not self.exchange.is_late(plan))
+        num_guesses = self.drafter.draft_ahead(plan, guesses=not self.exchange.is_late(plan))
         self.exchange.publish_guesses(plan, self.drafter.guesses)
         self.phases.end("anticipating")
         return num_guesses

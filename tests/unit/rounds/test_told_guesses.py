@@ -188,7 +188,7 @@ class Foreseeing(Drafted):
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> None:
         self.asked.append(plan.redraft_threshold)
 
-    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(self, plan: RoundPlan, *, guesses: bool) -> int:
         return int(guesses)
 
     def guesses(self) -> np.ndarray | None:

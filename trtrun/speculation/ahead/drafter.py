@@ -168,7 +168,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
     @inference
     @override
-    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(self, plan: RoundPlan, *, guesses: bool) -> int:
         """Draft, and feed the prompts of the round, too; waits until all of it is known on the host."""
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._move()

@@ -281,7 +281,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
 
     @inference
     @override
-    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(self, plan: RoundPlan, *, guesses: bool) -> int:
         """Draft; waits until all of it is known on the host."""
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._guesses = Guesses()
