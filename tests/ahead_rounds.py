@@ -29,7 +29,7 @@ from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import load_model
 from trtrun.models.decoder import CausalLM
-from trtrun.rounds.exchange.gated_drafts import KnownVerdict, foreseen_rows
+from trtrun.rounds.exchange.gated_drafts import KnownVerdict, find_cache_hits
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter, GuessSpace
@@ -285,10 +285,10 @@ class AheadRounds:
         going_on = {row: bool(drafter._texts[row].draft) for row in asked}
         rows = plan.decode_rows.tolist()
         found = drafter.propose(plan, [index for index, row in enumerate(rows) if row in asked])
-        drafts, foreseen_rows, probs = tokens_of(found), found.foreseen.tolist(), found.draft_probs
+        drafts, hits, probs = tokens_of(found), found.cache_hits.tolist(), found.draft_probs
         places = iter(range(len(asked)))
         empty = 0
-        for row, draft, foreseen in zip(rows, drafts, foreseen_rows, strict=True):
+        for row, draft, foreseen in zip(rows, drafts, hits, strict=True):
             if row not in asked:
                 assert not draft and not foreseen
                 continue
@@ -316,7 +316,7 @@ class AheadRounds:
             if distributions is not None and probs is not None:
                 torch.testing.assert_close(probs[place, : len(draft)], distributions[: len(draft)])
                 assert not probs[place, len(draft) :].any()
-        missed = len(asked) - sum(foreseen_rows)
+        missed = len(asked) - sum(hits)
         redrafted = missed > 0 and (self.use_logits or missed >= plan.redraft_threshold)
         assert empty == (0 if redrafted else missed)
         self.seen["redrafted"] += redrafted
@@ -328,7 +328,7 @@ class AheadRounds:
         before = self._before
         if before is None or before.plan.round_index != plan.round_index - 1 or plan.given_rows:
             return None
-        foreseen = foreseen_rows(guesses, plan, before)
+        foreseen = find_cache_hits(guesses, plan, before)
         if foreseen is None:
             return None
         lines, found = guesses.tolist(), list[list[int]]()

@@ -233,12 +233,12 @@ class GatedJob:
                 continue
             report = self._next_report()
             self.seen["rounds"] += 1
-            self.seen["foreseen"] += sum(report.foreseen)
+            self.seen["foreseen"] += sum(report.cache_hits)
             for tag in (DRAFT_TAG, GUESS_TAG):
                 untaken = self._post.count_untaken(self._ranks[1], TARGET, tag)
                 assert untaken <= 16, f"{untaken} messages that nobody takes"
             plan = out.popleft()
-            self.scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, report.foreseen)
+            self.scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, report.cache_hits)
         for rank in self._ranks:
             self._post.send(ORCHESTRATOR, rank, PLAN_TAG, b"")
 

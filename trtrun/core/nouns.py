@@ -159,7 +159,8 @@ class RoundPlan:
             parallel; more after rounds that it sat out; 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
-        redraft_threshold: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
+        redraft_threshold: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them
+        while
             the target waits; fewer rows take a plain step.
         given_rows: of decode_rows those whose output may still be the start of the draft that came with the request:
             what follows there is proposed first.
@@ -207,7 +208,8 @@ class Draft:
             tree is cut off there.
         draft_probs: [probability_rows, draft_len, vocab] float32 on the drafter's device for the rows that need them
             (sampled rows when use_logits is on), in the order of decode_rows, or None.
-        foreseen: [rows] int64 of 0 and 1 on the host: whether a row's draft was made before the verdict that it follows
+        cache_hits: [rows] int64 of 0 and 1 on the host: whether a row's draft was made before the verdict that it
+        follows
             was known; None where none was.
         paths: [rows, paths, depth] int64 beside the tokens: of each path from the row's newest token to a leaf the
             nodes in order, as columns of `tokens`, then -1. Paths share nodes or hold the same token in several. The
@@ -219,7 +221,7 @@ class Draft:
     tokens: torch.Tensor
     draft_lens: torch.Tensor
     draft_probs: torch.Tensor | None = None
-    foreseen: torch.Tensor | None = None
+    cache_hits: torch.Tensor | None = None
     paths: torch.Tensor | None = None
     num_suffix_tokens: torch.Tensor | None = None
     _path_lens: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)

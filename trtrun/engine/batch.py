@@ -24,7 +24,7 @@ from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks, StepBatch
 from trtrun.kvcache.tile_widths import padded_width, prompt_width
 from trtrun.models.config import ModelConfig
-from trtrun.tensors import device_integers, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers
 from trtrun.weights.weight import Share
 
 MOST_EVEN_PADDING = 128

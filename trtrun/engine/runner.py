@@ -26,7 +26,7 @@ from trtrun.kvcache.store import KVStore
 from trtrun.lora.lora_loading import empty_slot, read_adapter
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.distributions import KeyedRanks
-from trtrun.tensors import device_integers, inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from trtrun.engine.rows import RowState
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.filters import MOST_ELEMENTS
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.tensors import device_integers, cached_tensor
+from trtrun.tensors import cached_tensor, device_integers
 
 _MOST_AT_ONCE = 128
 

@@ -418,10 +418,10 @@ def commit_round(
             )
             if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:
                 logger.warning(said)
-    foreseen = report.foreseen if plan.num_guesses else None
+    cache_hits = report.cache_hits if plan.num_guesses else None
     found = report.num_suffix_tokens
     of_prompts = (report.prompt_ids, report.prompt_values) if len(report.prompt_ids) else None
     logits = report.prompt_logits if len(report.prompt_logits) else None
     return scheduler.commit(
-        plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found, of_prompts, logits
+        plan, report.num_tokens, report.tokens, report.draft_lens, cache_hits, found, of_prompts, logits
     )

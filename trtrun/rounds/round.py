@@ -355,6 +355,6 @@ def _with_prefill_rows(draft: Draft, num_rows: int) -> Draft:
 
 def _count_redrafted(draft: Draft | None) -> int:
     """Rows that were drafted for while the target waited, by a drafter that drafts ahead."""
-    if draft is None or draft.foreseen is None:
+    if draft is None or draft.cache_hits is None:
         return 0
-    return int(np.count_nonzero((draft.draft_lens.numpy() > 0) & (draft.foreseen.numpy() == 0)))
+    return int(np.count_nonzero((draft.draft_lens.numpy() > 0) & (draft.cache_hits.numpy() == 0)))

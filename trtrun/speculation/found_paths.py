@@ -24,7 +24,7 @@ from trtrun.core.nouns import Draft, RoundPlan, RowAdmission
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import device_integers, inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 def usable_draft(admission: RowAdmission, vocab_size: int | None) -> list[int]:

@@ -22,7 +22,7 @@ from trtrun.sampling.filters import likeliest
 from trtrun.speculation.growing_trees import DynamicGrowth, Given, Growth, Ranked, StaticGrowth, StaticShape
 from trtrun.speculation.protocols import FeatureHeads, GrowTree, Rows
 from trtrun.speculation.text_drafts import Suggestion
-from trtrun.tensors import cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor
 
 
 class HeadTrees:

@@ -21,7 +21,7 @@ from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.found_paths import GivenDrafts, no_draft
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.found_paths import GivenDrafts
 from trtrun.speculation.protocols import Rows
 from trtrun.speculation.suffixes.search import SuffixSearch
-from trtrun.tensors import cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor
 
 
 class Suggestion(NamedTuple):

@@ -21,7 +21,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.guiding.host_copies import HostCopies
 from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache
 from trtrun.speculation.protocols import DraftEngine, KeptRows, PreparedStep
-from trtrun.tensors import device_integers, cached_tensor
+from trtrun.tensors import cached_tensor, device_integers
 from trtrun.tokens.translation import TranslatedText, Vocabularies
 
 _FED_AT_ONCE = 32

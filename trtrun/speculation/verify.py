@@ -26,7 +26,7 @@ from trtrun.sampling.filters import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling.row_steps import TokenMasks
-from trtrun.tensors import device_integers, cached_tensor
+from trtrun.tensors import cached_tensor, device_integers
 
 
 def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Tensor) -> tuple[Tensor, Tensor]:

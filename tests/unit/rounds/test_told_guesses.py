@@ -24,7 +24,7 @@ from open_gates import (
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import RoundPlan, Verdict
-from trtrun.rounds.exchange.gated_drafts import GatedDrafts, KnownVerdict, foreseen_rows
+from trtrun.rounds.exchange.gated_drafts import GatedDrafts, KnownVerdict, find_cache_hits
 from trtrun.rounds.exchange.message_exchange import MessageExchange
 from trtrun.rounds.round import Worker
 from trtrun.speculation.ahead.policy import NEVER
@@ -81,7 +81,7 @@ def test_a_round_whose_verdict_was_guessed_waits_for_no_packet(
     first.finish()
     letters.came[DRAFT_TAG].append(packet(5, [[7], [8]], [1, 1], [0, 1]))
     second.release()
-    assert second.finish().foreseen.tolist() == (foreseen or [0, 1])
+    assert second.finish().cache_hits.tolist() == (foreseen or [0, 1])
     assert not letters.came[DRAFT_TAG], "nobody takes it later"
     assert bool((gate.waiting[1] == -1).all()) == (foreseen is not None)
     assert not exchange.gated._guesses and not exchange.gated._due  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_guesses_that_come_while_the_packet_is_waited_for_end_the_wait(letters: 
         return None
 
     letters.wait = come  # type: ignore[method-assign]
-    assert rounds[1].finish().foreseen.tolist() == [1, 1]
+    assert rounds[1].finish().cache_hits.tolist() == [1, 1]
 
 
 def test_guesses_are_looked_at_once_however_long_the_packet_is_waited_for(
@@ -117,7 +117,7 @@ def test_guesses_are_looked_at_once_however_long_the_packet_is_waited_for(
 
     def look(table: np.ndarray, plan: RoundPlan, before: KnownVerdict) -> tuple[int, ...] | None:
         looks.append(len(table))
-        return foreseen_rows(table, plan, before)
+        return find_cache_hits(table, plan, before)
 
     def wait(
         rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
@@ -128,9 +128,9 @@ def test_guesses_are_looked_at_once_however_long_the_packet_is_waited_for(
             assert not any([until() for _ in range(5)])
         return packet(5, [[7], [8]], [1, 1], [0, 1])
 
-    monkeypatch.setattr("trtrun.rounds.exchange.gated_drafts.foreseen_rows", look)
+    monkeypatch.setattr("trtrun.rounds.exchange.gated_drafts.find_cache_hits", look)
     letters.wait = wait  # type: ignore[method-assign]
-    assert rounds[1].finish().foreseen.tolist() == [0, 1] and looks == [1, 2]
+    assert rounds[1].finish().cache_hits.tolist() == [0, 1] and looks == [1, 2]
 
 
 def test_guesses_before_rounds_without_drafts_are_not_kept(letters: Letters) -> None:
@@ -161,7 +161,7 @@ def test_drafts_that_are_not_what_was_guessed_are_waited_for(
     letters.came[GUESS_TAG].append(encode_packet(4, np.array([FIRST, SECOND], dtype=np.int64)))
     rounds = [launch(exchange, plan) for plan in plans]
     rounds[0].finish()
-    assert rounds[1].finish().foreseen.tolist() == [0, 1]
+    assert rounds[1].finish().cache_hits.tolist() == [0, 1]
     assert not gate.questions and gate.waiting[1].view(2, 4)[:, 1].tolist() == [7, 8]
 
 
@@ -172,7 +172,7 @@ def test_guesses_of_an_earlier_verdict_are_not_looked_at(letters: Letters) -> No
     letters.came[GUESS_TAG].append(encode_packet(4, np.array([FIRST, SECOND], dtype=np.int64)))
     rounds = [launch(exchange, plan) for plan in plans]
     rounds[0].finish()
-    assert rounds[1].finish().foreseen.tolist() == [0, 1]
+    assert rounds[1].finish().cache_hits.tolist() == [0, 1]
 
 
 class Foreseeing(Drafted):

@@ -203,7 +203,7 @@ def test_a_guess_that_came_true_is_gone_after_a_round_of_prompts_alone(model: Ca
     row, count, token = next(iter(drafter._guesses._places))
     drafter.observe(plan, verdict_of([[*draft[:count], token]]), None)
     drafter.draft_ahead(plan_of(10, num_guesses=8), guesses=True)
-    assert drafter.propose(plan_of(11, [row], [3]), []).foreseen.tolist() == [0]
+    assert drafter.propose(plan_of(11, [row], [3]), []).cache_hits.tolist() == [0]
 
 
 @pytest.mark.parametrize(("draft_len", "accepted"), [(3, 3), (3, 1)])

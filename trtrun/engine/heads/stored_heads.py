@@ -28,7 +28,7 @@ from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.sampling.distributions import KeyedRanks
-from trtrun.tensors import inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 GrowTree = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]

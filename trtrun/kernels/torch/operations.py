@@ -20,7 +20,7 @@ from trtrun.kernels.torch.int4 import TorchInt4Matmul
 from trtrun.kernels.torch.int8 import TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
 from trtrun.kvcache.formats import PLAIN, KVFormat
-from trtrun.tensors import cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""

@@ -206,12 +206,12 @@ class MessageExchange(Exchange):
         if not plan.draft_len:
             gated.settle(plan)
             return Origins()
-        packet = self._look_for_packet(plan.round_index, lambda: self._foreseen(gated, plan) is not None)
-        foreseen = self._foreseen(gated, plan)
-        if foreseen is not None:
+        packet = self._look_for_packet(plan.round_index, lambda: self._find_cache_hits(gated, plan) is not None)
+        cache_hits = self._find_cache_hits(gated, plan)
+        if cache_hits is not None:
             while self.mail.take(self.draft_ranks[0], DRAFT_TAG) is not None:
                 pass  # none is of a later round, for which the verdict would have to be known
-            origins = Origins(foreseen)
+            origins = Origins(cache_hits)
         elif not packet:
             nothing = np.zeros((len(plan.decode_rows), 1), dtype=np.int64)
             gated.give(plan, nothing[:, :0], nothing[:, 0])
@@ -223,9 +223,9 @@ class MessageExchange(Exchange):
         gated.settle(plan)
         return origins
 
-    def _foreseen(self, gated: GatedDrafts, plan: RoundPlan) -> tuple[int, ...] | None:
+    def _find_cache_hits(self, gated: GatedDrafts, plan: RoundPlan) -> tuple[int, ...] | None:
         self._take_guesses()
-        return gated.foreseen(plan, self._known)
+        return gated.cache_hits(plan, self._known)
 
     def _take_guesses(self) -> None:
         """On the target leader: give the device what was drafted ahead, as soon as it is there."""

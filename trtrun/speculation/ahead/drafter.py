@@ -130,8 +130,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """A row's draft was foreseen, is made now, or there is none. Tokens are on the host.
 
-        Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_threshold`). With them
-        it always is, as the tokens of a seed depend on the draft there."""
+        Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_threshold`). With
+        them it always is, as the tokens of a seed depend on the draft there."""
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._texts}
         self._take_given(plan, asked)
@@ -148,9 +148,9 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             tokens[place, : len(draft)] = draft
             numbers[:, place] = len(draft), bool(draft) and row not in missing, looked_up.get(row, 0)
-        counts, foreseen, found = torch.from_numpy(numbers)
+        counts, cache_hits, found = torch.from_numpy(numbers)
         probs = self._draft_probs(plan, probability_rows)
-        return Draft(torch.from_numpy(tokens), counts, probs, foreseen, num_suffix_tokens=found)
+        return Draft(torch.from_numpy(tokens), counts, probs, cache_hits, num_suffix_tokens=found)
 
     def _draft_probs(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Tensor | None:
         """[rows, draft_len, target vocab] float32: the distributions that the drafts of these decode rows were drawn
@@ -291,8 +291,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             return
         for row, tokens in zip(asked, self._guides.forced_behind(asked), strict=True):
             hit = self._hits.get(row)
-            foreseen = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
-            if tokens and foreseen[: len(tokens)] != tokens and max(tokens) < self._vocab_size:
+            predicted = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
+            if tokens and predicted[: len(tokens)] != tokens and max(tokens) < self._vocab_size:
                 self._put_certain(row, tokens)
 
     def _put_certain(self, row: int, tokens: list[int]) -> None:
@@ -310,8 +310,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         wanted = {row: most for row, most in asked.items() if row not in self._has_given}
         for row, tokens in self._host_texts.look_up(wanted).items():
             hit = self._hits.get(row)
-            foreseen = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
-            if len(tokens) >= min(len(foreseen), asked[row]):
+            predicted = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
+            if len(tokens) >= min(len(predicted), asked[row]):
                 self._put(row, tokens)
                 taken[row] = len(tokens)
         return taken

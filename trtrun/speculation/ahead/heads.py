@@ -32,7 +32,7 @@ from trtrun.speculation.ahead.policy import FanOut, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guess, Guesses
 from trtrun.speculation.drafters.eagle import ApartEagleDrafter
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep
-from trtrun.tensors import device_integers, inference, cached_tensor
+from trtrun.tensors import cached_tensor, device_integers, inference
 
 
 @dataclass(frozen=True)
@@ -257,11 +257,11 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         drafts = [self._texts[row].draft if row in asked else [] for row in rows]
         width = max(map(len, drafts), default=0)
         padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
-        foreseen = [int(bool(draft) and row not in missing) for row, draft in zip(rows, drafts, strict=True)]
+        cache_hits = [int(bool(draft) and row not in missing) for row, draft in zip(rows, drafts, strict=True)]
         return Draft(
             torch.tensor(padded, dtype=torch.int64).view(len(rows), width),
             torch.tensor(list(map(len, drafts)), dtype=torch.int64),
-            foreseen=torch.tensor(foreseen, dtype=torch.int64),
+            cache_hits=torch.tensor(cache_hits, dtype=torch.int64),
         )
 
     def _draft_now(self, plan: RoundPlan, missing: dict[int, int]) -> None:

@@ -24,7 +24,7 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.speculation.protocols import MaskedHeads, PreparedStep
 from trtrun.speculation.text_drafts import Suggestion
-from trtrun.tensors import inference, cached_tensor
+from trtrun.tensors import cached_tensor, inference
 
 
 @DRAFTERS.register("dflash")

@@ -32,7 +32,7 @@ from trtrun.speculation.drafters.translated_model import TranslatedDrafter
 from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import Suggestion, TextDrafts
-from trtrun.tensors import inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 class DraftModelDrafter(Drafter, Generic[PreparedStep]):

@@ -42,7 +42,7 @@ from trtrun.speculation.head_trees import HeadTrees
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows
 from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.speculation.trees import along_paths
-from trtrun.tensors import device_integers, inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 class EagleDrafter(Drafter, Generic[PreparedStep]):

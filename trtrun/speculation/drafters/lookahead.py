@@ -29,7 +29,7 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, distinct
 from trtrun.speculation.led_drafts import DraftShape, LedDrafter
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import device_integers, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers
 
 _CANDIDATES = 4
 """N-grams that are looked at for each that is verified: many of the pool are the same."""

@@ -33,7 +33,7 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import PositionHeads, Rows, TargetEngine
 from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.trees import last_nodes
-from trtrun.tensors import inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.led_drafts import DraftShape, LedDrafter, verified_nodes
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 class SuccessorTable:

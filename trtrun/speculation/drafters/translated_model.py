@@ -26,7 +26,7 @@ from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.translated_rows import TranslatedRows, Translation
-from trtrun.tensors import device_integers, inference, cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 class TranslatedDrafter(Drafter, Generic[PreparedStep]):

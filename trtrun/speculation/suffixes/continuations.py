@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trtrun.speculation.found_paths import Continuations
-from trtrun.tensors import cached_tensor, cached_range
+from trtrun.tensors import cached_range, cached_tensor
 
 MOST_PLACES = 16
 """Places of a row that are compared with each other: those of longest match. With 32 no more tokens were accepted."""

@@ -17,7 +17,7 @@ from trtrun.speculation.found_paths import Continuations
 from trtrun.speculation.protocols import Texts
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, Places, SuffixRule, join_places, likely_paths
 from trtrun.speculation.suffixes.corpus import PastAnswers, SortedCorpus
-from trtrun.tensors import inference, cached_range
+from trtrun.tensors import cached_range, inference
 
 _NOWHERE = -3
 """In place of a token before a row's start. Corpora have -1 and -2 in such places."""
