@@ -293,7 +293,7 @@ class AheadRounds:
                 assert not draft and not foreseen
                 continue
             place, most = next(places), asked[row]
-            if row in plan.given_rows and (given := self._given_behind(row)):
+            if row in plan.predicted_output_rows and (given := self._given_behind(row)):
                 assert draft == given[:most] and foreseen
                 self.seen["given"] += 1
                 if self.use_logits and drafter.rows.sampling.sampled_indices([row]):
@@ -326,7 +326,7 @@ class AheadRounds:
         """What a target finds among guesses, where it goes on with that: of each row what the draft rank has proposed,
         or nothing where that was not foreseen."""
         before = self._before
-        if before is None or before.plan.round_index != plan.round_index - 1 or plan.given_rows:
+        if before is None or before.plan.round_index != plan.round_index - 1 or plan.predicted_output_rows:
             return None
         foreseen = find_cache_hits(guesses, plan, before)
         if foreseen is None:

@@ -24,7 +24,7 @@ from parallel.control import ControlPlane
 from parallel.errors import HeartbeatError
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.blame import CLOSED_SECONDS
+from parallel.watchdog.fault_attribution import CLOSED_SECONDS
 from parallel.watchdog.handshake import connect, own_addresses
 from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
 from parallel.watchdog.message_socket import MessageSocket, wait_for

@@ -3,8 +3,8 @@
 One thread that never touches MPI, except to end the job, so it works while the main thread hangs in a call. It starts
 before anything is exchanged and watches the start against a deadline; from then on it watches for ranks that are silent
 or stand still, and it hears from workers that have failed. What it finds the main thread takes, to end the job in its
-own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `blame`;
-the workers' end is in `heartbeat`.
+own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in
+`fault_attribution`; the workers' end is in `heartbeat`.
 
 Where rank 0 has a device it works like the others, and is judged beside them.
 
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from parallel import abort
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.blame import (
+from parallel.watchdog.connections import WorkerConnections
+from parallel.watchdog.fault_attribution import (
     LOST_SECONDS,
     Accusation,
     RankState,
@@ -32,7 +33,6 @@ from parallel.watchdog.blame import (
     find_lost,
     late_starters,
 )
-from parallel.watchdog.connections import WorkerConnections
 from parallel.watchdog.handshake import listen
 from parallel.watchdog.processes import Stack, main_stack, named, show_stacks
 

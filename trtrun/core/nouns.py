@@ -160,10 +160,9 @@ class RoundPlan:
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
         redraft_threshold: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them
-        while
-            the target waits; fewer rows take a plain step.
-        given_rows: of decode_rows those whose output may still be the start of the draft that came with the request:
-            what follows there is proposed first.
+            while the target waits; fewer rows take a plain step.
+        predicted_output_rows: of decode_rows those whose output may still be the start of the predicted output that
+            came with the request: what follows there is proposed first.
     """
 
     round_index: int
@@ -177,7 +176,7 @@ class RoundPlan:
     max_context: int
     num_guesses: int = 0
     redraft_threshold: int = 1
-    given_rows: tuple[int, ...] = ()
+    predicted_output_rows: tuple[int, ...] = ()
 
     @cached_property
     def draft_len(self) -> int:
@@ -209,8 +208,7 @@ class Draft:
         draft_probs: [probability_rows, draft_len, vocab] float32 on the drafter's device for the rows that need them
             (sampled rows when use_logits is on), in the order of decode_rows, or None.
         cache_hits: [rows] int64 of 0 and 1 on the host: whether a row's draft was made before the verdict that it
-        follows
-            was known; None where none was.
+            follows was known; None where none was.
         paths: [rows, paths, depth] int64 beside the tokens: of each path from the row's newest token to a leaf the
             nodes in order, as columns of `tokens`, then -1. Paths share nodes or hold the same token in several. The
             depth is the plan's draft_len. None for a chain.

@@ -312,7 +312,7 @@ class Orchestrator:
                 continue  # the draft leader's of a round before the first request, whose verdict has been there
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
-            self.totals.add_first_uses(times.first_uses)
+            self.totals.add_warmup_misses(times.warmup_misses)
             if report.is_verdict:
                 return report
             self._note_draft(report)
@@ -400,9 +400,9 @@ def commit_round(
         acceptances = [
             (length, max(0, count - 1))
             for row, length, count in asked
-            if length > 0 and count >= 0 and row not in plan.given_rows
+            if length > 0 and count >= 0 and row not in plan.predicted_output_rows
         ]
-        is_usual = not (plan.prefill or plan.given_rows)
+        is_usual = not (plan.prefill or plan.predicted_output_rows)
         if pacer is not None:
             took = seconds if is_usual else None
             pacer.record(len(planned), plan.draft_len, took, acceptances, num_plain, is_partial)
@@ -413,7 +413,7 @@ def commit_round(
                 [
                     (found, max(0, count - 1))
                     for row, length, found, count in verified
-                    if length > 0 and found > 0 and row not in plan.given_rows
+                    if length > 0 and found > 0 and row not in plan.predicted_output_rows
                 ]
             )
             if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:

@@ -31,7 +31,6 @@ import torch
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
-from trtrun.first_uses import FirstUseWatch
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.rounds.exchange.exchange import Exchange
@@ -44,6 +43,7 @@ from trtrun.speculation.trees import accepted_paths, verify_paths
 from trtrun.speculation.verify import verify
 from trtrun.tensors import cached_tensor
 from trtrun.timing.phase_clock import HostPhases, PhaseClock
+from trtrun.warmup_misses import WarmupMissWatch
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
 _ROUNDS_BETWEEN_CHANCES = 8
@@ -66,7 +66,7 @@ class Worker:
         device: of its engines.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only leaders take its times.
-        first_uses: what is captured and compiled from now on, in rounds.
+        warmup_misses: what is captured and compiled from now on, in rounds.
         forced_acceptance: for benchmarks, see `speculation.verify`.
         guides: of the rows that are guided, on the target leader, and where a drafter asks them; None elsewhere.
     """
@@ -80,7 +80,7 @@ class Worker:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
-    first_uses: FirstUseWatch = field(default_factory=FirstUseWatch)
+    warmup_misses: WarmupMissWatch = field(default_factory=WarmupMissWatch)
     forced_acceptance: float | None = None
     guides: RowGuides | None = None
     draft: RoundEngine | None = None
@@ -296,7 +296,7 @@ class Worker:
             transferring=seconds.get("transferring", 0.0) if self.leads_target else 0.0,
             verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
             guiding=self.guides.take_seconds() if self.leads_target and self.guides is not None else 0.0,
-            first_uses=self.first_uses.take(),
+            warmup_misses=self.warmup_misses.take(),
         )
 
     def read_adapter(self, name: str, path: Path) -> Callable[[int], None]:

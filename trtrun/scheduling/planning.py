@@ -238,7 +238,7 @@ class PlanBuilder:
             decode_rows=np.array(rows, dtype=np.int32),
             draft_lens=np.array(lengths, dtype=np.int32),
             catch_up=np.array(self._catch_up, dtype=np.int32),
-            given_rows=tuple(self._given),
+            predicted_output_rows=tuple(self._given),
             max_context=self._max_context,
         )
 

@@ -41,7 +41,7 @@ def with_certain_tokens(probs: Tensor, tokens: Tensor, is_given: Tensor) -> Tens
     return torch.where(is_given.unsqueeze(2), certain, probs)
 
 
-class GivenDrafts:
+class PredictedOutputs:
     """What requests said would follow their prompts, by row, where a drafter proposes for them; and before that what
     must follow, where a row is guided.
 
@@ -85,7 +85,7 @@ class GivenDrafts:
 
     def _of_requests(self, plan: RoundPlan) -> tuple[Tensor, Tensor] | None:
         """See `propose`: of the given drafts alone."""
-        of_plan = set(plan.given_rows) & self._drafts.keys() if plan.given_rows else ()
+        of_plan = set(plan.predicted_output_rows) & self._drafts.keys() if plan.predicted_output_rows else ()
         if not of_plan or not plan.draft_len:
             return None
         listed = plan.decode_rows.tolist()
@@ -127,7 +127,7 @@ class GivenDrafts:
             self._packed = None
 
 
-class HostGivenDrafts:
+class HostPredictedOutputs:
     """The same where the host knows every row's tokens, as on draft ranks that draft ahead."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -179,7 +179,7 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
         plan: the round's.
         found: of its decode rows; where a draft was given it takes the place of the first path, unless that goes on
             from it.
-        given: what `GivenDrafts.propose` says.
+        given: what `PredictedOutputs.propose` says.
     """
     tokens, counts = found
     device, max_paths = tokens.device, tokens.shape[1]
@@ -230,7 +230,7 @@ class LookupDrafter(Drafter):
     def __init__(self, rows: Rows) -> None:
         """Look for the rows of the target."""
         self._rows = rows
-        self._given = GivenDrafts(rows)
+        self._given = PredictedOutputs(rows)
 
     @property
     @override

@@ -14,7 +14,7 @@ from torch import Tensor
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.speculation.found_paths import GivenDrafts
+from trtrun.speculation.found_paths import PredictedOutputs
 from trtrun.speculation.protocols import Rows
 from trtrun.speculation.suffixes.search import SuffixSearch
 from trtrun.tensors import cached_range, cached_tensor
@@ -54,7 +54,7 @@ class TextDrafts:
         """Suggest for `rows` no id from `vocab_size` on; look texts up where `options` say so."""
         self._rows = rows
         self._vocab_size = vocab_size
-        self._given = GivenDrafts(rows, vocab_size)
+        self._given = PredictedOutputs(rows, vocab_size)
         self._search: SuffixSearch | None = None
         if options is not None and options.enable_suffix_decoding:
             self._search = SuffixSearch.of_options(options, rows)

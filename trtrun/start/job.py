@@ -22,7 +22,7 @@ from parallel.mpi_rank import find_mpi_rank, is_lost_peer
 from parallel.probe import verify_groups
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.blame import CLOSED_SECONDS
+from parallel.watchdog.fault_attribution import CLOSED_SECONDS
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.configuration.config import RuntimeConfig

@@ -82,7 +82,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         plan.decode_rows.astype(np.int64),
         plan.draft_lens.astype(np.int64),
         plan.catch_up.astype(np.int64),
-        np.asarray(plan.given_rows, dtype=np.int64),
+        np.asarray(plan.predicted_output_rows, dtype=np.int64),
     ]
     lists: dict[int, TokenLists] = {}
     floats: list[np.ndarray] = []
@@ -113,7 +113,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         max_context=plan.max_context,
         num_guesses=plan.num_guesses,
         redraft_threshold=plan.redraft_threshold,
-        given=len(plan.given_rows),
+        given=len(plan.predicted_output_rows),
         lists=len(lists),
         guides=len(told),
         integers=sum(map(len, integers)),
@@ -219,7 +219,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
         max_context=header.max_context,
         num_guesses=header.num_guesses,
         redraft_threshold=header.redraft_threshold,
-        given_rows=given,
+        predicted_output_rows=given,
     )
 
 

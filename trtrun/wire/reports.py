@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trtrun.core.nouns import TokenLogprobs
-from trtrun.first_uses import FirstUses
+from trtrun.warmup_misses import WarmupMisses
 
 
 class ReportKind(IntEnum):
@@ -68,7 +68,7 @@ class RoundTimes:
         verifying: the forward and the acceptance.
         anticipating: drafting for guesses while the target verifies.
         guiding: what the target leader's thread computed for rows that are guided.
-        first_uses: what the leader's process captured and compiled in rounds since it told that last.
+        warmup_misses: what the leader's process captured and compiled in rounds since it told that last.
     """
 
     drafting: float = 0.0
@@ -76,7 +76,7 @@ class RoundTimes:
     verifying: float = 0.0
     anticipating: float = 0.0
     guiding: float = 0.0
-    first_uses: FirstUses = field(default_factory=FirstUses)
+    warmup_misses: WarmupMisses = field(default_factory=WarmupMisses)
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ class ReportArrays:
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
             hit_chances=len(self.hit_chances),
-            captures=self.times.first_uses.captures,
-            compilations=self.times.first_uses.compilations,
+            captures=self.times.warmup_misses.captures,
+            compilations=self.times.warmup_misses.compilations,
             drafting=self.times.drafting,
             transferring=self.times.transferring,
             verifying=self.times.verifying,
@@ -262,7 +262,7 @@ def decode_report(payload: bytes) -> RoundReport:
             header.verifying,
             header.anticipating,
             header.guiding,
-            FirstUses(header.captures, header.compilations),
+            WarmupMisses(header.captures, header.compilations),
         ),
         is_verdict=bool(header.is_verdict),
         num_tokens=num_tokens,

@@ -147,7 +147,7 @@ def test_guesses_before_rounds_without_drafts_are_not_kept(letters: Letters) -> 
 @pytest.mark.parametrize(
     ("values", "settings"),
     [
-        ({"given_rows": (0,)}, {}),
+        ({"predicted_output_rows": (0,)}, {}),
         ({}, {"needs_draft": lambda plan: plan.round_index == 5}),
     ],
     ids=["drafts of requests", "guided rows"],

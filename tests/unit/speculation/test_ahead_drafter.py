@@ -214,7 +214,7 @@ def test_verdicts_on_drafts_that_are_not_the_models_say_nothing_of_it(
     given = prompt_of(20, seed=5)
     rounds.add(prompt_of(6, seed=1), max_tokens=40, draft_token_ids=given)
     rounds.run(1, always=True)
-    drafter, plan = rounds.drafter, plan_of(9, [0], [draft_len], num_guesses=8, given_rows=(0,))
+    drafter, plan = rounds.drafter, plan_of(9, [0], [draft_len], num_guesses=8, predicted_output_rows=(0,))
     drafter._put(0, given[:draft_len])
     drafter.draft_ahead(plan, guesses=True)
     before = drafter.hit_chances()

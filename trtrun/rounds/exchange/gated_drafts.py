@@ -218,7 +218,7 @@ class GatedDrafts:
 
     def _question(self, plan: RoundPlan) -> Question | None:
         """What the device looks up among guesses; None where drafts are not what was guessed."""
-        if self._decided is None or plan.given_rows or self.needs_draft(plan):
+        if self._decided is None or plan.predicted_output_rows or self.needs_draft(plan):
             return None
         before, verdict = self._decided
         if before.round_index != plan.round_index - 1:

@@ -29,7 +29,7 @@ from trtrun.speculation.ahead.guessing import Guesser
 from trtrun.speculation.ahead.policy import FanOut, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guesses, HostTexts, RowText
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.found_paths import HostGivenDrafts
+from trtrun.speculation.found_paths import HostPredictedOutputs
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import device_integers, inference
 
@@ -78,7 +78,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._hits: dict[int, int] = {}
         self._moves: list[tuple[int, int, int]] = []
         self._probs: dict[int, Tensor] = {}
-        self._given = HostGivenDrafts(self._vocab_size)
+        self._given = HostPredictedOutputs(self._vocab_size)
         self._has_given: set[int] = set()
         self._host_texts: HostTexts | None = None
         self._guides: RowGuides | None = None
@@ -277,7 +277,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def _take_given(self, plan: RoundPlan, asked: dict[int, int]) -> None:
         """Where a row's output is the start of the draft that came with its request, what follows there is its draft,
         whatever was foreseen."""
-        for row in asked.keys() & set(plan.given_rows):
+        for row in asked.keys() & set(plan.predicted_output_rows):
             text = self._texts[row]
             tokens = self._given.behind(row, text.length, asked[row])
             if not tokens:

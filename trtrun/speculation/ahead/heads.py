@@ -239,7 +239,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
             for row, most in zip(rows, plan.draft_lens.tolist(), strict=True)
             if most > 0 and row in self._texts and row not in self._lacking
         }
-        given = asked.keys() & set(plan.given_rows)
+        given = asked.keys() & set(plan.predicted_output_rows)
         for row, most in asked.items():
             text = self._texts[row]
             if row in given:

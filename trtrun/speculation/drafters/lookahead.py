@@ -27,7 +27,7 @@ from trtrun.sampling.filters import argmax, pieces
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, distinct
-from trtrun.speculation.led_drafts import DraftShape, LedDrafter
+from trtrun.speculation.leader_drafts import DraftShape, LeaderDrafter
 from trtrun.speculation.protocols import Rows, TargetGroup
 from trtrun.tensors import cached_range, cached_tensor, device_integers
 
@@ -96,7 +96,7 @@ def find_in_texts(token_ids: Tensor, lengths: Tensor, newest: Tensor, draft_len:
     return Continuations(tokens, counts)
 
 
-class LookaheadDrafter(LedDrafter):
+class LookaheadDrafter(LeaderDrafter):
     """Proposes n-grams of the pool and the row's text, and has the window computed beside them."""
 
     def __init__(self, rows: Rows, group: TargetGroup, sizes: LookaheadSizes, *, is_chain: bool = False) -> None:

@@ -24,7 +24,7 @@ from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.errors import ConfigError
 from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.led_drafts import DraftShape, LedDrafter, verified_nodes
+from trtrun.speculation.leader_drafts import DraftShape, LeaderDrafter, verified_nodes
 from trtrun.speculation.protocols import Rows, TargetGroup
 from trtrun.tensors import cached_range, cached_tensor, inference
 
@@ -71,7 +71,7 @@ class SuccessorTable:
         self._line_logits[lines] = logits[last.unsqueeze(1), ranked]
 
 
-class TokenRecyclingDrafter(LedDrafter):
+class TokenRecyclingDrafter(LeaderDrafter):
     """Proposes what the table says; nothing behind a token that it does not know."""
 
     def __init__(self, rows: Rows, group: TargetGroup, table: SuccessorTable | None, tree: ChoiceTree | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from triton import knobs
 
-from trtrun.first_uses import count_compilation
+from trtrun.warmup_misses import count_compilation
 
 _logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.found_paths import GivenDrafts, no_draft
+from trtrun.speculation.found_paths import PredictedOutputs, no_draft
 from trtrun.speculation.protocols import Rows, TargetGroup
 from trtrun.tensors import cached_range, cached_tensor, inference
 
@@ -61,7 +61,7 @@ class DraftShape:
         return Draft(found, lens, paths=torch.where(reached > 0, paths, -1))
 
 
-class LedDrafter(Drafter):
+class LeaderDrafter(Drafter):
     """Proposes what the rank that decides makes of what it has learned. What came with a request is proposed first.
 
     A proposal is no sample, so it has no draft_probs: the target chooses its own token at every position.
@@ -72,7 +72,7 @@ class LedDrafter(Drafter):
         self._rows = rows
         self._group = group
         self._device = rows.lengths.device
-        self._given = GivenDrafts(rows)
+        self._given = PredictedOutputs(rows)
         self._shapes: dict[int, DraftShape] = {}
         self._proposed: Draft | None = None
         self._newest: Tensor | None = None
