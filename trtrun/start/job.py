@@ -169,7 +169,7 @@ def _run_worker(
         is_lost = partial(_is_lost, heartbeat, topology)
         worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity, is_lost))
         if worker is not None:
-            heartbeat.beat()
+            heartbeat.send_now()
             with leaving_out_what_is():
                 serve(control, worker)
             worker.close()  # NCCL's communicators wait for graphs that hold their operations
