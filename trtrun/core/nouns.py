@@ -82,8 +82,8 @@ class RowAdmission:
         num_prompt_tokens: how many of `tokens` are the prompt; penalties and min_tokens count from there.
         num_cached_tokens: leading tokens whose keys and values the target already holds (block reuse), and the draft,
             too, where it follows the row.
-        followed: whether a draft store follows the row; False where there is none, where nothing is drafted for the
-            row, and where it is longer than the draft's context.
+        has_draft_kv: whether the draft engine keeps keys and values of the row; False where there is none, where
+            nothing is drafted for the row, and where it is longer than the draft's context.
         sampling: temperature 0 is greedy; `sampling.seed` is never None here. What it lists (logit_bias, bad_words,
             stop_token_ids) is in `lists`, and does not travel here.
         lists: the tokens that it names; several rows may share it.
@@ -97,7 +97,7 @@ class RowAdmission:
     tokens: np.ndarray
     num_prompt_tokens: int
     num_cached_tokens: int
-    followed: bool
+    has_draft_kv: bool
     sampling: SamplingParams
     lists: TokenLists = NO_LISTS
     draft_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
@@ -123,7 +123,7 @@ class LogitsPart(NamedTuple):
 @dataclass(frozen=True)
 class PrefillChunk:
     """Tokens [start, start + length) of a row's admission tokens, to be computed this round by the target, and by the
-    draft engine where it has `followed` the row from its start.
+    draft engine where that keeps the row (`has_draft_kv`).
 
     The last chunk of a row (`is_last`) also samples the row's next token, at position start + length. Of its positions
     `scored` report log probabilities of the prompt, and those of `reported` their logits; None where none do.
@@ -133,7 +133,7 @@ class PrefillChunk:
     start: int
     length: int
     is_last: bool
-    followed: bool
+    has_draft_kv: bool
     scored: ScoredPart | None = None
     reported: LogitsPart | None = None
 

@@ -189,7 +189,7 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
         _chunks(shape, length, min(shape.max_tokens, length, MOST_PROMPT_TOKENS), length),
         [],
     ]
-    few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, followed=True)]
+    few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, has_draft_kv=True)]
     rounds = [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
     rounds.append(_plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length))
     # Behind the last token of a prompt nothing is scored.
@@ -205,7 +205,7 @@ def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list
     for row in reversed(range(shape.max_rows)):
         count = min(left, usual if row else length)
         if count:
-            chunks.append(PrefillChunk(row, length - count, count, is_last=True, followed=True))
+            chunks.append(PrefillChunk(row, length - count, count, is_last=True, has_draft_kv=True))
             left -= count
     return chunks
 

@@ -162,7 +162,7 @@ class Scheduler:
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
             group=("completion", request.request_id) if group is None else group,
             owner=owner,
-            given_draft=request.sampling.draft_token_ids[
+            predicted_output=request.sampling.draft_token_ids[
                 : min(request.sampling.max_tokens, self.limits.max_length - len(request.prompt_token_ids))
             ],
         )

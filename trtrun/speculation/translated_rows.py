@@ -186,7 +186,7 @@ class TranslatedRows:
             count = min(left, entry.num_unfed - 1)
             if entry.num_unfed > _FED_AT_ONCE and count > 0:
                 start = len(entry.fed)
-                chunks.append(PrefillChunk(row, start, count, is_last=False, followed=True))
+                chunks.append(PrefillChunk(row, start, count, is_last=False, has_draft_kv=True))
                 entry.fed += entry.text.tokens[start : start + count]
                 left -= count
         if chunks:

@@ -131,10 +131,10 @@ def is_plan(message: bytes) -> bool:
 def _chunk_numbers(chunk: PrefillChunk) -> tuple[int, ...]:
     """A chunk's `_CHUNK_NUMBERS`."""
     asked = (*(chunk.scored or _NOT_SCORED), *(chunk.reported or _NOT_REPORTED))
-    return (chunk.row, chunk.start, chunk.length, chunk.is_last, chunk.followed, *asked)
+    return (chunk.row, chunk.start, chunk.length, chunk.is_last, chunk.has_draft_kv, *asked)
 
 
-def _chunk(row: int, start: int, length: int, is_last: int, followed: int, *asked: int) -> PrefillChunk:
+def _chunk(row: int, start: int, length: int, is_last: int, has_draft_kv: int, *asked: int) -> PrefillChunk:
     """The chunk of `_chunk_numbers`."""
     scored = ScoredPart(*asked[: len(_NOT_SCORED)])
     reported = LogitsPart(*asked[len(_NOT_SCORED) :])
@@ -143,7 +143,7 @@ def _chunk(row: int, start: int, length: int, is_last: int, followed: int, *aske
         start,
         length,
         bool(is_last),
-        bool(followed),
+        bool(has_draft_kv),
         scored if scored.length else None,
         reported if reported.length else None,
     )
@@ -263,7 +263,7 @@ def _decode_admission(
         tokens=tokens,
         num_prompt_tokens=int(record["num_prompt_tokens"]),
         num_cached_tokens=int(record["num_cached_tokens"]),
-        followed=bool(record["followed"]),
+        has_draft_kv=bool(record["followed"]),
         sampling=SamplingParams.from_checked(values),
         lists=lists[int(record["lists"])],
         draft_tokens=draft_tokens,

@@ -69,7 +69,7 @@ def admissions(draw: st.DrawFn, lists: list[TokenLists]) -> RowAdmission:
         tokens=np.array(tokens, dtype=np.int32),
         num_prompt_tokens=draw(st.integers(1, len(tokens))),
         num_cached_tokens=draw(st.integers(0, len(tokens) - 1)),
-        followed=draw(st.booleans()),
+        has_draft_kv=draw(st.booleans()),
         sampling=draw(sampling_params()),
         lists=draw(st.sampled_from(lists)),
         draft_tokens=np.array(draw(st.lists(TOKEN, max_size=6)), dtype=np.int32),

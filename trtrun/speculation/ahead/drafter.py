@@ -121,7 +121,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             self._hits.pop(row, None)
             self._probs.pop(row, None)
         for admission in plan.admissions:
-            if admission.followed:
+            if admission.has_draft_kv:
                 self._texts[admission.row] = RowText(len(admission.tokens), admission.num_cached_tokens)
                 self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
 
@@ -174,7 +174,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._move()
         self._guesses = Guesses()
         self._hits.clear()  # they point into the guesses of the round before
-        chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._texts]
+        chunks = [chunk for chunk in plan.prefill if chunk.has_draft_kv and chunk.row in self._texts]
         self._engine.prefill(chunks)
         ended = [chunk.row for chunk in chunks if chunk.is_last]
         for row in ended:

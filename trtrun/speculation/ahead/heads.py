@@ -225,7 +225,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
             self._texts.pop(row, None)
             self._hits.pop(row, None)
         for admission in plan.admissions:
-            if admission.followed:
+            if admission.has_draft_kv:
                 self._texts[admission.row] = HeadText(len(admission.tokens))
 
     @inference

@@ -86,29 +86,29 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
     @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """Propose as many tokens as the plan asks for: a model always has a proposal."""
-        self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
+        self._engine.prefill([chunk for chunk in plan.prefill if chunk.has_draft_kv])
         device, draft_len = self._engine.device, plan.draft_len
         most = [max(0, length) for length in plan.draft_lens.tolist()]
         draft_lens = cached_tensor(most, device)
         counts = plan.catch_up.tolist()
-        followed = [index for index, count in enumerate(counts) if count > 0]
+        fed = [index for index, count in enumerate(counts) if count > 0]
         row_list: list[int] = plan.decode_rows.tolist()
-        all_followed = len(followed) == len(row_list)  # as in most rounds, where fewer operations are launched
-        if not all_followed:
-            row_list, most = ([of_row[index] for index in followed] for of_row in (row_list, most))
-        rows, lacking = cached_tensor(row_list, device), [counts[index] for index in followed]
-        if not followed or draft_len == 0:
-            if followed:
+        all_fed = len(fed) == len(row_list)  # as in most rounds, where fewer operations are launched
+        if not all_fed:
+            row_list, most = ([of_row[index] for index in fed] for of_row in (row_list, most))
+        rows, lacking = cached_tensor(row_list, device), [counts[index] for index in fed]
+        if not fed or draft_len == 0:
+            if fed:
                 self._catch_up(plan, row_list, rows, lacking)
             return Draft(torch.zeros((len(counts), draft_len), dtype=torch.int64, device=device), draft_lens)
         wanted = set(probability_rows)
-        picks = [place for place, index in enumerate(followed) if index in wanted]
+        picks = [place for place, index in enumerate(fed) if index in wanted]
         given = self._given.propose(plan)
         found = None if given is None else given.num_suffix_tokens
-        if all_followed:
+        if all_fed:
             tokens, probs = self._draft(plan, row_list, rows, lacking, most, picks, given)
             return Draft(tokens, draft_lens, probs, num_suffix_tokens=found)
-        places = cached_tensor(followed, device)
+        places = cached_tensor(fed, device)
         if given is not None:
             given = given.of_rows(places)
             found = None if found is None else torch.zeros_like(found).index_copy_(0, places, found[places])
