@@ -47,7 +47,7 @@ _ADMISSION = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
+            "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "has_draft_kv",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists", "guide",
             "window", "ngram", "verified", "adapter_slot", "return_generation_logits",
             "has_cache_salt",
@@ -151,7 +151,7 @@ def _chunk(row: int, start: int, length: int, is_last: int, has_draft_kv: int, *
 
 def _encode_admission(record: np.void, admission: RowAdmission, integers: list[np.ndarray]) -> None:
     sampling = admission.sampling
-    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed", "adapter_slot"):
+    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "has_draft_kv", "adapter_slot"):
         record[name] = getattr(admission, name)
     for name in _INTEGERS + _NUMBERS:
         record[name] = getattr(sampling, name)
@@ -263,7 +263,7 @@ def _decode_admission(
         tokens=tokens,
         num_prompt_tokens=int(record["num_prompt_tokens"]),
         num_cached_tokens=int(record["num_cached_tokens"]),
-        has_draft_kv=bool(record["followed"]),
+        has_draft_kv=bool(record["has_draft_kv"]),
         sampling=SamplingParams.from_checked(values),
         lists=lists[int(record["lists"])],
         draft_tokens=draft_tokens,
