@@ -23,14 +23,13 @@ import trtrun  # noqa: F401  before torch, which reads how its threads wait when
 import torch
 # isort: on
 
-from trtrun.attention.gather import GatherAttention
+from trtrun.attention.backend import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention
-from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
-from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
 from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, processor_kind
-from trtrun.kernels.cpu.matmul import BlockedMatmul
+from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, BlockedMatmul
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
-from trtrun.kernels.torch import fp8, int8
+from trtrun.kernels.torch import fp8
+from trtrun.kernels.torch.integers import quantize_int8
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
@@ -65,7 +64,10 @@ def time_products(
     else:
         products["torch"] = [TorchOperations().product(weight, None, batch_invariant=True) for weight in weights]
     if dtype is torch.bfloat16 and processor_kind() == MULTIPLIES_BFLOAT16:
-        integers, codes = [int8.quantize(weight) for weight in weights], [fp8.quantize(weight) for weight in weights]
+        integers, codes = (
+            [quantize_int8(weight) for weight in weights],
+            [fp8.quantize(weight) for weight in weights],
+        )
         products["int8"] = [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in integers]
         products["fp8"] = [
             BlockedFp8Matmul(tensors["codes"], tensors["scale"], None, rounds_activations=True) for tensors in codes

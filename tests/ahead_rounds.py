@@ -28,6 +28,7 @@ from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import load_model
+from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.rounds.exchange.gated_drafts import KnownVerdict, find_cache_hits
 from trtrun.scheduling.limits import SchedulerLimits
@@ -44,7 +45,7 @@ FreshDraft = tuple[list[int], list[list[int]], torch.Tensor | None]
 
 def load(path: Path) -> CausalLM:
     """A checkpoint's model in float32."""
-    return load_model(path, SoloCommunicator(), CPU, torch.float32)[0]
+    return load_model(path, read_model_config(path), SoloCommunicator(), CPU, torch.float32)[0]
 
 
 def make_drafter(

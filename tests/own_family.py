@@ -3,7 +3,7 @@
 A layer has four norms, whose weights are what they multiply by less 1; attention that slides in every other layer; and
 a feed-forward layer without a gate, with tensors of its own names. A family is a function from config.json to plans of
 layers; a plan says its weights, what a token takes, and builds the layer. The product's own are in
-trtrun/models/blocks.py.
+trtrun/models/layer_plan.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from parallel.sharding import column_range
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.layers.decoder_layer import Attention, RMSNorm, RowParallelLinear
 from trtrun.linear.layer import Linear
-from trtrun.models.blocks import AttentionPlan, NormPlan
 from trtrun.models.config import ModelFamily, read_model_config, read_window
-from trtrun.models.layer_plan import LayerPlan, ModelShape
+from trtrun.models.layer_plan import AttentionPlan, LayerPlan, ModelShape, NormPlan
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 from trtrun.weights.weight_reader import WeightReader

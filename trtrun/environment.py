@@ -58,7 +58,7 @@ SETTINGS = (
     # For torch's own operations and for MKL there is nothing to say without a limit.
     Setting("ATEN_CPU_CAPABILITY", None, limited={"avx2": "avx2", "avx512": "avx512"}),
     Setting("MKL_ENABLE_INSTRUCTIONS", None, limited={"avx2": "AVX2", "avx512": "AVX512"}),
-    # So do those of cuBLAS on GPUs, and cuBLASLt can be asked not to (trtrun.kernels.torch.cublas).
+    # So do those of cuBLAS on GPUs, and cuBLASLt can be asked not to (trtrun.kernels.torch.cuda).
     Setting("TORCH_BLAS_PREFER_CUBLASLT", "1"),
     # Triton 3.9 warns where nobody says whether a product and a sum may be one operation, as they always could.
     Setting("TRITON_DEFAULT_FP_FUSION", "1", others=("TRITON_FORCE_DISABLE_FP_FUSION",)),

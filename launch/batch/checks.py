@@ -25,7 +25,7 @@ from launch.jobs.mpi.job import Job
 from trtrun.chats.chat import Chat
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import ConfigError
-from trtrun.models.generation_defaults import sampling_defaults
+from trtrun.loading.model_settings import sampling_defaults
 
 ROWS_LOOKED_AT = 1000
 """Rows in which a text is looked for where there is no tokenizer; later ones are refused alone."""
@@ -79,7 +79,7 @@ def check_models(job: Job, checked: CheckedRows) -> None:
     """Raise a TrtrunError for models that cannot run like this, or cannot run these rows."""
     if job.config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
-    check_job(job.config, job.topology)
+    check_job(job.spec)
     if not has_tokenizer(job.config):
         if any(isinstance(row.prompt, str | Chat) for row in islice(checked.rows.read(), ROWS_LOOKED_AT)):
             raise ConfigError(

@@ -81,7 +81,7 @@ def run_build(options: BuildOptions) -> int:
         FailedError: the output cannot be written any more.
     """
     from trtrun.configuration.model_paths import find_model
-    from trtrun.tools.building.engine_output import building, check_output
+    from trtrun.tools.building.settings import building, check_output
 
     checkpoint, output = find_model(options.checkpoint, None, "--checkpoint"), options.output
     check = partial(check_output, output, checkpoint, options.force)

@@ -79,7 +79,7 @@ def load(
     path: Path,
     overrides: Sequence[str],
     speculation: str | None,
-    is_front: bool = False,
+    is_frontend: bool = False,
     place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
     read: Callable[[Path, Sequence[str]], dict[str, Any]] = read_values,
 ) -> RuntimeConfig:
@@ -89,7 +89,7 @@ def load(
         path: of the YAML file.
         overrides: `key=value` texts.
         speculation: the method, where an option of its own names it.
-        is_front: whether this process is the front of a server, and so never a rank.
+        is_frontend: whether this process is the frontend of a server, and so never a rank.
         place_ranks: who sits where.
         read: of the path and the overrides makes what the file holds.
 
@@ -110,7 +110,7 @@ def load(
 
     quiet_libraries(options[_VERBOSITY])
     config = load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks, read)
-    _begin_log(path, config, place_ranks(config), options[_VERBOSITY], is_front)
+    _begin_log(path, config, place_ranks(config), options[_VERBOSITY], is_frontend)
     return config
 
 
@@ -125,14 +125,14 @@ def shared_options(overrides: Sequence[str], speculation: str | None) -> list[st
     return words
 
 
-def _begin_log(path: Path, config: RuntimeConfig, topology: Topology, verbosity: int, is_front: bool) -> None:
+def _begin_log(path: Path, config: RuntimeConfig, topology: Topology, verbosity: int, is_frontend: bool) -> None:
     from launch.jobs.logs import find_front, find_speaker, set_up_logging
     from launch.jobs.placement.allocation import find_local
     from parallel.mpi_rank import find_mpi_rank
 
-    speaker = find_front() if is_front else find_speaker(topology, find_mpi_rank())
+    speaker = find_front() if is_frontend else find_speaker(topology, find_mpi_rank())
     # A launcher on another host than the ranks' need not have their directory.
-    has_directory = is_front or speaker.rank is not None or find_local(topology.hosts) is not None
+    has_directory = is_frontend or speaker.rank is not None or find_local(topology.hosts) is not None
     set_up_logging(speaker, verbosity, config.launch.log_directory if has_directory else None)
     logger = logging.getLogger(__name__)
     if not speaker.rank:

@@ -79,9 +79,8 @@ def run_conversion(options: ConvertOptions) -> int:
     check = partial(check_output, options.output, model, options.force)
     check()
     from launch.jobs.terminal import Bar
-    from trtrun.tools.conversion.hugging_face_writer import write_hugging_face
-    from trtrun.tools.conversion.rank_writer import write_ranks
     from trtrun.tools.conversion.source import open_source
+    from trtrun.tools.conversion.writers import write_hugging_face, write_ranks
 
     started, source, output = time.monotonic(), open_source(model, options.dtype), options.output
     try:

@@ -1,6 +1,6 @@
-"""`trtrun serve`: a front that speaks HTTP, and an engine in processes of its own that the front starts again.
+"""`trtrun serve`: a frontend that speaks HTTP, and an engine in processes of its own that the frontend starts again.
 
-Rooms from the top down: `application` puts a server together, beside it `reader` is what its reading processes run;
-`kserve` and `openai` are its protocols; `front` takes requests in no protocol's words; `metrics` counts; `engine`,
-`http`, `reading` and `page` do not know each other; `door` is below all.
+Rooms from the top down: `application` puts a server together and has what its parser workers run; `api` has the
+protocols; `frontend` takes requests whatever their protocol; `metrics` counts; `engine`, `http`, `parsing` and `page`
+do not know each other; `admission` is below all.
 """

@@ -52,7 +52,7 @@ class Server:
         is_forked: whether it is no new program.
 
     Attributes:
-        process: the front.
+        process: the frontend.
         lines: what it has said so far.
         url, metrics_url, grpc_address: once it is ready.
     """
@@ -166,9 +166,9 @@ class Server:
         self.wait_ended()
 
 
-def _find_engine(front: int) -> int | None:
+def _find_engine(frontend: int) -> int | None:
     children, standing = running_processes()
-    for process in children.get(front, []):
+    for process in children.get(frontend, []):
         if "serve-engine" in words_of(process):
             return standing.get(process, process)
     return None

@@ -134,10 +134,10 @@ def test_a_server_of_its_own_begins_and_ends_with_the_conversation(pair: Path, s
         process.stdin.flush()
         told = process.stdout.readline()
         assert answer_of(server, [{"role": "user", "content": "def main("}], 12).startswith(told.rstrip("\n"))
-        (child,) = children_of(process.pid)
+        (worker,) = children_of(process.pid)
         rest = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0 and "12 tokens" in rest[1]
-        assert not Path(f"/proc/{child}").exists()
+        assert not Path(f"/proc/{worker}").exists()
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
@@ -146,7 +146,7 @@ def test_a_server_of_its_own_begins_and_ends_with_the_conversation(pair: Path, s
 
 def children_of(process: int) -> list[int]:
     folder = Path(f"/proc/{process}/task")
-    return [int(child) for task in folder.iterdir() for child in (task / "children").read_text().split()]
+    return [int(worker) for task in folder.iterdir() for worker in (task / "children").read_text().split()]
 
 
 @contextmanager

@@ -171,12 +171,12 @@ def test_a_request_that_ends_engines_behind_logits_of_its_prompt_costs_no_other(
 
 
 def num_requests(server: Server) -> int:
-    """In work, as the front knows it."""
+    """In work, as the frontend knows it."""
     return int(server.get("/status").json()["queue"]["requests"])
 
 
 def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
-    """Nobody is beside it but the front."""
+    """Nobody is beside it but the frontend."""
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS, launch={"heartbeat_seconds": 5})
     with serving(config) as server:
         stream = Streamed(server, "def f(", SEEDED)

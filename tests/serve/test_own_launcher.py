@@ -1,4 +1,4 @@
-"""`trtrun serve` under a user's own mpirun: rank 0 holds the front and the engine in one process."""
+"""`trtrun serve` under a user's own mpirun: rank 0 holds the frontend and the engine in one process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_kill_ends_the_server_and_every_stream(pair: Path, tmp_path: Path, vic
                 os.kill(victims[victim], signal.SIGKILL)
             assert [error["code"] for error in stream.errors] == ["server_ending"]
         except httpx.TransportError:
-            pass  # mpirun was faster than the front
+            pass  # mpirun was faster than the frontend
         assert server.wait_ended() != 0
         assert not [line for line in server.lines if "Traceback" in line]
         for process in processes:

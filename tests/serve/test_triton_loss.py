@@ -69,16 +69,16 @@ def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Pat
 
         events = pool.submit(read_events)
         whole = pool.submit(web.infer, "ensemble", inputs_of("http", of_text(PROMPT, OPTIONS)))
-        readers = [StreamReader(texts), StreamReader(numbers)]
-        readers[0].send("tensorrt_llm_bls", of_text(PROMPT, OPTIONS | {"stream": True}))
+        parsers = [StreamReader(texts), StreamReader(numbers)]
+        parsers[0].send("tensorrt_llm_bls", of_text(PROMPT, OPTIONS | {"stream": True}))
         wanted = {"return_context_logits": True, "return_generation_logits": True}
-        readers[1].send("tensorrt_llm", of_tokens(tokens, OPTIONS | wanted | {"stream": True}))
-        found = [[reader.take() for _ in range(3)] for reader in readers]
+        parsers[1].send("tensorrt_llm", of_tokens(tokens, OPTIONS | wanted | {"stream": True}))
+        found = [[reader.take() for _ in range(3)] for reader in parsers]
         assert not any(map(is_final, found[0] + found[1]))
         assert first_event.wait(PATIENCE)
         os.kill(server.engine(), signal.SIGKILL)
         server.wait_for("it is started again (1 of ")
-        for results, reader in zip(found, readers, strict=True):
+        for results, reader in zip(found, parsers, strict=True):
             results += reader.read()
         assert "".join(map(text_of, found[0])) == completion.text == events.result(PATIENCE)
         told = [token for result in found[1] for token in result.as_numpy("output_ids")[0, 0].tolist()]

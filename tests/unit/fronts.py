@@ -1,4 +1,4 @@
-"""A front without an engine: what comes to it is read, checked and let in, and nothing is generated."""
+"""A frontend without an engine: what comes to it is read, checked and let in, and nothing is generated."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Message
 
-from launch.serve.admission.limits import Door
-from launch.serve.application.parser_worker import Reader
+from launch.serve.admission.control import AdmissionControl
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.frontend.front import Front
-from launch.serve.metrics import FrontMetrics
+from launch.serve.frontend.frontend import Frontend, RequestOptions, ServedModel
+from launch.serve.metrics import FrontendMetrics
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
-from launch.serve.parsing.readers import Found, Readers, found_of
+from launch.serve.parsing.parsers import Parsed, Parsers, parsed_of
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.models.config import read_model_config
@@ -79,7 +79,7 @@ class NoEngine(EngineClient):
         pass
 
 
-class HereReading(Readers):
+class ParsersHere(Parsers):
     """Reads in this process what others read for a server.
 
     Attributes:
@@ -88,24 +88,25 @@ class HereReading(Readers):
 
     def __init__(self, facts: Facts, tokenizer: Any) -> None:
         self.tasks: list[Task] = []
-        self._reader = Reader(facts, tokenizer)
+        self._reader = self._in_loop = RequestParser(facts, tokenizer)
 
-    async def _read(self, task: Task, body: bytes) -> Found:
+    async def _read(self, task: Task, body: bytes) -> Parsed:
         self.tasks.append(task)
         result, blocks = self._reader.read(task, body)
         reply = unpack(pack(Reply(result=result))[HEAD_BYTES:], Reply)  # as it travels
-        return found_of(reply.result, blocks)
+        return parsed_of(reply.result, blocks)
 
 
-def make_front(tokenizer: Any, engine: Any, template: str | None = None) -> Front:
+def make_frontend(tokenizer: Any, engine: Any, template: str | None = None) -> Frontend:
     """A front of the model m, whose requests have 60 s; chats have a template, or none."""
     prompts = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
     facts = Facts(
         tokenizer=None, template=template, template_tokens={}, model_name="m", vocab_size=4096, eos_token_ids=(0,),
         draft_len=4, excludes_prompt=None, max_batch_size=8,
     )  # fmt: skip
-    door, reading = Door(8, 2048, 16, is_open=True), HereReading(facts, tokenizer)
-    return Front("m", prompts, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0, reading)
+    admission, reading = AdmissionControl(8, 2048, 16, is_open=True), ParsersHere(facts, tokenizer)
+    model = ServedModel("m", prompts, tokenizer, 4)
+    return Frontend(model, admission, engine, FrontendMetrics("m", 4), reading, RequestOptions(60.0))
 
 
 def request_of(body: bytes, **path_params: str) -> Request:

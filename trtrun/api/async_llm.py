@@ -31,6 +31,7 @@ from trtrun.api.prompts import Prompt
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport, merge_deltas
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import Tokenizer
 
 T = TypeVar("T")
@@ -57,7 +58,9 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, thread.close)
 
     @classmethod
-    def open(cls, config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None) -> AsyncLLM | None:
+    def open(
+        cls, config: RuntimeConfig | JobSpec, on_load_progress: Callable[[int, int], None] | None = None
+    ) -> AsyncLLM | None:
         """Take this process's part in a job, on every rank of it. Blocks until the models are loaded.
 
         Args:
@@ -131,8 +134,8 @@ class AsyncLLM:
     def deliver(self, arrivals: Sequence[Arrival]) -> None:
         """Complete prompts as `generate` does, and give what comes to their recipients in the engine core's thread.
 
-        For fronts that hand on what comes, such as to another process: no event loop has to wake up for it, and the
-        rounds wait for none. The front has checked the requests, and they begin together. What goes wrong ends a
+        For frontends that hand on what comes, such as to another process: no event loop has to wake up for it, and the
+        rounds wait for none. The frontend has checked the requests, and they begin together. What goes wrong ends a
         recipient. `abort` ends a request.
         """
         self._thread.add(arrivals, are_checked=True)

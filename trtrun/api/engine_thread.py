@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 GATHER_SECONDS = 0.0002
 """After a rest the first round begins once no request has come for so long: those that are handed over one right after
-the other come in less. A front hands over together what came together."""
+the other come in less. A frontend hands over together what came together."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
@@ -143,7 +143,7 @@ class EngineThread:
 
         Args:
             arrivals: what becomes of each goes to its recipient, also why it is not added.
-            are_checked: by a front, as `LLMEngine.add_request` would; and no others are waited for.
+            are_checked: by a frontend, as `LLMEngine.add_request` would; and no others are waited for.
         """
 
         def work(engine: LLMEngine, left: Sequence[Arrival] = arrivals) -> _Order | None:

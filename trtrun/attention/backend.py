@@ -1,9 +1,9 @@
-"""What attention is to a model, and which implementation a device gets.
+"""Attention as a model sees it, which implementation a device gets, and the one that runs on any device.
 
 A backend writes new keys and values to the paged KV store and attends over it, for a flattened batch of rows in any
-phase: trtrun.kernels.triton.attention.paged_attention on CUDA, trtrun.kernels.cpu.attention on the CPU, gather.py
-anywhere. This module knows device, dtype and the size of heads. It does not know which token sees what
-(trtrun.kvcache.segments).
+phase: trtrun.kernels.triton.attention.paged_attention on CUDA, trtrun.kernels.cpu.attention on the CPU, and
+`GatherAttention` anywhere, in plain torch operations that gather each row's blocks first. Which token sees which one
+stands in trtrun.kvcache.segments.
 """
 
 from __future__ import annotations
@@ -11,12 +11,147 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
-from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.cpu.attention import takes_blocks
+from trtrun.kernels.cpu.fused import rotate
+from trtrun.kernels.cpu.onednn_matmul import bucket_rows
+from trtrun.kernels.torch.operations import GatheredAttention
 from trtrun.kvcache.formats import PLAIN, KVFormat
-from trtrun.kvcache.segments import AttentionBatch
+from trtrun.kvcache.segments import AttentionBatch, ContextGroup
+
+_SCORE_ELEMENTS = 1024 * 1024
+"""Most attention scores held at a time (float32): long prefill chunks are computed in tiles of queries. Four times as
+many made prompts of 700 and 2000 tokens a third slower (measured): the tiles then leave the caches."""
+_SMALL_PRODUCT = 16**3
+"""Size up to which `torch.bmm` in half precision leaves oneDNN (see `_rows_to_add`)."""
+
+
+class GatherAttention:
+    """Gathers each row's tiles into one contiguous context and multiplies, in plain torch operations on any device; in
+    float32 on the CPU by trtrun's own kernel where it runs.
+
+    In bfloat16 on the CPU, and by the kernel, its result for a query is bit-equal whatever the number of queries, of
+    rows and of masked keys behind it, which `F.scaled_dot_product_attention` does not offer; lossless greedy decoding
+    rests on that.
+    """
+
+    tile: int | None = None
+    reads_forks = False
+
+    def __init__(self, kv_format: KVFormat = PLAIN) -> None:
+        """Read and write a store of this format."""
+        self._format = kv_format
+        self._kernels: dict[tuple[str, torch.dtype, int], GatheredAttention | None] = {}
+
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        for part in self._format.parts(store):
+            operations_of(store.device.type).copy_tokens(part, source, target, offset)
+
+    def forward(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        num_blocks, kv_heads = store_layer.shape[1:3]
+        head_dim = query_key.shape[-1]
+        rotated = rotate(query_key, *angles)
+        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
+        write = batch.write_index((num_blocks, kv_heads))
+        fresh = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
+        self._format.write(store_layer, write, fresh, kv_scales)
+        outputs = []
+        for number, segment in enumerate(batch.segments):
+            queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)
+            groups = batch.groups(number)
+            if groups[0].rows is None or len(groups) == 1:
+                outputs.append(self._attend(queries, store_layer, groups[0], scale, window, kv_scales))
+                continue
+            output = torch.empty_like(queries)
+            for group in groups:
+                assert group.rows is not None
+                output[group.rows] = self._attend(queries[group.rows], store_layer, group, scale, window, kv_scales)
+            outputs.append(output)
+        flat = [output.reshape(-1, query.shape[1], head_dim) for output in outputs]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        store_layer: torch.Tensor,
+        group: ContextGroup,
+        scale: float,
+        window: int | None,
+        kv_scales: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [R, Q, heads, head] → the same shape; the store's layer is [2, blocks, kv_heads, block, …]."""
+        rows, queries, heads, head_dim = query.shape
+        num_blocks, kv_heads = store_layer.shape[1:3]
+        index = group.gather_index((num_blocks, kv_heads))
+        context = self._format.read(store_layer, index, head_dim, query.dtype, kv_scales)
+        own = self._own(query)
+        if own is not None:
+            context = context.view(2, rows, kv_heads, -1, head_dim)
+            return own(query, context, group.positions, scale, window)
+        keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
+        mask = group.mask(window)
+        grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
+        tile = max(16, _SCORE_ELEMENTS // (rows * heads * keys.shape[1]))
+        tiles = [
+            self._attend_tile(grouped[:, :, :, at : at + tile], keys, values, mask[:, :, :, at : at + tile], scale)
+            for at in range(0, queries, tile)
+        ]
+        output = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=3)
+        return output.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, head_dim)
+
+    def _own(self, query: torch.Tensor) -> GatheredAttention | None:
+        """The device's kernel for such queries, if there is one."""
+        kind = (query.device.type, query.dtype, query.shape[-1])
+        if kind not in self._kernels:
+            device_type, dtype, head_dim = kind
+            self._kernels[kind] = operations_of(device_type).attention_over_gathered(dtype, head_dim)
+        return self._kernels[kind]
+
+    @staticmethod
+    def _attend_tile(
+        grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """grouped [R, kv_heads, group, q, head] → the same shape; mask [R, 1, 1, q, context] float32."""
+        rows, kv_heads, group, queries, head_dim = grouped.shape
+        count = group * queries
+        folded = grouped.reshape(rows * kv_heads, count, head_dim)
+        missing = _rows_to_add(folded, keys)
+        if missing:
+            folded = functional.pad(folded, (0, 0, 0, missing))
+        scores = torch.bmm(folded, keys.transpose(1, 2))[:, :count].view(rows, kv_heads, group, queries, -1)
+        scores = torch.add(mask, scores, alpha=scale)  # float32, as the mask is
+        weights = torch.softmax(scores, dim=-1).to(values.dtype).view(rows * kv_heads, count, -1)
+        if missing:
+            weights = functional.pad(weights, (0, 0, 0, missing))
+        return torch.bmm(weights, values)[:, :count].reshape(rows, kv_heads, group, queries, head_dim)
+
+
+def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:
+    """Rows of zeros that keep a product of half precision on the CPU on one kernel, and on few shapes.
+
+    Up to batch * rows * inner * columns = 16³, `torch.bmm` leaves oneDNN for a loop that rounds differently, so that a
+    query alone would differ from the same query in company.
+    """
+    if folded.device.type != "cpu" or folded.dtype is torch.float32:
+        return 0
+    batch, count, inner = folded.shape
+    return bucket_rows(max(count, _SMALL_PRODUCT // (batch * inner * keys.shape[1]) + 1)) - count
 
 
 class AttentionBackend(Protocol):

@@ -256,7 +256,7 @@ class FedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The residual stream at the tapped boundaries (models/taps.py), equal on all ranks of the group.
+    """The residual stream at the tapped boundaries (models/decoder.py), equal on all ranks of the group.
 
     Attributes:
         decoded: [decode_rows, width + 1, boundaries, hidden] in the model's dtype: of each row's newest token and the

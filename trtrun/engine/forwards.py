@@ -23,8 +23,7 @@ from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
-from trtrun.models.decoder import CausalLM
-from trtrun.models.taps import Taps, check_boundaries
+from trtrun.models.decoder import CausalLM, Taps, check_boundaries
 from trtrun.tensors import device_integers
 
 
@@ -102,7 +101,7 @@ class EngineShape:
         capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
         logits_per_row: most tokens of a row that get logits in one forward: those of a draft and one more where it
             verifies.
-        taps: boundaries of the residual stream that verification hands out (models/taps.py).
+        taps: boundaries of the residual stream that verification hands out (models/decoder.py).
         path_space: where the paths of draft trees have their keys; None where drafts are chains.
         most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
         max_tokens: of a round, where it verifies: rows and prompts have graphs together; None makes none of these.

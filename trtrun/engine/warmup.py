@@ -159,7 +159,7 @@ def _run_sizes(engine: Engine, length: int, limits: StartLimits, *, verifies: bo
 
 def _put_back(engine: Engine, limits: StartLimits) -> None:
     """Rows of two zero tokens again. What ran before has written behind them, and prompts in the middle of a context
-    read from there; where kernels are skipped (trtrun.kernels.triton.attention.collecting) these are no tokens."""
+    read from there; where kernels are skipped (trtrun.kernels.triton.compilation.launches) these are no tokens."""
     engine.rows.token_ids.zero_()
     engine.rows.lengths[: limits.max_rows].fill_(2)
 

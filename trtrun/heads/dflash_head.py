@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.attention.backend import attend
-from trtrun.kernels.cpu.rotation import rotate
+from trtrun.kernels.cpu.fused import rotate
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import Attention, DecoderLayer, RMSNorm
-from trtrun.layers.known_logits import KnownLogits
+from trtrun.layers.embedding import KnownLogits
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.tensors import inference

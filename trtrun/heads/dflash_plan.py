@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from trtrun.heads.eagle_plan import JoiningPlan
 from trtrun.heads.head_ends import HeadEnds
 from trtrun.layers.rope import RopeConfig
-from trtrun.models.blocks import DecoderPlan, NormPlan
-from trtrun.models.layer_plan import ModelShape
+from trtrun.models.layer_plan import DecoderPlan, ModelShape, NormPlan
 from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 

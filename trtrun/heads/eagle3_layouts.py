@@ -23,9 +23,8 @@ from trtrun.heads.eagle_plan import EaglePlan, FusedLayerPlan, FusionPlan
 from trtrun.heads.eagle_tensors import HeadTensors, stem
 from trtrun.heads.head_reading import read_head
 from trtrun.heads.heads import HEADS
-from trtrun.models.blocks import NormPlan
 from trtrun.models.config import ModelConfig, read_flag
-from trtrun.models.layer_plan import ModelShape
+from trtrun.models.layer_plan import ModelShape, NormPlan
 
 _ENDS = re.compile(
     r"(fc\.(weight|bias)|fc_norm\.\d\.weight|(input_norm|norm|lm_head|embed_tokens)\.weight|d2t|t2d)", re.ASCII

@@ -19,7 +19,7 @@ import torch
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
-from trtrun.layers.known_logits import KnownLogits
+from trtrun.layers.embedding import KnownLogits
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.tensors import inference

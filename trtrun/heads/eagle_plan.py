@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from trtrun.heads.head_ends import HeadEnds
 from trtrun.layers.rope import RopeConfig
-from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
-from trtrun.models.layer_plan import ModelShape
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan
 from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 

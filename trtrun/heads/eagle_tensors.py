@@ -22,9 +22,8 @@ from trtrun.errors import CheckpointError, shorten
 from trtrun.heads.eagle_plan import JoiningPlan
 from trtrun.heads.head_ends import HeadEnds
 from trtrun.layers.rope import RopeConfig
-from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
 from trtrun.models.config import MOST_POSITIONS, ModelConfig, read_flag
-from trtrun.models.layer_plan import ModelShape
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.weights.checkpoint import Checkpoint
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from parallel.communicator import Communicator
     from trtrun.heads.heads import HeadsTarget
-    from trtrun.layers.known_logits import KnownLogits
+    from trtrun.layers.embedding import KnownLogits
     from trtrun.models.config import ModelConfig
     from trtrun.weights.weight_reader import WeightReader
 
@@ -84,8 +84,7 @@ class HeadEnds:
         Raises:
             CheckpointError: d2t and t2d do not agree, or name what is no token.
         """
-        from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
-        from trtrun.layers.known_logits import DECIDES, KnownLogits
+        from trtrun.layers.embedding import DECIDES, KnownLogits, VocabularyEmbedding, VocabularyHead
 
         token_ids = self._read_token_ids()
         head_weight, embedding_weight = self.head_weight, self.embedding_weight

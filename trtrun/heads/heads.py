@@ -35,7 +35,7 @@ HEADS_FILES = (MEDUSA_FILE, SINGLE_FILE)
 
 
 class HeadsTarget(Protocol):
-    """What heads know of the target: a whole model's rank, or its ends (target_ends.py)."""
+    """What heads know of the target: a whole model's rank, or its ends (`TargetEnds`)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,7 +71,7 @@ class HeadsPlan(Protocol):
 
     @property
     def taps(self) -> Sequence[int]:
-        """At which boundaries of the target's residual stream they read (taps.py), in their order."""
+        """At which boundaries of the target's residual stream they read (`Taps`), in their order."""
         ...
 
     @property

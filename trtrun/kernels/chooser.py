@@ -16,7 +16,7 @@ from trtrun.kernels.triton.support import triton_works
 def operations_of(device_type: str) -> TorchOperations:
     """The implementation for devices of a type, such as "cpu" or "cuda"."""
     if triton_works(device_type):
-        from trtrun.kernels.triton.compilation.compilations import watch_compilations
+        from trtrun.kernels.triton.compilation.launches import watch_compilations
         from trtrun.kernels.triton.operations import TritonOperations
 
         watch_compilations()

@@ -5,7 +5,7 @@ back. The numbers of a token are its own alone, scales among them: so blocks and
 drafted token is read back as the same token of plain decoding is.
 
 `plain` keeps keys and values as the model has them; `fp8` and `int8` keep a byte for each number, and scales. Kernels
-read these where they lie. Any other is read and written by attention in plain torch (trtrun/attention/gather.py). It
+read these where they lie. Any other is read and written by attention in plain torch (trtrun/attention/backend.py). It
 knows no row or model.
 """
 

@@ -13,8 +13,8 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
+from trtrun.kernels.arguments import Activations, RoundedRows, Rounding
 from trtrun.kernels.chooser import operations_of
-from trtrun.kernels.rounded_rows import Activations, RoundedRows, Rounding
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.linear.layer import Linear
 

@@ -1,18 +1,22 @@
-"""A linear layer on this rank's slice of its weight, held as its quantization says.
+"""A linear layer on this rank's slice of its weight, and one with adapters beside it (LoRA, arXiv:2106.09685).
 
-It knows shapes and a product. It does not know what the weight is held in (trtrun.linear.quantization), nor tensor
-parallelism: the model adds up or gathers partial results.
+The quantization says what a weight is held in and how it is multiplied; the model adds up or gathers the partial
+results of tensor parallelism. A layer with adapters adds for each line of activations the product with the two narrow
+matrices of the line's adapter. The forward says once for all layers which adapter a line has (`AdaptedLayers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trtrun.kernels.rounded_rows import Activations, Rounding
-from trtrun.linear.quantization.base import Quantization, Tensors
+from trtrun.kernels.arguments import Activations, LineSlots, Rounding
+from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.torch.low_rank import Factors, Install, LowRankShape
+from trtrun.linear.quantization.base import LinearWeight, Quantization, Tensors
 
 
 class Linear:
@@ -53,3 +57,91 @@ class Linear:
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, in] → [tokens, out]."""
         return self._product(x)
+
+
+@dataclass(frozen=True)
+class AdapterSpace:
+    """Room for adapters.
+
+    Attributes:
+        num_slots: adapters that may be loaded at once.
+        max_rank: of an adapter.
+    """
+
+    num_slots: int
+    max_rank: int
+
+    def shape(self, weight: LinearWeight) -> LowRankShape:
+        """Of a layer with `weight`."""
+        outputs = tuple(len(part.ranges[0]) for part in weight.parts)
+        return LowRankShape(outputs, weight.shape[1], self.num_slots, self.max_rank)
+
+
+class AdaptedLayers:
+    """The layers of one model on one rank that may have adapters.
+
+    Attributes:
+        space: of each of them.
+        lines: the slots of the lines that the forward computes now.
+        layers: with the weight of each.
+    """
+
+    def __init__(self, space: AdapterSpace) -> None:
+        self.space = space
+        self.lines: LineSlots | None = None
+        self.layers: list[tuple[LinearWeight, AdaptedLinear]] = []
+
+    def make(
+        self,
+        weight: LinearWeight,
+        quantization: Quantization,
+        tensors: Tensors,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool,
+    ) -> AdaptedLinear:
+        """A layer with `weight`; see Linear."""
+        layer = AdaptedLinear(weight, quantization, tensors, bias, self, dtype, batch_invariant=batch_invariant)
+        self.layers.append((weight, layer))
+        return layer
+
+    def begin(self, slots: torch.Tensor) -> None:
+        """A forward begins, whose lines have `slots` [lines] int64 on the device."""
+        self.lines = LineSlots(slots)
+
+    def keep(self, lines: torch.Tensor) -> None:
+        """From here on the forward has only some `lines` [n] int64."""
+        assert self.lines is not None
+        self.lines = self.lines.select(lines)
+
+
+class AdaptedLinear(Linear):
+    """See Linear. Activations come as they are, never rounded: adapters are narrow, and multiply them so."""
+
+    def __init__(
+        self,
+        weight: LinearWeight,
+        quantization: Quantization,
+        tensors: Tensors,
+        bias: torch.Tensor | None,
+        layers: AdaptedLayers,
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool = True,
+    ) -> None:
+        super().__init__(weight.shape, quantization, tensors, bias, batch_invariant=batch_invariant)
+        self.takes_rounded_rows = None
+        self._layers = layers
+        operations = operations_of(self.device.type)
+        self._adapters = operations.low_rank(layers.space.shape(weight), dtype, self.device)
+
+    def prepare(self, factors: Sequence[Factors | None]) -> Install:
+        """Make an adapter ready; see LowRank."""
+        return self._adapters.prepare(factors)
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """See Linear."""
+        assert isinstance(x, torch.Tensor), "activations with adapters are not rounded"
+        assert self._layers.lines is not None, "a forward has begun"
+        return self._adapters.add_to(super().__call__, x, self._layers.lines)

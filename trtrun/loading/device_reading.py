@@ -1,7 +1,7 @@
-"""A file's tensors on their way to a GPU: threads read pieces into pinned memory and copy them from there, side by
-side, as one thread reads more slowly than memory and the link to the GPU allow.
+"""Reading files straight to where their bytes belong.
 
-It knows a file, places and tensors. It does not know what they are.
+For a GPU threads read pieces into pinned memory and copy them from there, side by side, because one thread reads more
+slowly than memory and the link to the GPU allow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,26 @@ import torch
 
 from trtrun.linear.quantization.base import TensorSpec
 from trtrun.threads import count_cores
-from trtrun.weights.file_pieces import bytes_of, read_piece
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_piece(file: int, place: memoryview, offset: int) -> None:
+    """Fill `place` from an open file.
+
+    Raises:
+        OSError: the file ends before, or cannot be read.
+    """
+    done = 0
+    while done < len(place):
+        count = os.preadv(file, [place[done:]], offset + done)
+        if not count:
+            raise OSError(f"it ends at byte {offset + done}")
+        done += count
+
 
 PIECE_BYTES = 8 << 20
 _MOST_THREADS = 8

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trtrun.configuration.engine_directory import EngineDescription
 from trtrun.errors import CheckpointError, reading, shorten_path
+from trtrun.loading.device_reading import bytes_of, read_piece
 from trtrun.loading.engine_shards import read_places, shard_path
-from trtrun.weights.file_pieces import bytes_of, read_piece
 
 _ROW_WORDS = 512
 _ROW_BYTES = 8 * _ROW_WORDS

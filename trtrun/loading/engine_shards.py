@@ -1,7 +1,8 @@
-"""The shards of an engine directory: whether they are whole, and which tensors they hold where. One file for each rank,
-in the safetensors format, with what the rank's layers multiply with as kernels want it, in the order of loading.
+"""The shards of an engine directory: whether they are whole, and which tensors they hold where.
 
-It knows names of tensors, places and bytes. It reads no weights, and does without torch.
+There is one file for each rank, in the safetensors format, with what the rank's layers multiply with as kernels want
+it, in the order of loading. `EngineEnds` reads embedding and vocabulary head whole from the shards of all ranks, for
+draft heads on a rank of their own, which has no shard. Headers are read without torch.
 """
 
 from __future__ import annotations
@@ -9,14 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trtrun.configuration.engine_directory import EngineDescription, read_engine
 from trtrun.errors import CheckpointError, reading, shorten_path
+from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
+from trtrun.weights.checkpoint import ITEM_BYTES, TORCH_NAMES
 from trtrun.weights.weight import Weight
+
+if TYPE_CHECKING:
+    import torch
+
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
@@ -127,3 +134,67 @@ def check_engine_weights(path: Path, tp_size: int, quantization: str) -> bool:
         )
     check_shards(path, engine, range(engine.tp_size))
     return True
+
+
+_ROWS_AT_A_TIME = 1024
+
+
+class EngineEnds:
+    """See WeightFiles.
+
+    Args:
+        path: of the engine.
+        engine: what it says of itself.
+
+    Raises:
+        CheckpointError: a shard is damaged.
+    """
+
+    is_made_up = False
+
+    def __init__(self, path: Path, engine: EngineDescription) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self._files = [shard_path(path, engine, rank) for rank in range(engine.tp_size)]
+        self._shards = [read_places(path, engine, rank) for rank in range(engine.tp_size)]
+
+    def __contains__(self, name: str) -> bool:
+        return all(name in shard for shard in self._shards)
+
+    def check(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
+    ) -> int:
+        """See Checkpoint; behind the rows that there are, ranks may have padding."""
+        found = [shard[name] for shard in self._shards if name in shard]
+        kinds = {TORCH_NAMES.get(place.dtype) for place in found}
+        dtype = next(iter(kinds), None)
+        is_whole = len(found) == len(self._shards) and sum(place.shape[0] for place in found) >= shape[0]
+        if not is_whole or dtype not in ITEM_BYTES or any(place.shape[1:] != shape[1:] for place in found):
+            raise CheckpointError(
+                f"{shorten_path(self.path)} is an engine that does not hold '{name}' as heads with a device of their "
+                "own read it: name the checkpoint that it was built from"
+            )
+        return ITEM_BYTES[dtype]
+
+    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """See Checkpoint."""
+        import torch
+
+        from trtrun.loading.device_reading import bytes_of, read_piece
+
+        rows, columns = ranges[0], slice(ranges[1].start, ranges[1].stop)
+        first = 0
+        for file, place in zip(self._files, (shard[name] for shard in self._shards), strict=True):
+            height, width = place.shape
+            with reading(file, CheckpointError), file.open("rb") as opened:
+                for start in range(max(first, rows.start), min(first + height, rows.stop), _ROWS_AT_A_TIME):
+                    stop = min(start + _ROWS_AT_A_TIME, first + height, rows.stop)
+                    piece = torch.empty((stop - start, width), dtype=getattr(torch, TORCH_NAMES[place.dtype]))
+                    offset = place.start + (start - first) * width * piece.itemsize
+                    read_piece(opened.fileno(), bytes_of(piece), offset)
+                    self.bytes_read += piece.nbytes
+                    yield start - rows.start, piece[:, columns]
+            first += height
+
+    def close(self) -> None:
+        """Nothing stays open."""

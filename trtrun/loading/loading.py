@@ -1,14 +1,14 @@
-"""From a Hugging Face directory to a model on this rank: each rank reads only its own slices, one weight at a time.
+"""Loads a model, draft heads, or a target's embedding and head alone, on this rank.
 
-No rank ever holds the whole model: a weight is filled from the mapped file piece by piece, packed for its kernel, and
-the plain copy freed before the next. Which weights there are, the plans of the layers say, and which tensors each has,
-its quantization: sizes and loading ask them. This module does not know what else the process holds, or where the
-devices are.
+Each rank reads only its own slices of the checkpoint, one weight at a time: a weight is filled from the mapped file
+piece by piece, packed for its kernel, and the plain copy freed before the next, so that no rank ever holds the whole
+model. The plans of the layers say which weights there are, and the quantization which tensors each has.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,25 +18,25 @@ import torch
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
 from trtrun.configuration.engine_directory import read_engine
-from trtrun.configuration.model_sections import LoadFormat
+from trtrun.configuration.model_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.heads.heads import HeadsPlan, HeadsTarget
-from trtrun.kvcache.formats import choose_format
+from trtrun.kvcache.formats import PLAIN, choose_format
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.linear.adapted import AdaptedLayers
+from trtrun.linear.layer import AdaptedLayers
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
 from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_loader import EngineLoader
-from trtrun.loading.weight_check import check_split, check_weights
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.loading.engine_shards import EngineEnds
+from trtrun.loading.weight_check import check_held, check_split, check_weights
+from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
-from trtrun.tensors import DTYPES, dtype_name
+from trtrun.tensors import DTYPES, dtype_name, inference
 from trtrun.weights.rank_files import open_checkpoint
-from trtrun.weights.weight import Share
-from trtrun.weights.weight_files import WeightFiles
+from trtrun.weights.weight import HeldWeight, Share, Weight, WeightFiles
 from trtrun.weights.weight_loader import CheckpointLoader, Progress, WeightLoader
 from trtrun.weights.weight_reader import WeightReader
 
@@ -83,6 +83,7 @@ def shard_bytes(
 
 def load_model(
     path: Path,
+    config: ModelConfig,
     communicator: Communicator,
     device: torch.device,
     dtype: torch.dtype,
@@ -99,6 +100,7 @@ def load_model(
 
     Args:
         path: Hugging Face directory.
+        config: what its config.json says.
         communicator: of the tensor-parallel group; its rank and size say which share.
         device: where the weights go.
         dtype: float32, float16 or bfloat16; weights in another dtype are converted.
@@ -115,7 +117,7 @@ def load_model(
         CheckpointError: anything wrong with the directory, in one line.
         ConfigError: the quantization is unknown, or does not go with the dtype on the device.
     """
-    config, default = read_model_config(path), QUANTIZATIONS.get(quantization)
+    default = QUANTIZATIONS.get(quantization)
     share = Share(communicator.rank, communicator.size)
     size = shard_bytes(config, *share, dtype, device, quantization)
     loader = _open_loader(path, config, share, device, dtype, default, load_format, progress)
@@ -214,3 +216,112 @@ def load_heads(
 def shares_tied_embedding(config: ModelConfig, device: torch.device, dtype: torch.dtype, default: Quantization) -> bool:
     """Whether head and embedding are one tensor: tied, and multiplied without a copy of another form."""
     return config.tie_word_embeddings and config.quantization_of(config.head, default).keeps_dense(dtype, device)
+
+
+_WHOLE = Share(0, 1)
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """See `heads.HeadsTarget`; of what was not asked for there is nothing.
+
+    Attributes:
+        dtype, device: of the target's activations, and of the weights.
+        bytes_read: from files.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    embedding: VocabularyEmbedding | None
+    head: VocabularyHead | None
+    bytes_read: int
+
+    @inference
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [n] int64 → [n, hidden]."""
+        assert self.embedding is not None, "heads say which ends they compute with"
+        return self.embedding(tokens)
+
+    @inference
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] of the end → [n, vocab_size] float32."""
+        assert self.head is not None, "heads say which ends they compute with"
+        return self.head(hidden)
+
+
+def ends_bytes(
+    config: ModelConfig, ends: Sequence[Weight], dtype: torch.dtype, device: torch.device, quantization: str
+) -> int:
+    """Bytes that `ends` of a target take on a device, told from shapes alone."""
+    size = sum(
+        count_bytes(held.create(weight, dtype, device.type)) for weight, held in _held(config, ends, quantization)
+    )
+    if len(ends) > 1 and shares_tied_embedding(config, device, dtype, QUANTIZATIONS.get(quantization)):
+        size -= config.embedding.cut(_WHOLE).num_elements * dtype.itemsize
+    return size
+
+
+def check_ends(section: ModelSection, config: ModelConfig, ends: Sequence[Weight]) -> None:
+    """Look at the headers of the target's files for `ends`.
+
+    Raises:
+        NoWeightsError: the directory has no weights.
+        CheckpointError: they are not there, or not of their shapes.
+    """
+    if section.load_format != "dummy" and ends:
+        check_held(_open(section), _held(config, ends, section.quantization))
+
+
+def load_ends(
+    section: ModelSection,
+    config: ModelConfig,
+    ends: Sequence[Weight],
+    communicator: Communicator,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> TargetEnds:
+    """Read `ends` of a target.
+
+    Args:
+        section: of the target.
+        config: of the target.
+        ends: its embedding, its head, both or none.
+        communicator: of one rank.
+        device: where they go.
+        dtype: of the target's activations.
+
+    Raises:
+        CheckpointError: anything wrong with the files, in one line.
+    """
+    default = QUANTIZATIONS.get(section.quantization)
+    is_made_up, stored = section.load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    if not ends:
+        return TargetEnds(dtype, device, None, None, 0)
+    files: WeightFiles = DummyWeights(section.model, stored, device, config) if is_made_up else _open(section)
+    total = check_held(files, _held(config, ends, section.quantization))
+    quantization_of = partial(config.quantization_of, default=default)
+    loader = CheckpointLoader(files, _WHOLE, device, dtype, quantization_of, total, None)
+    # As the target's own are multiplied with.
+    reader = WeightReader(loader, communicator, batch_invariant=True, kv_format=PLAIN)
+    embedding = reader.tensor(config.embedding) if config.embedding in ends else None
+    head = None
+    if config.head in ends:
+        is_shared = embedding is not None and shares_tied_embedding(config, device, dtype, default)
+        head = VocabularyHead(
+            reader.linear(config.head, present=embedding if is_shared else None), config.vocab_size, communicator
+        )
+    reader.release_buffer()
+    reader.close()
+    looked_up = None if embedding is None else VocabularyEmbedding(embedding, 0, communicator)
+    return TargetEnds(dtype, device, looked_up, head, reader.bytes_read)
+
+
+def _open(section: ModelSection) -> WeightFiles:
+    engine = read_engine(section.model)
+    return open_checkpoint(section.model) if engine is None else EngineEnds(section.model, engine)
+
+
+def _held(config: ModelConfig, ends: Sequence[Weight], quantization: str) -> list[tuple[HeldWeight, Quantization]]:
+    """Both, whole, and how they are held: as the target's own."""
+    default = QUANTIZATIONS.get(quantization)
+    return [(weight.cut(_WHOLE), config.quantization_of(weight, default)) for weight in ends]

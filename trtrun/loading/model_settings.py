@@ -1,19 +1,27 @@
-"""What a configuration and a model's config.json come to together, before anything is loaded.
+"""Settings that follow from a configuration and a model's own files together, before anything is loaded.
 
-Pure functions that import no torch: a process that only starts ranks asks them, too. They know no rank and no memory.
+They need no torch, because processes that only start ranks ask for them, too. Of generation_config.json, read as vLLM's
+`ModelConfig.get_diff_sampling_param` reads it, these keys have an effect where a request is silent: temperature, top_p,
+top_k, min_p, repetition_penalty, and max_new_tokens, which is max_tokens here. `do_sample` alone decides nothing, but
+for a temperature that is left out. Which tokens end a text `trtrun.models.config` reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import DraftModelSection
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.errors import CheckpointError, ConfigError
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 from trtrun.heads.head_kinds import tell_heads
 from trtrun.heads.heads import HeadsPlan, read_heads
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
+from trtrun.weights.checkpoint import read_json
 
 MADE_UP_LENGTH, MADE_UP_ROUNDS = 32, 4
 """Tokens of a row that a start makes up, where its context is not shorter, and the rounds that it may gain in."""
@@ -70,21 +78,102 @@ def row_context(config: RuntimeConfig, model: ModelConfig) -> int:
     return min(context, max(-(-stored // size) * size, made_up))
 
 
-def mask_token(config: RuntimeConfig) -> int | None:
-    """The draft model's mask token, where all tokens of a draft come from one forward; None where they do not.
+def mask_token(config: RuntimeConfig, draft: ModelConfig | None) -> int | None:
+    """The mask token of a draft model, where all tokens of a draft come from one forward; None where they do not.
 
     Raises:
         ConfigError: speculation.parallel_drafting is on, and the draft model has none.
     """
     section = config.speculation
-    if config.draft is None or not isinstance(section, DraftModelSection) or section.parallel_drafting == "off":
+    if config.draft is None or draft is None:
+        return None
+    if not isinstance(section, DraftModelSection) or section.parallel_drafting == "off":
         return None
     if config.draft.is_translated:
         return None  # the mask token is one of the draft's, and its places are not the target's
-    found = read_model_config(config.draft.model).mask_token
-    if found is None and section.parallel_drafting == "on":
+    if draft.mask_token is None and section.parallel_drafting == "on":
         raise ConfigError(
             f"speculation.parallel_drafting is on, but {Path(config.draft.model, 'config.json')} names no mask token "
             "(pard_token): name a draft that was trained for it, or leave parallel_drafting out"
         )
+    return draft.mask_token
+
+
+@dataclass(frozen=True)
+class JobModels:
+    """What config.json says of the models of a job, and what follows from it for all ranks.
+
+    Attributes:
+        target: of the target.
+        draft: of the draft model; None without one.
+        context: see `row_context`.
+        mask_token: see `mask_token`.
+    """
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    context: int
+    mask_token: int | None
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, target: ModelConfig, draft: ModelConfig | None) -> JobModels:
+        """The models of a configuration.
+
+        Raises:
+            ConfigError: see `row_context` and `mask_token`.
+        """
+        return cls(target, draft, row_context(config, target), mask_token(config, draft))
+
+    def of_role(self, role: str) -> ModelConfig:
+        """The model of an engine that the job has, "target" or "draft"."""
+        model = self.draft if role == "draft" else self.target
+        assert model is not None, "the job has no draft model"
+        return model
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+_SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def read_generation_defaults(path: Path) -> dict[str, Any]:
+    """Sampling parameters by their names, those that a model's directory says; none where it has no such file.
+
+    Raises:
+        CheckpointError: one is out of its range.
+    """
+    values = read_json(path, GENERATION_CONFIG, required=False)
+    found = {name: values[name] for name in _SAME if values.get(name) is not None}
+    if type(found.get("top_k")) is int:
+        found["top_k"] = max(0, found["top_k"])  # below 0 all are kept, too
+    if values.get("do_sample") is True:
+        found.setdefault("temperature", 1.0)  # transformers'
+    if values.get("max_new_tokens") is not None:
+        found["max_tokens"] = values["max_new_tokens"]
+    try:
+        SamplingParams.from_mapping(found)
+    except InvalidRequestError as error:
+        raise CheckpointError(
+            f"{path / GENERATION_CONFIG}: {error}; server.generation_config: none leaves out what it says of sampling"
+        ) from None
     return found
+
+
+def sampling_defaults(config: RuntimeConfig) -> dict[str, Any]:
+    """Those of a job's target, unless the configuration leaves them out (`server.generation_config`).
+
+    Raises:
+        CheckpointError: as of `read_generation_defaults`.
+    """
+    return {} if config.server.generation_config == "none" else read_generation_defaults(config.target.model)
+
+
+def describe_generation_defaults(defaults: Mapping[str, Any]) -> str:
+    """One line for users; empty where there are none."""
+    if not defaults:
+        return ""
+    said = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    return (
+        f"sampling where a request does not say it, by the model's {GENERATION_CONFIG}: {said}; "
+        "server.generation_config: none leaves it out"
+    )

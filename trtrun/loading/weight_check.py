@@ -16,8 +16,7 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantiz
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
 from trtrun.weights.rank_files import open_checkpoint
-from trtrun.weights.weight import HeldWeight, Share
-from trtrun.weights.weight_files import WeightFiles
+from trtrun.weights.weight import HeldWeight, Share, WeightFiles
 
 
 def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:

@@ -14,7 +14,7 @@ import torch
 
 from trtrun.errors import CheckpointError, reading
 from trtrun.kernels.torch.low_rank import Factors, Install
-from trtrun.linear.adapted import AdapterSpace
+from trtrun.linear.layer import AdapterSpace
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.lora.lora_files import DOWN, PREFIX, UP, LoraFiles, module_of
 from trtrun.models.config import ModelConfig

@@ -1,5 +1,5 @@
 """Configurations of models, plans of their layers, and the decoder. Importing this package registers every family."""
 
-from trtrun.models import llama, mistral, qwen2, qwen3
+from trtrun.models import dense_families
 
-__all__ = ["llama", "mistral", "qwen2", "qwen3"]
+__all__ = ["dense_families"]

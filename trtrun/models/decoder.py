@@ -1,19 +1,24 @@
 """A decoder-only transformer as one rank of a group runs it: embedding, layers of whatever kind, norm and head.
 
-It knows that a layer attends and feeds forward, the paged KV store and attention segments. It does not know requests,
-phases, files, or what is in a layer. A forward issues the same operations whatever the tensors hold and never reads a
-value back to the host, so it can be captured in a CUDA graph. On the CPU, in bfloat16 and by its own kernels in
-float32, a token's result is bit-equal whatever else is in the batch.
+A forward issues the same operations whatever the tensors hold and never reads a value back to the host, so it can be
+captured in a CUDA graph. On the CPU, in bfloat16 and by its own kernels in float32, a token's result is bit-equal
+whatever else is in the batch.
+
+`Taps` are copies of the residual stream at some boundaries, for drafters that read hidden states. Boundary 0 is the
+embedding, i what enters layer i, `num_layers` what leaves the last layer, and `num_layers + 1` the normed end that
+logits are made of. transformers' `output_hidden_states` is boundaries 0 to `num_layers - 1`, and last the normed end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from trtrun.attention.backend import AttentionBackend
+from trtrun.errors import ConfigError
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
@@ -21,12 +26,51 @@ from trtrun.layers.alike import are_alike
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.linear.adapted import AdaptedLayers
+from trtrun.linear.layer import AdaptedLayers
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import Layer
-from trtrun.models.taps import Taps
 from trtrun.tensors import inference
 from trtrun.weights.weight import Share
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What one forward keeps, and where.
+
+    Attributes:
+        boundaries: that are kept, in the order in which they are handed out.
+        kept: [tokens, boundaries, hidden] in the model's dtype on its device, which the forward fills.
+    """
+
+    boundaries: tuple[int, ...]
+    kept: torch.Tensor
+
+    def keep(self, boundary: int, hidden: torch.Tensor) -> None:
+        """Copy hidden [tokens, hidden], the stream at a boundary, where that is asked for."""
+        if boundary in self.boundaries:
+            self.kept[:, self.boundaries.index(boundary)].copy_(hidden)
+
+    def read_from(self, boundary: int) -> bool:
+        """Whether any boundary from this one on is kept."""
+        return max(self.boundaries) >= boundary
+
+
+def check_boundaries(boundaries: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The boundaries of a model that are to be kept.
+
+    Raises:
+        ConfigError: one is not among the model's, or stands there twice.
+    """
+    for boundary in boundaries:
+        if not 0 <= boundary <= num_layers + 1:
+            raise ConfigError(
+                f"the drafter reads hidden states at boundary {boundary}, but a target of {num_layers} layers has "
+                f"0 to {num_layers + 1}"
+            )
+    if len(set(boundaries)) < len(boundaries):
+        raise ConfigError(f"the drafter reads hidden states at a boundary twice: {list(boundaries)}")
+    return tuple(boundaries)
+
 
 _FIRST_AND_LAST = 2
 """Layers that together run what all do, where all are alike: the first has nothing to add to the stream, and behind

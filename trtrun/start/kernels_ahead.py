@@ -117,7 +117,7 @@ class KernelsAhead:
         if not triton_works("cuda"):
             play()
             return
-        from trtrun.kernels.triton.attention.collecting import KernelRequest, collecting
+        from trtrun.kernels.triton.compilation.launches import KernelRequest, collecting
 
         started, num_asked = time.monotonic(), 0
 

@@ -17,8 +17,7 @@ from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine, was_bu
 from trtrun.configuration.hub_cache import fetch_again, mend_download
 from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
-from trtrun.weights.damage import describe_damage
-from trtrun.weights.written_files import find_unfinished
+from trtrun.weights.written_files import describe_damage, find_unfinished
 
 if TYPE_CHECKING:
     import torch

@@ -1,21 +1,25 @@
-"""What a model's weights are made of: tensors of the checkpoint, and how each of their dimensions is shared out.
+"""A model's weights: tensors of the checkpoint, how each of their dimensions is shared out, and what reads them.
 
 The cut is that of Megatron-LM (arXiv:1909.08053): queries, keys and values, gate and up by output features, the output
 projections by input features, embedding and head by vocabulary. It is arithmetic on names and numbers, without torch,
-so that sizes are known and files are checked before anything is read. It does not know files, families, or what a
-weight is held in.
+so that sizes are known and files are checked before anything is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from parallel.errors import ShardingError
 from trtrun.errors import CheckpointError
-from trtrun.linear.quantization.base import TensorSlice
+from trtrun.linear.quantization.base import FLOATS, TensorSlice
+
+if TYPE_CHECKING:
+    import torch
+
 
 Use = Literal["plain", "linear", "head"]
 """What is multiplied with is "linear" or the vocabulary's "head", and may be held in another form, as a `LinearWeight`
@@ -178,3 +182,35 @@ class LinearPlan:
     def weights(self) -> Sequence[Weight]:
         """The weight, and the bias where it has one."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+class WeightFiles(Protocol):
+    """What is used of a `Checkpoint`, or of what stands for one.
+
+    Attributes:
+        path: of the model directory.
+        bytes_read: bytes that were handed out so far.
+        is_made_up: whether there are no files: whatever is asked for is made up, of the shapes of plain weights.
+    """
+
+    path: Path
+    bytes_read: int
+    is_made_up: bool
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        ...
+
+    def check(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
+    ) -> int:
+        """See Checkpoint."""
+        ...
+
+    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """See Checkpoint; pieces may be on the device that they are for."""
+        ...
+
+    def close(self) -> None:
+        """See Checkpoint."""
+        ...

@@ -20,9 +20,8 @@ from trtrun.errors import CheckpointError
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSlice
 from trtrun.tensors import numbers_at_a_time
 from trtrun.weights.checkpoint import Checkpoint
-from trtrun.weights.kv_scales import load_kv_scales
-from trtrun.weights.weight import HeldWeight, Share, Weight
-from trtrun.weights.weight_files import WeightFiles
+from trtrun.weights.quantization_config import load_kv_scales
+from trtrun.weights.weight import HeldWeight, Share, Weight, WeightFiles
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes to read)."""

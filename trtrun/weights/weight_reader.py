@@ -13,8 +13,7 @@ from trtrun.attention.backend import AttentionBackend, attention_backend
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
-from trtrun.linear.adapted import AdaptedLayers
-from trtrun.linear.layer import Linear
+from trtrun.linear.layer import AdaptedLayers, Linear
 from trtrun.weights.weight import Axis, Weight
 from trtrun.weights.weight_loader import WeightLoader
 

@@ -25,8 +25,7 @@ from trtrun.loading.weight_check import check_weights, choose_default
 from trtrun.models.config import ModelConfig
 from trtrun.tensors import DTYPES
 from trtrun.weights.rank_files import open_checkpoint
-from trtrun.weights.weight import Share
-from trtrun.weights.weight_files import WeightFiles
+from trtrun.weights.weight import Share, WeightFiles
 
 _NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "9p", "virtiofs")
 """Types of file systems whose files lie on another host, or that may: as the kernel calls them."""

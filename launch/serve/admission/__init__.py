@@ -1,3 +1,3 @@
-"""Who is let in, and with how much: limits, counts of prompts and words, refusals; and what is too long for the event
-loop in one piece. It does not know protocols, fronts or engines.
+"""Admission: who is let in, and with how much (limits, counts of prompts and words, refusals); and how long the event
+loop may work in one piece.
 """

@@ -98,3 +98,30 @@ def refusing() -> Iterator[None]:
     except InvalidRequestError as error:
         field, _, _ = str(error).partition(":")
         raise Refusal(Kind.INVALID, str(error), field if field.isidentifier() else None) from None
+
+
+RETRY_SECONDS = 1
+"""After which a client that was turned away may try again: a queue moves with every completion that ends."""
+
+RESTART_RETRY_SECONDS = 5
+"""The same while the engine starts, or hangs, and while the server ends: another may stand in for it."""
+
+
+def engine_starting() -> Refusal:
+    """What a request is told while there is no engine."""
+    return Refusal(
+        Kind.UNAVAILABLE, "the engine is starting: send the request again later", code="engine_starting",
+        retry_after=RESTART_RETRY_SECONDS,
+    )  # fmt: skip
+
+
+def server_ending() -> Refusal:
+    """What a request is told that comes too late, or is not done when the server's time is over."""
+    return Refusal(Kind.UNAVAILABLE, "the server is ending", code="server_ending", retry_after=RESTART_RETRY_SECONDS)
+
+
+def out_of_time(seconds: float) -> Refusal:
+    """What a request is told that was not done in time."""
+    return Refusal(
+        Kind.TIMEOUT, f"the request was not done within {seconds:g} s (server.request_timeout_s)", code="timeout"
+    )

@@ -1,4 +1,4 @@
-"""The HTTP side of the front: two applications, one for requests and one for metrics, and the servers that run them.
+"""The HTTP side of the frontend: two applications, one for requests and one for metrics, and the servers that run them.
 
 It joins endpoints to an application and applications to sockets. It does not know protocols' requests (`openai.api`) or
 what is counted (`metrics`).
@@ -27,14 +27,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from launch.serve.admission.limits import RETRY_SECONDS
-from launch.serve.admission.refusals import Refusal, retry_headers
-from launch.serve.admission.stretches import MeasuredLoop
+from launch.serve.admission.event_loop_stalls import MeasuredLoop
+from launch.serve.admission.refusals import RETRY_SECONDS, Refusal, retry_headers
 from launch.serve.api.anthropic import api as anthropic
 from launch.serve.api.kserve import http_api as kserve
 from launch.serve.api.openai import api as openai
 from launch.serve.application.status import describe_phases, metrics_route
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.connections import HEAD_SECONDS, Connections
 from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
 from launch.serve.http.tls import TlsPort
@@ -47,19 +46,19 @@ _BACKLOG = 2048
 _CLIENT_CLOSED = 499
 
 
-def make_application(front: Front, routes: Sequence[Route], allowed_origins: Sequence[str] = ()) -> Starlette:
+def make_application(frontend: Frontend, routes: Sequence[Route], allowed_origins: Sequence[str] = ()) -> Starlette:
     """What answers on the HTTP port: the routes of all protocols, and what they share.
 
     Args:
-        front: behind it.
+        frontend: behind it.
         routes: of the protocols.
         allowed_origins: of pages whose scripts may ask in a browser; * for all.
     """
 
     async def health(request: Request) -> Response:
-        phases = describe_phases(front.client.standings())
+        phases = describe_phases(frontend.client.standings())
         try:
-            front.door.check_open()
+            frontend.admission.check_open()
         except Refusal as refusal:
             told = {"status": refusal.code, "phases": phases}
             return JSONResponse(told, status_code=503, headers=retry_headers(refusal))
@@ -71,14 +70,14 @@ def make_application(front: Front, routes: Sequence[Route], allowed_origins: Seq
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
         protocol = next((one for one in (kserve, anthropic) if one.is_below(request)), openai)
-        return _count(front, protocol.answer_refusal(error))
+        return _count(frontend, protocol.answer_refusal(error))
 
     async def refuse_http(request: Request, error: Exception) -> Response:
         """No such path, or no such method of it."""
         assert isinstance(error, HTTPException)
         path = request.url.path[:200]
         line = f"{request.method} {path}: {error.detail}{_hint(path, error.headers or {}, routes)}"
-        return _count(front, _plain_error(request, line, error))
+        return _count(frontend, _plain_error(request, line, error))
 
     async def pass_over(request: Request, error: Exception) -> Response:
         """The client is gone; nobody reads this."""
@@ -86,7 +85,7 @@ def make_application(front: Front, routes: Sequence[Route], allowed_origins: Seq
 
     async def fail(request: Request, error: Exception) -> Response:
         """A defect, whose traceback is in the log."""
-        return _count(front, _plain_error(request, "the server failed; its log says how", HTTPException(500)))
+        return _count(frontend, _plain_error(request, "the server failed; its log says how", HTTPException(500)))
 
     application = Starlette(
         routes=[*routes, Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"])],
@@ -118,10 +117,10 @@ def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def make_metrics_application(front: Front) -> Starlette:
+def make_metrics_application(frontend: Frontend) -> Starlette:
     """What answers on the metrics port."""
 
-    application = Starlette(routes=[metrics_route(front, Keys(()))])
+    application = Starlette(routes=[metrics_route(frontend, Keys(()))])
     application.router.redirect_slashes = False
     return application
 
@@ -229,7 +228,7 @@ class HttpServer(uvicorn.Server):
         """Answer until `finish`."""
         loop = asyncio.get_running_loop()
         if isinstance(loop, MeasuredLoop):
-            self._connections.mark = loop.stretches.mark
+            self._connections.mark = loop.stalls.mark
         sweeping = asyncio.create_task(self._connections.sweep_on())
         try:
             await self.serve(sockets=[self._listener.socket])
@@ -273,6 +272,6 @@ def _plain_error(request: Request, message: str, error: HTTPException) -> JSONRe
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-def _count(front: Front, response: Response) -> Response:
-    front.metrics.count_refusal(response.status_code)
+def _count(frontend: Frontend, response: Response) -> Response:
+    frontend.metrics.count_refusal(response.status_code)
     return response

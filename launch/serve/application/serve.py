@@ -1,7 +1,7 @@
-"""`trtrun serve`: the front's process from its start to its end.
+"""`trtrun serve`: the frontend's process from its start to its end.
 
 It listens, starts the engine, says where it listens once the engine is there, and drains on a signal. What requests go
-through is `front`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
+through is `frontend`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
 `restarted_engine` or `own_engine`.
 """
 
@@ -20,8 +20,8 @@ from launch.jobs.logs import FILE_ONLY
 from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
 from launch.jobs.slurm.reach import describe_way, tell_way
-from launch.serve.admission.limits import server_ending
-from launch.serve.admission.stretches import MeasuredLoop
+from launch.serve.admission.event_loop_stalls import MeasuredLoop
+from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.http_server import (
     HttpServer,
@@ -33,17 +33,17 @@ from launch.serve.application.http_server import (
 )
 from launch.serve.application.parts import make_parts
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
-from launch.serve.frontend.arrivals import bound_threads
+from launch.serve.frontend.coalescing import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
-from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.configuration.drafting.suffix_options import SuffixOptions
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.garbage import leave_out_what_is
-from trtrun.models.generation_defaults import describe_generation_defaults
+from trtrun.loading.model_settings import describe_generation_defaults
+from trtrun.start.job_spec import JobSpec
 
 METRICS_CONNECTIONS = 64
 """That may be open on the metrics port."""
@@ -51,13 +51,13 @@ METRICS_CONNECTIONS = 64
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
-if TYPE_CHECKING:  # the front of an engine in processes of its own does without torch
+if TYPE_CHECKING:  # the frontend of an engine in processes of its own does without torch
     from launch.serve.engine.own_engine import OwnEngine
 
 logger = logging.getLogger(__name__)
 
 
-def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> int:
+def play_serve(spec: JobSpec, running: RestartedEngine | OwnEngine) -> int:
     """Serve until a signal ends it.
 
     Args:
@@ -73,7 +73,7 @@ def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> i
         FailedError: the engine ended too often.
         RankFailedError: a rank failed, and nothing starts it again.
     """
-    section = config.server
+    section = spec.config.server
     check_tls(section)
     keys = Keys.read(section.api_key_file)
     allow_open_files(section.max_connections)
@@ -84,11 +84,11 @@ def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> i
         say(
             f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
         )
-    if keys.have_several and (told := _what_keys_share(config.speculation)):
+    if keys.have_several and (told := _what_keys_share(spec.config.speculation)):
         say(f"WARNING: {told}")
     # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
     with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
-        return runner.run(_serve(config, keys, running, http, metrics))
+        return runner.run(_serve(spec, keys, running, http, metrics))
 
 
 def _what_keys_share(section: SpeculationSection) -> str | None:
@@ -106,7 +106,7 @@ def _what_keys_share(section: SpeculationSection) -> str | None:
     return None
 
 
-def play_serve_rank(config: RuntimeConfig) -> int:
+def play_serve_rank(spec: JobSpec) -> int:
     """The part of a rank that a user's own launcher has started: rank 0 serves, and the others compute for it.
 
     Raises:
@@ -119,38 +119,38 @@ def play_serve_rank(config: RuntimeConfig) -> int:
     from trtrun.api.async_llm import AsyncLLM
 
     with Drain().listening() if not is_reporting_rank() else nullcontext():
-        check_before_run(config)
+        check_before_run(spec)
         if is_reporting_rank():
-            status = play_serve(config, OwnEngine(config))
+            status = play_serve(spec, OwnEngine(spec))
         else:
-            AsyncLLM.open(config)
+            AsyncLLM.open(spec)
             status = ExitCode.DONE
     finish_mpi()
     return status
 
 
 def say(line: str) -> None:
-    """Tell the user a line, which the front's log file has, too."""
+    """Tell the user a line, which the frontend's log file has, too."""
     logger.info("%s", line, extra=FILE_ONLY)
     with suppress(OSError):
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
 async def _serve(
-    config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine, http: Listener, metrics: Listener
+    spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine, http: Listener, metrics: Listener
 ) -> int:
-    return await _Server(config, keys, running).run(http, metrics)
+    return await _Server(spec, keys, running).run(http, metrics)
 
 
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine) -> None:
-        self._config = config
+    def __init__(self, spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine) -> None:
+        self._config = spec.config
         self._running = running
-        parts = make_parts(config, keys, running.engine)
-        self._front, self._readers = parts.front, parts.readers
-        self._door, self._metrics = self._front.door, self._front.metrics
+        parts = make_parts(spec, keys, running.engine)
+        self._frontend, self._parsers = parts.frontend, parts.parsers
+        self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._sampling = parts.sampling
         self._is_ready = asyncio.Event()
@@ -163,14 +163,14 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
-        grpc = GrpcServer(self._servicer, section, self._front.metrics)
-        application = make_application(self._front, self._routes, section.allowed_origins)
+        grpc = GrpcServer(self._servicer, section, self._frontend.metrics)
+        application = make_application(self._frontend, self._routes, section.allowed_origins)
         servers = (
             HttpServer(application, http, section, section.max_connections),
             grpc,
-            HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
+            HttpServer(make_metrics_application(self._frontend), metrics, section, METRICS_CONNECTIONS),
         )
-        self._readers.start()
+        self._parsers.start()
         serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
             on_ready=self._engine_is_there,
@@ -193,7 +193,7 @@ class _Server:
             return await self._end(keeping, is_whole)
         finally:
             self._running.engine.end_all(server_ending())
-            self._readers.close()  # requests that are being read are told so, too
+            self._parsers.close()  # requests that are being read are told so, too
             for server in servers:
                 server.finish()
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
@@ -209,13 +209,13 @@ class _Server:
         """The start is over: from here on the loop's stretches count."""
         leave_out_what_is()  # streams wait for whatever holds up this process
         if isinstance(loop, MeasuredLoop):
-            loop.stretches.begin()
-            self._metrics.ask_longest_stretch(lambda: loop.stretches.longest)
+            loop.stalls.begin()
+            self._metrics.ask_longest_stall(lambda: loop.stalls.longest)
 
     def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
         url = _address(section, http)
         say(
-            f"{self._front.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
+            f"{self._frontend.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
             f"{_host(section)}:{grpc_port}"
         )
         if self._sampling:
@@ -227,15 +227,15 @@ class _Server:
     async def _drain(self, keeping: asyncio.Task[int]) -> bool:
         """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
-        self._door.is_closing = True
+        self._admission.is_closing = True
         seconds = self._config.launch.drain_seconds
-        if self._door.num_requests:
+        if self._admission.num_requests:
             name = signal.Signals(self._stopped_by).name
             say(
-                f"{name}: no more requests are let in, the {self._door.num_requests} in work have {seconds:g} s; a "
-                "second SIGINT or SIGTERM ends at once"
+                f"{name}: no more requests are let in, the {self._admission.num_requests} in work have {seconds:g} s; "
+                "a second SIGINT or SIGTERM ends at once"
             )
-        emptying = asyncio.create_task(self._door.wait_empty(seconds))
+        emptying = asyncio.create_task(self._admission.wait_empty(seconds))
         await asyncio.wait((emptying, keeping), return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             emptying.cancel()
@@ -245,7 +245,7 @@ class _Server:
     async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
         """End the engine, or take note of its end."""
         if keeping.done():
-            self._door.is_closing = True
+            self._admission.is_closing = True
             return keeping.result()
         self._running.engine.end_all(server_ending())
         await self._running.close()
@@ -267,19 +267,19 @@ class _Server:
         self._is_asked.set()
 
     def _engine_is_there(self) -> None:
-        self._door.is_open = True
+        self._admission.is_open = True
         self._is_ready.set()
 
     def _engine_is_gone(self) -> None:
-        self._door.is_open = self._door.is_hanging = False
+        self._admission.is_open = self._admission.is_hanging = False
         self._metrics.count_loss()
 
     def _engine_hangs(self, line: str) -> None:
-        self._door.is_hanging = True
+        self._admission.is_hanging = True
         say(line)
 
     def _engine_gets_on(self) -> None:
-        self._door.is_hanging = False
+        self._admission.is_hanging = False
         say("the engine gets on again")
 
     def _engine_is_restarted(self, line: str) -> None:

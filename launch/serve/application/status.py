@@ -18,20 +18,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.engine.messages import Ready, Standing, Status
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.requests import Keys
-from parallel.topology import Role, Topology
+from parallel.topology import Role
 from trtrun import __version__
-from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.configuration.hub_cache import name_of_model
-from trtrun.configuration.model_sections import ModelSection
-from trtrun.loading.model_settings import mask_token
-from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 
 
-def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:
+def describe_drafts(spec: JobSpec) -> dict[str, Any]:
     """What `GET /status` tells.
 
     Returns:
@@ -40,7 +37,7 @@ def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:
         None of chains, and of trees whose shape follows from what is drafted.
         `drafts_in_parallel`: whether a draft model makes all of them in one forward.
     """
-    section, most = config.speculation, config.draft_len
+    section, most = spec.config.speculation, spec.config.draft_len
     size = section.size_of(most)
     paths: Iterable[Sequence[int]] | None = None
     tree = getattr(section, "tree", None)
@@ -51,7 +48,7 @@ def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:
     return {
         "draft_nodes": size.nodes,
         "draft_parents": _parents(paths, size.nodes) if paths is not None and size.paths > 1 else None,
-        "drafts_in_parallel": mask_token(config) is not None,
+        "drafts_in_parallel": spec.models.mask_token is not None,
     }
 
 
@@ -66,19 +63,21 @@ def _parents(paths: Iterable[Sequence[int]], num_nodes: int) -> list[int]:
 METRICS_PATH = "/metrics"
 
 
-def metrics_route(front: Front, keys: Keys) -> Route:
+def metrics_route(frontend: Frontend, keys: Keys) -> Route:
     """For an application.
 
     Args:
-        front: whose metrics they are.
+        frontend: whose metrics they are.
         keys: of which requests need one. The API's port may be reached by many, that of the metrics is the operator's.
     """
 
     async def metrics(request: Request) -> Response:
         keys.check(request)
-        status = await front.client.ask_status()
-        client = front.client
-        told = front.metrics.render(client.ready, status, client.standings(), is_hanging=front.door.is_hanging)
+        status = await frontend.client.ask_status()
+        client = frontend.client
+        told = frontend.metrics.render(
+            client.ready, status, client.standings(), is_hanging=frontend.admission.is_hanging
+        )
         return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     return Route(METRICS_PATH, metrics, methods=["GET"])
@@ -91,21 +90,20 @@ FRESH_SECONDS = 0.2
 class StatusBoard:
     """What the server tells of itself."""
 
-    def __init__(self, front: Front, config: RuntimeConfig, topology: Topology, keys: Keys, has_template: bool) -> None:
+    def __init__(self, frontend: Frontend, spec: JobSpec, keys: Keys, has_template: bool) -> None:
         """Begin to tell.
 
         Args:
-            front: of the server.
-            config: that is served.
-            topology: that its devices make.
+            frontend: of the server.
+            spec: of the job that is served.
             keys: one of which is asked for, where there are any: names of hosts are not for everybody.
             has_template: whether chats are answered.
         """
-        self._front = front
-        self._config = config
-        self._models = _models(config)
-        self._drafts = describe_drafts(config)
-        self._topology = topology
+        self._frontend = frontend
+        self._config = spec.config
+        self._models = _models(spec)
+        self._drafts = describe_drafts(spec)
+        self._topology = spec.topology
         self._keys = keys
         self._has_template = has_template
         self._asking: asyncio.Task[Status | None] | None = None
@@ -126,21 +124,21 @@ class StatusBoard:
         while there is none."""
         now = time.monotonic()
         if self._asking is None or (self._asking.done() and now - self._asked_at > FRESH_SECONDS):
-            self._asking, self._asked_at = asyncio.create_task(self._front.client.ask_status()), now
-        status, ready = await asyncio.shield(self._asking), self._front.client.ready
+            self._asking, self._asked_at = asyncio.create_task(self._frontend.client.ask_status()), now
+        status, ready = await asyncio.shield(self._asking), self._frontend.client.ready
         if ready is not None and status is not None:
             self._told = ready, status
         return self._told[1] if self._told is not None and self._told[0] is ready else None
 
     def _describe(self, engine: Status | None) -> dict[str, Any]:
-        front, config = self._front, self._config
-        door, totals = front.door, front.metrics.totals
-        engine_state = "starting" if not door.is_open else "hanging" if door.is_hanging else "serving"
-        state = "ending" if door.is_closing else engine_state
+        frontend, config = self._frontend, self._config
+        admission, totals = frontend.admission, frontend.metrics.totals
+        engine_state = "starting" if not admission.is_open else "hanging" if admission.is_hanging else "serving"
+        state = "ending" if admission.is_closing else engine_state
         is_draft_lost = engine is not None and bool(engine.totals.get("draft_losses"))
-        ready = front.client.ready
+        ready = frontend.client.ready
         return {
-            "model": front.model_name,
+            "model": frontend.model_name,
             "version": __version__,
             "state": state,
             "restarts": totals.num_restarts,
@@ -148,10 +146,10 @@ class StatusBoard:
             "max_seq_len": ready.limits["max_seq_len"] if ready is not None else None,
             "models": self._models,
             "ranks": self._ranks(is_up=ready is not None, is_draft_lost=is_draft_lost),
-            "phases": describe_phases(front.client.standings(), with_words=True),
+            "phases": describe_phases(frontend.client.standings(), with_words=True),
             "speculation": {
                 "method": config.speculation.method,
-                "draft_len": front.draft_len,
+                "draft_len": frontend.draft_len,
                 **self._drafts,
                 "use_logits": config.speculation.use_logits,
                 "is_paced": config.is_paced,
@@ -161,10 +159,10 @@ class StatusBoard:
             "queue": {
                 "running": engine.num_running if engine is not None else None,
                 "waiting": engine.num_waiting if engine is not None else None,
-                "max_running": door.max_running,
-                "max_waiting": door.max_queue,
-                "requests": door.num_requests,
-                "max_requests": door.max_streams,
+                "max_running": admission.max_running,
+                "max_waiting": admission.max_queue,
+                "requests": admission.num_requests,
+                "max_requests": admission.max_streams,
             },
             "kv_cache": {
                 "blocks": engine.num_blocks if engine is not None else None,
@@ -209,22 +207,22 @@ def describe_phases(standings: Sequence[Standing], *, with_words: bool = False) 
     ]
 
 
-def _models(config: RuntimeConfig) -> dict[str, Any]:
+def _models(spec: JobSpec) -> dict[str, Any]:
     """What each model is called, and how its weights are held: as the YAML file says, or as the checkpoint is
     quantized. A head with a rank of its own stands in the draft's place."""
+    config = spec.config
     sections = {"target": config.target, "draft": config.draft if config.draft_devices else None}
     told: dict[str, Any] = {
         role: None
         if section is None
-        else {"name": name_of_model(section.model), "dtype": section.dtype, "quantization": _quantization(section)}
+        else {
+            "name": name_of_model(section.model),
+            "dtype": section.dtype,
+            "quantization": spec.model_of(role).quant_method or section.quantization,
+        }
         for role, section in sections.items()
     }
     if config.heads is not None and config.heads_apart:
         name = name_of_model(config.heads.model)
         told["draft"] = {"name": name, "dtype": config.target.dtype, "quantization": "none"}
     return told
-
-
-def _quantization(section: ModelSection) -> str:
-    stored = read_model_config(section.model).quant_method
-    return section.quantization if stored is None else stored

@@ -32,7 +32,7 @@ class _Source:
 
 
 @dataclass
-class AdapterBook:
+class AdapterRegistry:
     """Adapters by name.
 
     Attributes:
@@ -49,7 +49,7 @@ class AdapterBook:
     _lost_at: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> AdapterBook:
+    def of(cls, names: Iterable[str]) -> AdapterRegistry:
         """That of a configuration."""
         return cls(tuple(names), dict.fromkeys(names))
 

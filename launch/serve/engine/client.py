@@ -1,4 +1,4 @@
-"""The front's side of the engine, wherever that runs: behind a socket, of another process or of this one.
+"""The frontend's side of the engine, wherever that runs: behind a socket, of another process or of this one.
 
 A request is sent to the engine that is there, together with those of the same turn of the event loop, and begins with
 them. Whatever comes back is kept: its tokens, as long as it goes on. When
@@ -19,10 +19,9 @@ from itertools import count
 
 import msgspec
 
-from launch.serve.admission.limits import engine_starting
-from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.admission.stretches import Rests
-from launch.serve.engine.adapters import AdapterBook, AdapterChange
+from launch.serve.admission.event_loop_stalls import YieldTimer
+from launch.serve.admission.refusals import Kind, Refusal, engine_starting
+from launch.serve.engine.adapters import AdapterChange, AdapterRegistry
 from launch.serve.engine.handshake import listen
 from launch.serve.engine.messages import (
     Abort,
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """All requests of the front, and the engine that is there, if one is.
+    """All requests of the frontend, and the engine that is there, if one is.
 
     Attributes:
         ready: what the engine has said of itself; None while there is none.
@@ -71,7 +70,7 @@ class EngineClient:
     def __init__(self) -> None:
         self.ready: Ready | None = None
         self.limits: SchedulerLimits | None = None
-        self.adapters = AdapterBook()
+        self.adapters = AdapterRegistry()
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
@@ -268,10 +267,10 @@ class EngineClient:
             if not self.accepts(ready):
                 return
             self._attach(ready, writer)
-            rests = Rests()
+            yield_timer = YieldTimer()
             while (message := await messages.read()) is not None and self._writer is writer:
                 if isinstance(message, Deltas):
-                    await self._take_deltas(message, writer, rests)
+                    await self._take_deltas(message, writer, yield_timer)
                 else:
                     self._take(message)
         except MessageError as error:
@@ -332,11 +331,11 @@ class EngineClient:
         if opened is not None:
             self._submit(opened)
 
-    async def _take_deltas(self, message: Deltas, writer: asyncio.StreamWriter, rests: Rests) -> None:
+    async def _take_deltas(self, message: Deltas, writer: asyncio.StreamWriter, yield_timer: YieldTimer) -> None:
         """What a round has added; no more once the engine is given up, for the next one begins where this was left."""
         for delta in message.deltas:
             self._take_delta(delta)
-            await rests.rest()
+            await yield_timer.yield_if_due()
             if self._writer is not writer:
                 return
 

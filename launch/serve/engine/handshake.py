@@ -24,13 +24,13 @@ from trtrun.weights.model_files import hash_model_files
 
 
 def hash_config(config: RuntimeConfig) -> str:
-    """Tells whether front and engine, or an engine and the one before it, have read the same."""
+    """Tells whether frontend and engine, or an engine and the one before it, have read the same."""
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
 def hash_files(config: RuntimeConfig) -> dict[str, str]:
-    """Tells front and engine, or an engine and the one before it, whether they have read the same files: on this host,
-    where front and rank 0 are, by what they are."""
+    """Tells frontend and engine, or an engine and the one before it, whether they have read the same files: on this
+    host, where frontend and rank 0 are, by what they are."""
     sections = {"target": config.target, "draft": config.draft}
     hashes = {
         f"the {name}'s model": hash_model_files(section.model, section.load_format != "dummy")

@@ -3,8 +3,8 @@ when it ends too often.
 
 An engine tells about once a second where each of its threads stands, in rounds and outside of them. It hangs where
 it is silent, or where a thread stands still for longer than its phase may take, and where it is not up after
-launch.start_seconds. The ranks of a job watch each other (`parallel.watchdog`): of these the front asks only that rank
-0 goes on telling. It knows processes, times and how often engines may end. It does not know what an engine does
+launch.start_seconds. The ranks of a job watch each other (`parallel.watchdog`): of these the frontend asks only that
+rank 0 goes on telling. It knows processes, times and how often engines may end. It does not know what an engine does
 (`process`) or what it is told (`client`).
 """
 
@@ -34,7 +34,7 @@ comes before."""
 
 
 def is_watched(config: RuntimeConfig) -> bool:
-    """Whether nobody but the front watches the engine: where it is one process."""
+    """Whether nobody but the frontend watches the engine: where it is one process."""
     return make_topology(config).world_size == 1
 
 
@@ -72,7 +72,7 @@ class EngineWatch:
         """Why the engine has to be ended, once it hangs. Called about once a beat."""
         now, before = self._clock(), self._looked
         self._looked = now
-        # The front was stopped, or busy: that is no news of the engine.
+        # The frontend was stopped, or busy: that is no news of the engine.
         if now - before > PATIENCE_HEARTBEATS * self.beat:
             self._heard = now
             self._begun += now - before
@@ -205,7 +205,7 @@ class EngineKeeper:
             FailedError: it ended too often.
         """
         while True:
-            # stdout stays the front's: ranks have nothing to write there. A session of its own keeps Ctrl-C from it.
+            # stdout stays the frontend's: ranks have nothing to write there. A session of its own keeps Ctrl-C from it.
             self._process = process = await asyncio.create_subprocess_exec(
                 *ending_with_parent(self._command()),
                 env=self._environment,

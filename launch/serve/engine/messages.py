@@ -1,8 +1,8 @@
-"""What front and engine say to each other: a few kinds of messages, each MessagePack behind its length.
+"""What frontend and engine say to each other: a few kinds of messages, each MessagePack behind its length.
 
     4 bytes, big-endian: length │ {"kind": "begin", "requests": […]}
 
-The front sends Begin, Abort, AskStatus, LoadAdapter, DropAdapter and Close; the engine sends Ready, Deltas, Ended,
+The frontend sends Begin, Abort, AskStatus, LoadAdapter, DropAdapter and Close; the engine sends Ready, Deltas, Ended,
 AdapterChanged, Status and Beat. They are
 plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. It does
 not know who sends what when.
@@ -37,7 +37,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups and
-    owners (see `LLMEngine.add_request`). The front has checked it.
+    owners (see `LLMEngine.add_request`). The frontend has checked it.
 
     Attributes:
         prompt: its tokens, 32 bits each: there may be a hundred thousand.

@@ -1,8 +1,8 @@
-"""The engine's way out to the front: what a round added becomes one message, written by the engine's own thread.
+"""The engine's way out to the frontend: what a round added becomes one message, written by the engine's own thread.
 
 An event loop beside the rounds would have to wake up for each of them, and take the interpreter from the engine's
 thread in its middle. So the thread that has made the deltas encodes them and hands them to the kernel, which takes
-less time than waking somebody. Where the front does not read, they wait here and become one delta a completion; the
+less time than waking somebody. Where the frontend does not read, they wait here and become one delta a completion; the
 event loop then writes them when there is room again. It does not know what the messages are about.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox(Outlet):
-    """Messages to the front. Any thread may send; none ever waits for the front."""
+    """Messages to the frontend. Any thread may send; none ever waits for the frontend."""
 
     def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         """Write to a connection.
@@ -93,7 +93,7 @@ class Outbox(Outlet):
         for delta in deltas:
             if delta.context_logits is None and delta.generation_logits is None:
                 told.append(delta)
-            else:  # by itself: logits are large, and the front reads a message at a stretch
+            else:  # by itself: logits are large, and the frontend reads a message at a stretch
                 self._write(encode(Deltas(deltas=(delta,))))
         if not told:
             return
@@ -123,7 +123,7 @@ class Outbox(Outlet):
             return self._connection.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # the front is gone, which the reading side hears, too
+        except OSError:  # the frontend is gone, which the reading side hears, too
             self._is_closed = True
             return len(data)
 
@@ -150,13 +150,13 @@ class Outbox(Outlet):
 
 
 class Sending(Recipient):
-    """Sends what comes of one request to the front."""
+    """Sends what comes of one request to the frontend."""
 
     def __init__(self, outbox: Outbox, request_id: str, on_failure: Callable[[RankFailedError], None]) -> None:
         """Send through an outbox.
 
         Args:
-            outbox: of the front's connection.
+            outbox: of the frontend's connection.
             request_id: of the request.
             on_failure: told, in the engine's thread, when a rank has failed.
         """

@@ -1,4 +1,4 @@
-"""An engine in this process: rank 0 of a job that a user's own mpirun or srun has started holds the front, too.
+"""An engine in this process: rank 0 of a job that a user's own mpirun or srun has started holds the frontend, too.
 
 Both sides speak as elsewhere, over a pair of sockets. Nothing restarts it: the launcher ends the job with the first
 rank that it needs. It does not know HTTP.
@@ -13,13 +13,13 @@ import socket
 
 from launch.exit_codes import ExitCode
 from launch.jobs.mpi.drain import end_at_once
-from launch.serve.admission.limits import server_ending
+from launch.serve.admission.refusals import server_ending
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.keeper import EngineWatch, is_watched
-from launch.serve.engine.process import open_engine, serve_front
+from launch.serve.engine.process import open_engine, serve_frontend
 from launch.serve.engine.restarted_engine import EngineEvents
 from trtrun.api.async_llm import AsyncLLM
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.start.job_spec import JobSpec
 
 
 class OwnEngine:
@@ -29,14 +29,14 @@ class OwnEngine:
         engine: for requests.
     """
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, spec: JobSpec) -> None:
         self.engine = EngineClient()
-        self._config = config
+        self._spec, self._config = spec, spec.config
         self._launcher = os.getppid()
         self._is_over = False
 
     async def keep(self, events: EngineEvents) -> int:
-        """Load the engine, and let it serve the front until `close`.
+        """Load the engine, and let it serve the frontend until `close`.
 
         Raises:
             RankFailedError: a rank of it failed.
@@ -44,10 +44,10 @@ class OwnEngine:
         llm = await asyncio.to_thread(self._open)
         self.engine.on_ready, self.engine.on_lost = events.on_ready, events.on_lost
         watching = asyncio.create_task(self._watch_on(events))
-        fronts, own = socket.socketpair()
-        hearing = asyncio.create_task(self.engine.serve(*await asyncio.open_unix_connection(sock=fronts)))
+        theirs, own = socket.socketpair()
+        hearing = asyncio.create_task(self.engine.serve(*await asyncio.open_unix_connection(sock=theirs)))
         try:
-            await serve_front(llm, own)
+            await serve_frontend(llm, own)
         finally:
             self._is_over = True
             watching.cancel()
@@ -70,7 +70,7 @@ class OwnEngine:
         return os.getppid() != self._launcher
 
     def _open(self) -> AsyncLLM:
-        llm = open_engine(self._config)
+        llm = open_engine(self._spec)
         assert llm is not None  # this is rank 0
         return llm
 

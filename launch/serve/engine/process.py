@@ -1,8 +1,8 @@
 """The engine's side of `trtrun serve`: the ranks of a job, and on rank 0 an AsyncLLM that serves one socket.
 
-The front starts it as a child: alone where one slot does everything, else as the parent of mpirun, as in `trtrun run`.
-Rank 0 loads the models and then calls the front. Texts are made here, because a stop string ends its row in the round
-in which it is whole. It does not know HTTP, prompts as text, or who reads what it sends.
+The frontend starts it as a child: alone where one slot does everything, else as the parent of mpirun, as in `trtrun
+run`. Rank 0 loads the models and then calls the frontend. Texts are made here, because a stop string ends its row in
+the round in which it is whole. It does not know HTTP, prompts as text, or who reads what it sends.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
 from trtrun.api.engine_thread import Arrival
 from trtrun.api.llm_engine import LLMEngine
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.rounds.failures import losable_ranks
+from trtrun.start.job_spec import JobSpec
 
 
 async def describe_engine(llm: AsyncLLM) -> Ready:
@@ -112,16 +111,16 @@ def read_status(engine: LLMEngine) -> Status:
     )
 
 
-def play_engine(config: RuntimeConfig, socket_name: str) -> int:
-    """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the front until that ends.
+def play_engine(spec: JobSpec, socket_name: str) -> int:
+    """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the frontend until that ends.
 
     Raises:
         TrtrunError: the ranks do not fit together, or a model cannot be loaded.
         RankFailedError: a rank failed.
-        FailedError: the front cannot be reached.
+        FailedError: the frontend cannot be reached.
     """
-    check_before_run(config)
-    llm = open_engine(config)
+    check_before_run(spec)
+    llm = open_engine(spec)
     if llm is not None:
         with llm:
             asyncio.run(_serve(llm, socket_name))
@@ -129,12 +128,12 @@ def play_engine(config: RuntimeConfig, socket_name: str) -> int:
     return ExitCode.DONE
 
 
-def open_engine(config: RuntimeConfig) -> AsyncLLM | None:
+def open_engine(spec: JobSpec) -> AsyncLLM | None:
     """Load this rank's part, and tell the terminal of it; None on workers, once they have served to the end."""
     with Bar("loading weights", in_bytes=True, then="compiling kernels and trying rounds") as bar:
-        llm = AsyncLLM.open(config, bar.update)
+        llm = AsyncLLM.open(spec, bar.update)
     if llm is not None:
-        StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
+        StartProgress().tell_expendable(losable_ranks(spec.config, spec.topology))
         leave_out_what_is()
     return llm
 
@@ -144,11 +143,11 @@ async def _serve(llm: AsyncLLM, socket_name: str) -> None:
         connection = connect(socket_name)
     except OSError as error:
         raise FailedError(f"the front cannot be reached at {socket_name}: {error.strerror}") from None
-    await serve_front(llm, connection)
+    await serve_frontend(llm, connection)
 
 
-async def serve_front(llm: AsyncLLM, connection: socket.socket) -> None:
-    """Greet the front and do what it says, until it closes or is gone.
+async def serve_frontend(llm: AsyncLLM, connection: socket.socket) -> None:
+    """Greet the frontend and do what it says, until it closes or is gone.
 
     Raises:
         RankFailedError: a rank failed.
@@ -165,7 +164,7 @@ async def serve_front(llm: AsyncLLM, connection: socket.socket) -> None:
 
 
 class _Served:
-    """One front's requests. What comes of them, the engine's thread sends itself."""
+    """One frontend's requests. What comes of them, the engine's thread sends itself."""
 
     def __init__(self, llm: AsyncLLM, outbox: Outbox) -> None:
         self._llm = llm
@@ -178,7 +177,7 @@ class _Served:
         self._held: set[str] = set()
 
     async def follow(self, messages: MessageStream) -> None:
-        """See `serve_front`."""
+        """See `serve_frontend`."""
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
         changing = asyncio.create_task(self._change_adapters())
@@ -264,7 +263,7 @@ class _Served:
             beat = describe_ranks(self._llm)
             is_hanging = find_late(beat) is not None
             if is_hanging and not was_hanging:
-                faulthandler.dump_traceback()  # before the front hears it, and may end this process
+                faulthandler.dump_traceback()  # before the frontend hears it, and may end this process
             was_hanging = is_hanging
             self._outbox.offer(beat)
             await asyncio.sleep(heartbeat_interval(limit))
@@ -290,7 +289,7 @@ class _Served:
         self._deliver(beginning)
 
     def _deliver(self, requests: Sequence[Generate]) -> None:
-        """The front has checked them; their bad words become tokens, and their guides grammars, here, beside the
+        """The frontend has checked them; their bad words become tokens, and their guides grammars, here, beside the
         rounds."""
         arrivals = []
         for request in requests:

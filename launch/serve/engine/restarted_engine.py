@@ -134,7 +134,7 @@ class RestartedEngine:
 
     def is_abandoned(self) -> bool:
         """Whether a SIGTERM is none of a user's, but the end of whoever has started this process: never, for who has
-        started a front may go."""
+        started a frontend may go."""
         return False
 
     def _may_restart(self) -> bool:
@@ -153,7 +153,7 @@ class RestartedEngine:
         return [*self._command, "--set", f"kv_cache.max_tokens={self._config.kv_cache.max_tokens}"]
 
     def _is_same(self, ready: Ready) -> bool:
-        """Whether an engine has read what the front has, and so goes on with the same texts."""
+        """Whether an engine has read what the frontend has, and so goes on with the same texts."""
         self._change = self._find_change(ready)
         if self._change is not None:
             self.kill()
@@ -167,7 +167,7 @@ class RestartedEngine:
         return True
 
     def _find_change(self, ready: Ready) -> str | None:
-        """What an engine has read otherwise than the front, or has otherwise than the first engine."""
+        """What an engine has read otherwise than the frontend, or has otherwise than the first engine."""
         if ready.version != __version__:
             return f"trtrun was {__version__} when the server started, and the engine is {ready.version}"
         if ready.config_hash != hash_config(self._config):

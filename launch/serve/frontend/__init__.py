@@ -1,3 +1,3 @@
-"""A request's way in no protocol's words: through the door, to tokens, together with those that came with it, to the
-engine and back. It does not know protocols or HTTP, nor where the engine runs.
+"""A request's way whatever its protocol: through admission, to tokens, together with requests that came with it, to the
+engine and back.
 """

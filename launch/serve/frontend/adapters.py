@@ -11,11 +11,10 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.serve.admission.limits import RETRY_SECONDS, out_of_time
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.refusals import RETRY_SECONDS, Kind, Refusal, out_of_time
 from launch.serve.engine.adapters import AdapterChange
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from trtrun.configuration.server_config import ServerSection
 from trtrun.core.values import show_value
 from trtrun.errors import ConfigError, nearest, shorten_path
@@ -36,12 +35,12 @@ class AdapterDesk:
     """Who loads and drops them: one after the other.
 
     Attributes:
-        front: that takes requests.
+        frontend: that takes requests.
         directory: below which adapters lie; None where none are loaded.
         timeout: seconds that a client waits.
     """
 
-    front: Front
+    frontend: Frontend
     directory: Path | None
     timeout: float
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -49,7 +48,7 @@ class AdapterDesk:
     _changing: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, front: Front, section: ServerSection) -> AdapterDesk:
+    def of(cls, frontend: Frontend, section: ServerSection) -> AdapterDesk:
         """That of a server.
 
         Raises:
@@ -58,7 +57,7 @@ class AdapterDesk:
         directory = section.adapter_directory
         if directory is not None and not directory.is_dir():
             raise ConfigError(f"server.adapter_directory: no such directory: {shorten_path(directory)}")
-        return cls(front, None if directory is None else directory.resolve(), section.request_timeout_s)
+        return cls(frontend, None if directory is None else directory.resolve(), section.request_timeout_s)
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter.
@@ -75,10 +74,10 @@ class AdapterDesk:
         if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() or name != name.strip():
             line = f"lora_name must be a line of 1 to {_LONGEST_NAME} characters, not {show_value(name)}"
             raise Refusal(Kind.INVALID, line, "lora_name")
-        if name == self.front.model_name:
+        if name == self.frontend.model_name:
             line = f"the name {show_value(name)} is the model's own (server.model_name): give another name"
             raise Refusal(Kind.INVALID, line, "lora_name")
-        if name in self.front.adapters:
+        if name in self.frontend.adapters:
             line = f"the name {show_value(name)} is taken: unload that adapter first, or give another name"
             raise Refusal(Kind.INVALID, line, "lora_name")
         await self._change(LoadAdapter(lora_name=name, path=str(found)))
@@ -90,8 +89,8 @@ class AdapterDesk:
             Refusal: there is none of that name.
         """
         self._check()
-        if name not in self.front.adapters:
-            known = nearest(name, self.front.adapters) if self.front.adapters else ""
+        if name not in self.frontend.adapters:
+            known = nearest(name, self.frontend.adapters) if self.frontend.adapters else ""
             line = f"there is no adapter {show_value(name)}{known}"
             raise Refusal(Kind.UNKNOWN_MODEL, line, "lora_name", "model_not_found")
         await self._change(DropAdapter(lora_name=name))
@@ -127,7 +126,7 @@ class AdapterDesk:
             assert task is not None
             self._changing = task
             self._waiting.discard(task)
-            await self.front.client.change_adapters(change)
+            await self.frontend.client.change_adapters(change)
 
     def _check(self) -> Path:
         if self.directory is None:

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from launch.serve.admission.stretches import Rests
+from launch.serve.admission.event_loop_stalls import YieldTimer
 
 JOINED_BYTES = 1 << 16
 """Of an answer that is sent as one: more than most have."""
@@ -44,10 +44,10 @@ class _PartsResponse(Response):
         """As ASGI calls it."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            rests = Rests()
+            yield_timer = YieldTimer()
             for part in self._parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-                await rests.rest()
+                await yield_timer.yield_if_due()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if self._let_go is not None:
@@ -57,10 +57,10 @@ class _PartsResponse(Response):
 async def make_parts(parts: Iterable[bytes]) -> list[bytes]:
     """Parts that are made as they are asked for, each in little time."""
     made: list[bytes] = []
-    rests = Rests()
+    yield_timer = YieldTimer()
     for part in parts:
         made.append(part)
-        await rests.rest()
+        await yield_timer.yield_if_due()
     return made
 
 

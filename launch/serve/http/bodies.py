@@ -20,8 +20,8 @@ from types import TracebackType
 
 from starlette.requests import Request
 
-from launch.serve.admission.limits import RETRY_SECONDS, SHORT_BODY
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.limits import SHORT_BODY
+from launch.serve.admission.refusals import RETRY_SECONDS, Kind, Refusal
 from trtrun.core.values import unique_keys
 from trtrun.errors import InvalidRequestError
 

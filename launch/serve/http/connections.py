@@ -1,6 +1,6 @@
 """Connections of an HTTP port: how many there may be, and for how long a client may leave one without moving.
 
-Requests are bounded behind their heads: by their bodies' size and time, by the door, by the time that they may take.
+Requests are bounded behind their heads: by their bodies' size and time, by admission, by the time that they may take.
 This bounds what comes before and behind: connections that send nothing, heads that do not end, answers that nobody
 reads. It knows uvicorn's protocol over httptools. It does not know what is asked for.
 """
@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp
+from typing_extensions import override
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from launch.serve.admission.stretches import MOST_SECONDS
+from launch.serve.admission.event_loop_stalls import MOST_SECONDS
 from launch.serve.http.old_clients import HalfClosed, may_be_half_closed, without_chunks
 
 HEAD_SECONDS = 20.0
@@ -53,7 +54,7 @@ FED_BYTES = 1 << 12
 
 _SWEEP_SECONDS = 1.0
 _OTHER_FILES = 256
-"""File descriptors of the front beside its connections."""
+"""File descriptors of the frontend beside its connections."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Connections:
         clock: seconds; for tests.
         open: all of them.
         idle: those without a request, and those whose request's head has not come to its end; the oldest first.
-        mark: called where the event loop begins with a connection; see `stretches`.
+        mark: called where the event loop begins with a connection; see `stalls`.
     """
 
     most: int
@@ -126,8 +127,8 @@ class _Flow(FlowControl):
         super().__init__(transport)
         self._feed = feed
 
+    @override
     def resume_reading(self) -> None:
-        """As uvicorn calls it."""
         if self.read_paused:
             self.read_paused = False
             self._feed()
@@ -153,8 +154,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._num_framing_bytes = 0
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As asyncio calls it."""
         self.bounds.make_room()
         if len(self.bounds.open) >= self.bounds.most + SPARE:
             self.transport = transport
@@ -174,14 +175,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_feeding = True
             self.loop.call_soon(self._feed)
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio calls it."""
         self.bounds.leave(self)
         self._unparsed.clear()
         super().connection_lost(error)
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """As asyncio calls it."""
         self._unparsed += data
         if not self._is_feeding:
             self._feed()
@@ -214,8 +215,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_held = True
             self.transport.pause_reading()
 
+    @override
     def on_response_complete(self) -> None:
-        """As a request calls it that was answered."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -237,38 +238,38 @@ class BoundedProtocol(HttpToolsProtocol):
             # Bytes that belong to no request, such as empty lines, and the rest of a body that was refused.
             self._waits_since = self.bounds.now()
 
+    @override
     def on_message_begin(self) -> None:
-        """As httptools calls it."""
         self._is_in_head, self._num_head_bytes, self._num_headers = True, 0, 0
         self._num_body_bytes = self._num_framing_bytes = 0
         self._waits_since = self.bounds.now()
         super().on_message_begin()
 
+    @override
     def on_header(self, name: bytes, value: bytes) -> None:
-        """As httptools calls it."""
         self._num_headers += 1
         if self._num_headers <= MOST_HEADERS:
             super().on_header(name, value)
         elif self._num_headers == MOST_HEADERS + 1:
             self.send_400_response(f"The head of the request has more than {MOST_HEADERS} fields.")
 
+    @override
     def on_headers_complete(self) -> None:
-        """As httptools calls it."""
         self._is_in_head, self._waits_since = False, None
         if self.transport.is_closing():  # it was refused already, and is no request
             return
         self.bounds.idle.pop(self, None)
         super().on_headers_complete()
 
+    @override
     def on_body(self, body: bytes) -> None:
-        """As httptools calls it."""
         self._num_body_bytes += len(body)
         self._num_framing_bytes -= len(body)
         if not self.transport.is_closing():
             super().on_body(body)
 
+    @override
     def on_message_complete(self) -> None:
-        """As httptools calls it."""
         if not self.transport.is_closing():
             super().on_message_complete()
 

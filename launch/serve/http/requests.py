@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.serve.admission.owners import OWNER, owner_of_address
+from launch.serve.admission.control import OWNER, owner_of_address
 from launch.serve.admission.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, reading
 
@@ -147,7 +147,7 @@ class Keys:
 
     def check(self, request: Request) -> None:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
-        clients send it, `x-api-key: KEY`; and note whose it is (`door.owners`)."""
+        clients send it, `x-api-key: KEY`; and note whose it is (`admission.owners`)."""
         if not self._digests:
             OWNER.set(owner_of_address(request.client.host if request.client is not None else ""))
             return

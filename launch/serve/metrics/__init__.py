@@ -6,6 +6,6 @@ protocol.
 """
 
 from launch.serve.metrics.models import ModelRecorder, ModelRequest, Stage
-from launch.serve.metrics.server_metrics import FrontMetrics
+from launch.serve.metrics.server_metrics import FrontendMetrics
 
-__all__ = ["FrontMetrics", "ModelRecorder", "ModelRequest", "Stage"]
+__all__ = ["FrontendMetrics", "ModelRecorder", "ModelRequest", "Stage"]

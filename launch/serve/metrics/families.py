@@ -47,7 +47,7 @@ class Sizes:
 
 
 @dataclass
-class FrontTotals:
+class FrontendTotals:
     """Since the server's start.
 
     Attributes:
@@ -117,21 +117,21 @@ class FrontTotals:
 
 @dataclass
 class Numbers:
-    """What the metrics are read from: what the front has counted, and what the engine has last said of itself, with
+    """What the metrics are read from: what the frontend has counted, and what the engine has last said of itself, with
     what engines before it have counted.
 
     Attributes:
         totals: of all requests.
         draft_len: tokens drafted in a round, at most.
-        ask_longest_stretch: tells how many seconds the event loop has worked at a stretch.
+        ask_longest_stall: tells how many seconds the event loop has worked at a stretch.
         ready, status: of the engine; None while there is none, or none that has told it.
         standings: in which phases its threads are.
         is_hanging: whether the engine is there and does not get on.
     """
 
-    totals: FrontTotals
+    totals: FrontendTotals
     draft_len: int
-    ask_longest_stretch: Callable[[], float] = lambda: 0.0
+    ask_longest_stall: Callable[[], float] = lambda: 0.0
     ready: Ready | None = None
     status: Status | None = None
     standings: Sequence[Standing] = ()
@@ -187,9 +187,9 @@ class Numbers:
         return {work: self.total(f"num_{work}_over_bound") for work in REQUEST_WORK}
 
     @property
-    def longest_stretch(self) -> float:
+    def longest_stall(self) -> float:
         """Seconds that the event loop has worked at a stretch, at most."""
-        return self.ask_longest_stretch()
+        return self.ask_longest_stall()
 
     @property
     def hit_rate(self) -> float | None:
@@ -223,7 +223,7 @@ GAUGES = (
     (
         "trtrun:front_longest_stretch_seconds",
         "Longest processor time that the front's event loop worked without a look at anything else.",
-        "longest_stretch",
+        "longest_stall",
     ),
 )
 """Name, help, and where in `Numbers` the number is, or numbers by the values of a label; None is no sample."""

@@ -1,8 +1,8 @@
-"""All metrics of one server: what the front sees of requests, how long they take and how large they are, under vLLM's
-names; what the engine says of itself; and both under the names that other servers' dashboards read. Totals go on
+"""All metrics of one server: what the frontend sees of requests, how long they take and how large they are, under
+vLLM's names; what the engine says of itself; and both under the names that other servers' dashboards read. Totals go on
 when the engine is started again.
 
-A request is observed from its arrival at the front until it is over. Its times are given, of no clock here.
+A request is observed from its arrival at the frontend until it is over. Its times are given, of no clock here.
 
 The engine's numbers also have the names of Triton's TensorRT-LLM backend, nv_trt_llm_* and nv_llm_*. Their model is
 always `tensorrt_llm`: whatever a client asks for, that is what generates. Left out is what does not exist here: pinned
@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from launch.serve.engine.messages import Ready, Standing, Status
-from launch.serve.metrics.families import BUCKETS, Families, FrontTotals, Numbers, Sizes
+from launch.serve.metrics.families import BUCKETS, Families, FrontendTotals, Numbers, Sizes
 from launch.serve.metrics.models import VERSION, ModelRecorder
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -173,7 +173,7 @@ class ObservedRequest:
         queue_seconds: how long it was without a row.
     """
 
-    def __init__(self, metrics: FrontMetrics, num_prompt_tokens: int, now: float) -> None:
+    def __init__(self, metrics: FrontendMetrics, num_prompt_tokens: int, now: float) -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
         self._began = now
@@ -219,7 +219,7 @@ class ObservedRequest:
         self._metrics.totals.output_sizes.observe(total)
 
 
-class FrontMetrics:
+class FrontendMetrics:
     """All metrics of one server.
 
     Attributes:
@@ -235,7 +235,7 @@ class FrontMetrics:
             draft_len: tokens drafted in a round, at most; 0 where none are.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.totals = FrontTotals()
+        self.totals = FrontendTotals()
         self.models = ModelRecorder()
         self._registry = CollectorRegistry()
         labels = {"model_name": model_name}
@@ -270,9 +270,9 @@ class FrontMetrics:
         for name, value in found.items():
             self._histograms[name].observe(value)
 
-    def ask_longest_stretch(self, ask: Callable[[], float]) -> None:
+    def ask_longest_stall(self, ask: Callable[[], float]) -> None:
         """Where the longest stretch of the event loop is told, in seconds; 0 without."""
-        self._numbers.ask_longest_stretch = ask
+        self._numbers.ask_longest_stall = ask
 
     def count_loss(self) -> None:
         """The engine is gone: the totals of the next one begin at zero."""

@@ -1,7 +1,6 @@
-"""Requests that are long are read in processes of their own: a parser in C lets no other thread go on, and a thread
-cannot be ended.
+"""Long requests are parsed in processes of their own: a parser in C lets no other thread go on, and a thread cannot be
+ended.
 
-`readers.py` has the processes, in the front (`lane.py`: one of them, and who waits for which). `messages.py` is what
-both say to each other, and its bytes. It does not know what the processes run
-(`launch.serve.application.parser_worker`), and no protocol.
+`worker_pool.py` has the processes as the frontend sees them, `parsers.py` two pools of them, `messages.py` what both
+sides send. What the processes run is `launch.serve.application.parser_worker`.
 """

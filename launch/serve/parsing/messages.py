@@ -1,5 +1,5 @@
-"""What the front and the processes that read for it say to each other: facts once, then a task and a reply, in turns;
-MessagePack behind its length, and blocks behind that.
+"""What the frontend and the processes that read for it say to each other: facts once, then a task and a reply, in
+turns; MessagePack behind its length, and blocks behind that.
 
     4 bytes, big-endian: length of the message │ the message │ 8 bytes: length of the block │ the block     a task
     4 bytes, big-endian: length of the message │ the message │ its blocks, as long as it says               a reply
@@ -17,7 +17,7 @@ import msgspec
 from launch.serve.admission.refusals import Kind, Refusal
 
 CHANGED = "files_changed"
-"""The code of a request's refusal where the tokenizer is not the one that the front has."""
+"""The code of a request's refusal where the tokenizer is not the one that the frontend has."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="message"):
@@ -29,7 +29,7 @@ class Facts(_Message, frozen=True, tag="facts"):
 
     Attributes:
         tokenizer: its directory; None where there is none.
-        tokenizer_hash: of the files that the front has read it from; see hash_tokenizer_files.
+        tokenizer_hash: of the files that the frontend has read it from; see hash_tokenizer_files.
         template, template_tokens: of chats; None where there is none.
         tool_template: of chats with tools, where it is another one.
         tool_format, reasoning_format: in which chats' texts have calls and thoughts; empty where there are none.

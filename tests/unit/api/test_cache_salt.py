@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from fronts import TOKENIZER, NoEngine, make_front
+from fronts import TOKENIZER, NoEngine, make_frontend
 from pipelines import make_llm, prompt_of
 
-from launch.serve.admission.owners import OWNER
+from launch.serve.admission.control import OWNER
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun import LLM, SamplingParams
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError
@@ -59,15 +60,15 @@ def test_what_others_draft_from_keeps_nothing_of_it(target: Path, speculation: d
 
 def test_a_server_may_salt_the_requests_of_each_client() -> None:
     engine = NoEngine()
-    front = make_front(TOKENIZER, engine)
+    frontend = make_frontend(TOKENIZER, engine)
 
     async def begin(owner: str, salt: str | None) -> str | None:
         OWNER.set(owner)
-        (await front.begin(["x"], SamplingParams(cache_salt=salt), 0.0)).close()
+        (await frontend.begin(UnencodedRequest.of(["x"], SamplingParams(cache_salt=salt)), 0.0)).close()
         return engine.requests[-1].sampling.cache_salt
 
     asked = [("key 0", None), ("key 1", None), ("key 0", "a"), ("key 0", None)]
     assert [asyncio.run(begin(*one)) for one in asked] == [None, None, "a", None]
-    front._cache_by_client = True
+    frontend._cache_by_client = True
     salts = [asyncio.run(begin(*one)) for one in asked]
     assert None not in salts and salts[0] == salts[3] and len(set(salts)) == 3

@@ -67,7 +67,7 @@ def test_requests_arrive_and_leave_at_any_time(llm: LLM) -> None:
 
 
 def test_who_looks_from_outside_sees_what_a_round_is_doing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front has an engine of one process ended when a round stands still."""
+    """A frontend has an engine of one process ended when a round stands still."""
     orchestrator, seen = llm.engine.orchestrator, []
     schedule = orchestrator.scheduler.schedule
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from trtrun.kernels.cpu.row_buckets import bucket_rows
+from trtrun.kernels.cpu.onednn_matmul import bucket_rows
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 

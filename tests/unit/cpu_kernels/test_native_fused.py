@@ -8,7 +8,7 @@ import torch
 from native import each_processor
 from torch.nn import functional
 
-from trtrun.kernels.cpu.fused import fuses, normalise, rotate, silu_and_multiply
+from trtrun.kernels.cpu.fused import fuses, normalise, rotate_by_kernel, silu_and_multiply
 
 pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
 
@@ -86,7 +86,7 @@ def test_rotation(rows: int, size: int) -> None:
     heads = numbers(rows, 9, size, seed=1)[:, 1:7]
     cosine, sine = numbers(rows, 1, size, seed=2), numbers(rows, 1, size, seed=3)
     expected = heads * cosine + torch.roll(heads, size // 2, 2) * sine
-    assert torch.equal(rotate(heads, cosine, sine), expected)
+    assert torch.equal(rotate_by_kernel(heads, cosine, sine), expected)
 
 
 def test_what_is_left_to_torch() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trtrun.kernels.cpu import fused, machine, object_cache
-from trtrun.kernels.cpu.fused_code import NORMALISE, fused_module
+from trtrun.kernels.cpu.fused import NORMALISE, fused_module
 from trtrun.kernels.cpu.object_cache import cache_folder, read_object, write_object
 from trtrun.warmup_misses import WarmupMisses, WarmupMissWatch
 

@@ -20,7 +20,7 @@ from trtrun.engine.graphs import graph_shapes as mixed_shapes
 from trtrun.engine.graphs.decode_graphs import MixedGraphs
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.errors import ConfigError
-from trtrun.models.taps import check_boundaries
+from trtrun.models.decoder import check_boundaries
 from trtrun.start import engine_maker
 
 SLIDING: dict[str, dict[str, Any]] = {

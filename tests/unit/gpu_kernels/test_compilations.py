@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 from triton import knobs
 
 from trtrun.kernels import chooser
-from trtrun.kernels.triton.compilation import compilations
+from trtrun.kernels.triton.compilation import launches
 from trtrun.warmup_misses import WarmupMisses, WarmupMissWatch
 
 Hook = Callable[..., Any]
@@ -24,14 +24,14 @@ def test_each_kernel_is_counted_once_and_another_hook_is_still_called(
 ) -> None:
     """Triton is played where it calls its hook: a kernel is compiled on GPUs alone."""
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", other)
-    monkeypatch.setattr(compilations, "watch_compilations", cache(compilations.watch_compilations.__wrapped__))
+    monkeypatch.setattr(launches, "watch_compilations", cache(launches.watch_compilations.__wrapped__))
     monkeypatch.setattr(chooser, "triton_works", lambda device_type: device_type == "cuda")
     for _ in range(2):
         chooser.operations_of.__wrapped__("cuda")  # what others of this process have asked for stays as it is
     hook, watch = knobs.runtime.jit_post_compile_hook, WarmupMissWatch()
     assert hook is not None
     told = {"key": "k", "repr": "norm[4]", "is_manual_warmup": False, "already_compiled": False}
-    caplog.set_level("DEBUG", logger=compilations.__name__)
+    caplog.set_level("DEBUG", logger=launches.__name__)
     assert hook(**told) == (None if other is None else ["another's", told])
     assert watch.take() == WarmupMisses(compilations=1)
     assert caplog.messages == ["ready: norm[4]"], "so that one which a round waited for can be found"

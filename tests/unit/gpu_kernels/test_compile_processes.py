@@ -15,8 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
-from trtrun.kernels.triton.compilation.source_keys import settle_keys
+from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses, settle_keys
 
 FUSED = "trtrun.kernels.triton.fused"
 TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
@@ -86,7 +85,7 @@ def test_processes_at_work_are_ended() -> None:
 
 IMPORTS = """
 import importlib, pkgutil
-from trtrun.kernels.triton.compilation.absent_torch import replace_torch
+from trtrun.kernels.triton.compilation.compile_worker import replace_torch
 replace_torch()
 import trtrun.kernels.triton as room
 for module in pkgutil.walk_packages(room.__path__, "trtrun.kernels.triton."):
@@ -145,7 +144,7 @@ def test_keys_are_asked_for_in_the_order_in_which_functions_stand() -> None:
 LAUNCH = """
 import json, sys, torch
 from triton import knobs
-from trtrun.kernels.triton.attention.collecting import collecting, is_collecting
+from trtrun.kernels.triton.compilation.launches import collecting, is_collecting
 from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
 from trtrun.kernels.triton.fused import silu_and_multiply
 
@@ -175,7 +174,7 @@ def test_a_launch_finds_what_was_compiled_ahead() -> None:
 
 COLLECT = """
 import sys, torch
-from trtrun.kernels.triton.attention.collecting import collecting
+from trtrun.kernels.triton.compilation.launches import collecting
 
 x = torch.ones(2, 3)
 with collecting(print):

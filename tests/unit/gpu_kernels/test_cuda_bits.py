@@ -78,7 +78,7 @@ def test_a_row_of_a_product_with_8_bits_has_the_same_bits_in_any_company(
 @pytest.mark.parametrize("rounds", [True, False], ids=["fp8", "weight only"])
 def test_tiles_of_a_product_with_8_bits_cannot_be_seen_in_it(rounds: bool) -> None:
     from trtrun.kernels.torch.fp8 import quantize
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
     from trtrun.kernels.triton.matmul.fp8_matmul import Tile, chain_product
 
     torch.manual_seed(1)

@@ -8,7 +8,7 @@ from gpus import needs_fp8, needs_gpu
 from paged import straight
 from torch.nn import functional
 
-from trtrun.attention.gather import GatherAttention
+from trtrun.attention.backend import GatherAttention
 from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
@@ -178,16 +178,16 @@ def test_what_is_rounded_in_the_kernel_that_makes_it(size: int, dtype: torch.dty
 
 @pytest.mark.parametrize("num_blocks", [40, 40_000])
 def test_copies_within_a_store_of_more_numbers_than_32_bits_count(num_blocks: int) -> None:
-    from trtrun.kernels.triton.attention import store_copies
+    from trtrun.kernels.triton.attention import paged_store
 
     store = torch.zeros((2, 2, num_blocks, 8, 16, 128), dtype=torch.bfloat16, device="cuda")
     last = num_blocks - 1
     store[:, :, :3] = torch.randn((2, 2, 3, 8, 16, 128), device="cuda").to(store.dtype)
     source, target = torch.tensor([[1, 2], [last, last - 1]], device="cuda")
-    store_copies.copy_blocks(store, source, target)
+    paged_store.copy_blocks(store, source, target)
     assert store[:, :, [last, last - 1]].equal(store[:, :, [1, 2]]) and not store[:, :, 3 : last - 1].any()
     offset = torch.tensor([3, 15], device="cuda")
-    store_copies.copy_tokens(store, target, target - 10, offset)
+    paged_store.copy_tokens(store, target, target - 10, offset)
     for block, place in ((last, 3), (last - 1, 15)):
         assert store[:, :, block - 10, :, place].equal(store[:, :, block, :, place])
         assert int(store[:, :, block - 10].any(dim=-1).sum()) == 2 * 2 * 8

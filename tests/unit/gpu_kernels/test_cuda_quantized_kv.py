@@ -12,7 +12,7 @@ from gpus import needs_gpu
 from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.attention.gather import GatherAttention
+from trtrun.attention.backend import GatherAttention
 
 pytestmark = needs_gpu
 WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1376, "head_dim": 64, "num_attention_heads": 8}

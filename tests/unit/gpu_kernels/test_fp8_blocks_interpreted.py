@@ -13,7 +13,7 @@ from norms import difference
 from paged import PagedModel
 
 from trtrun.kernels import chooser
-from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul, quantize, round_in_groups
+from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, quantize_blocks, round_in_groups
 from trtrun.kernels.triton import support
 from trtrun.layers import decoder_layer
 from trtrun.linear.quantization import base
@@ -29,7 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 @DTYPES
 @pytest.mark.parametrize("inputs", [2000, 300, 64, 1])
 def test_activations_are_rounded_in_groups_as_on_other_devices(inputs: int, dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
 
     x = torch.randn(20, 2000, generator=torch.Generator().manual_seed(1))
     x *= (10.0 ** (torch.arange(2000) // 50 % 7 - 4)) * 3.0 ** (torch.arange(20) % 5).unsqueeze(1)
@@ -49,7 +49,7 @@ def test_activations_are_rounded_in_groups_as_on_other_devices(inputs: int, dtyp
 def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype: torch.dtype) -> None:
     """Is what that kernel makes, rounded."""
     from trtrun.kernels.triton import fused
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
 
     torch.manual_seed(0)
     hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, size), (3, size), (size,)))
@@ -73,7 +73,7 @@ def test_the_product_in_blocks(features: int, inputs: int, with_bias: bool) -> N
 
     torch.manual_seed(features)
     sizes = 3.0 ** (torch.arange(features) // 128 - 1).unsqueeze(1) * 5.0 ** (torch.arange(inputs) // 128)
-    held, x = quantize(torch.randn(features, inputs) * sizes), torch.randn(70, inputs).half()
+    held, x = quantize_blocks(torch.randn(features, inputs) * sizes), torch.randn(70, inputs).half()
     bias = torch.randn(features).half() if with_bias else None
     product = TritonFp8BlockMatmul(**held, bias=bias)
     found = product(x)
@@ -84,12 +84,12 @@ def test_the_product_in_blocks(features: int, inputs: int, with_bias: bool) -> N
 
 
 def test_tiles_of_a_product_in_blocks_cannot_be_seen_in_it() -> None:
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
     from trtrun.kernels.triton.matmul.fp8_block_matmul import chain_block_product
     from trtrun.kernels.triton.matmul.fp8_matmul import Tile
 
     torch.manual_seed(1)
-    held, x = quantize(torch.randn(300, 384)), round_activations(torch.randn(20, 384).half(), "group")
+    held, x = quantize_blocks(torch.randn(300, 384)), round_activations(torch.randn(20, 384).half(), "group")
     tiles = [Tile(16, 64, 128, 1), Tile(64, 128, 128, 1), Tile(128, 64, 128, 1)]
     found = [chain_block_product(x, held["codes"], held["block_scale"], None, tile) for tile in tiles]
     assert all(torch.equal(one, found[0]) for one in found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpus import needs_fp8, needs_gpu, needs_hopper
 
-from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul, quantize, round_in_groups
+from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, quantize_blocks, round_in_groups
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -23,12 +23,12 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch
 def held_as_blocks(features: int, inputs: int) -> dict[str, torch.Tensor]:
     """A random weight whose blocks differ in size."""
     sizes = 3.0 ** ((torch.arange(features) // 128 % 3).unsqueeze(1) - torch.arange(inputs) // 128 % 5)
-    return quantize(random(features, inputs, seed=features) * sizes.cuda() / inputs**0.5)
+    return quantize_blocks(random(features, inputs, seed=features) * sizes.cuda() / inputs**0.5)
 
 
 @needs_gpu
 def test_a_gpu_rounds_in_groups_as_the_cpu_does() -> None:
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
 
     x = torch.randn(300, 3000, generator=torch.Generator().manual_seed(1)) * (
         10.0 ** (torch.arange(3000) // 70 % 9 - 5)
@@ -47,7 +47,7 @@ def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype:
     """Is what that kernel makes, rounded; but for sums of squares, whose order may be another one, so that a number in
     many thousands is rounded elsewhere."""
     from trtrun.kernels.triton import fused
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
 
     for rows in (1, 3, 40):
         hidden, delta, weight = (random(*shape, seed=1, dtype=dtype) for shape in ((rows, size), (rows, size), (size,)))
@@ -114,7 +114,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(
 
 @needs_fp8
 def test_tiles_of_a_product_cannot_be_seen_in_it() -> None:
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
     from trtrun.kernels.triton.matmul.fp8_block_matmul import chain_block_product
     from trtrun.kernels.triton.matmul.fp8_matmul import Tile
 
@@ -150,8 +150,8 @@ def test_products_of_few_rows_have_the_bits_of_the_general_kernel(
     features: int, inputs: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
     """One tile and many more than there are programs; steps, tiles and blocks that the weight does not fill."""
-    from trtrun.kernels.triton.fp8_rounding import round_activations
     from trtrun.kernels.triton.fp8_stream.block_product import StreamedBlockProduct
+    from trtrun.kernels.triton.fused import round_activations
     from trtrun.kernels.triton.matmul.fp8_block_matmul import chain_block_product
 
     held, bias = held_as_blocks(features, inputs), random(features, seed=2, dtype=dtype) if has_bias else None

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
-from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.arguments import RoundedRows
 from trtrun.kernels.triton.matmul import fp8_matmul
 
 

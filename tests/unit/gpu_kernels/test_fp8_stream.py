@@ -9,9 +9,8 @@ import pytest
 import torch
 from gpus import needs_hopper
 
-from trtrun.kernels.rounded_rows import RoundedRows
-from trtrun.kernels.torch.fp8 import quantize
-from trtrun.kernels.torch.fp8_block import quantize as quantize_blocks
+from trtrun.kernels.arguments import RoundedRows
+from trtrun.kernels.torch.fp8 import quantize, quantize_blocks
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
@@ -29,8 +28,8 @@ def never(*arguments: object) -> torch.Tensor:
 )
 def test_products(features: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
     """One tile and many more than there are programs; steps and tiles that the weight does not fill."""
-    from trtrun.kernels.triton.fp8_rounding import round_activations
     from trtrun.kernels.triton.fp8_stream.product import StreamedProduct
+    from trtrun.kernels.triton.fused import round_activations
     from trtrun.kernels.triton.matmul.fp8_matmul import chain_product
 
     torch.manual_seed(features)
@@ -82,8 +81,8 @@ def test_a_graph_of_many_takes_it_and_has_the_bits_of_single_calls() -> None:
 def test_where_it_does_not_do_the_other_kernel_multiplies(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trtrun.kernels.triton.fp8_rounding import round_activations
     from trtrun.kernels.triton.fp8_stream import product, suitability
+    from trtrun.kernels.triton.fused import round_activations
     from trtrun.kernels.triton.matmul.fp8_matmul import chain_product
 
     def broken(self: object, x: RoundedRows) -> torch.Tensor:

@@ -25,17 +25,17 @@ class Driver:
     def get_current_stream(self, device): return 0
 
 triton.runtime.driver.set_active(Driver())
-from trtrun.kernels.torch import int4
+from trtrun.kernels.torch import integers
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.attention.collecting import collecting
+from trtrun.kernels.triton.compilation.launches import collecting
 from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
-from trtrun.kernels.triton.fp8_rounding import empty_rows
+from trtrun.kernels.triton.fused import empty_rows
 from trtrun.kernels.triton.fp8_stream import block_product, product
 from trtrun.kernels.triton.int4_stream import product as int4_product
-from trtrun.kernels.triton.attention.prompts import attention
+from trtrun.kernels.triton.attention import prompt_attention
 
 early_launch._options = lambda device: {"EARLY": True, "launch_pdl": True}
-for module in (block_product, product, int4_product, attention):
+for module in (block_product, product, int4_product, prompt_attention):
     module.multiprocessors = lambda device: 132
 
 def fp8():
@@ -44,7 +44,7 @@ def fp8():
     block_product.StreamedBlockProduct(codes, torch.ones(2, 8), None)(empty_rows(3, 1024, x, "group"))
 
 def four_bits():
-    weight = int4.quantize(torch.zeros((128, 1024), dtype=torch.bfloat16), 128)
+    weight = integers.quantize_int4(torch.zeros((128, 1024), dtype=torch.bfloat16), 128)
     multiply = int4_product.StreamedProduct(weight["words"], weight["scales"], None)
     for height in (8, 64):
         multiply(torch.zeros((height, 1024), dtype=torch.bfloat16), height)
@@ -53,7 +53,7 @@ def prompts():
     query = torch.zeros((64, 8, 64), dtype=torch.bfloat16)
     store = torch.zeros((2, 8, 2, 16, 64), dtype=torch.bfloat16)
     whole = torch.zeros((1, 8), dtype=torch.int64), torch.zeros((1, 64), dtype=torch.int64)
-    attention.attend(query, store, *whole, 0.1, 1 << 30, 256, torch.empty_like(query))
+    prompt_attention.attend(query, store, *whole, 0.1, 1 << 30, 256, torch.empty_like(query))
 
 asked: list[Any] = []
 with collecting(asked.append):

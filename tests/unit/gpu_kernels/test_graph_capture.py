@@ -11,8 +11,8 @@ import pytest
 import torch
 from gpus import needs_gpu, needs_two_gpus
 
-from trtrun.kernels.torch import graph_capture
-from trtrun.kernels.torch.graph_capture import capturing
+from trtrun.kernels.torch import cuda
+from trtrun.kernels.torch.cuda import capturing
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(graph_capture, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(cuda, "_capture_stream", lambda device: None)
     return seen
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpus import needs_hopper
 
-from trtrun.kernels.torch.int4 import pack
+from trtrun.kernels.torch.integers import pack
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
@@ -31,7 +31,7 @@ def make_weight(features: int, inputs: int, size: int, dtype: torch.dtype) -> di
 
 def weight_of(held: dict[str, torch.Tensor], inputs: int, dtype: torch.dtype) -> torch.Tensor:
     """[features, inputs] float64, which no dtype of activations has."""
-    from trtrun.kernels.torch.int4 import TILE, dequantize
+    from trtrun.kernels.torch.integers import TILE, dequantize
 
     ones = held["scales"].bitwise_and(-65536) | int(torch.ones((), dtype=dtype).view(torch.int16))
     codes = dequantize(held["words"], ones, inputs, dtype).double()
@@ -48,7 +48,7 @@ def test_products(features: int, inputs: int, size: int, has_bias: bool, dtype: 
     """One tile and many more than there are programs; steps that the weight does not fill; groups of all sizes."""
     from trtrun.kernels.triton.int4_stream.product import StreamedProduct
     from trtrun.kernels.triton.int4_stream.tiles import height_of
-    from trtrun.kernels.triton.matmul.int4_matmul import TritonInt4Matmul, chain_product
+    from trtrun.kernels.triton.matmul.int_matmul import TritonInt4Matmul, chain_product
 
     torch.manual_seed(features)
     held = make_weight(features, inputs, size, dtype)
@@ -69,7 +69,7 @@ def test_products(features: int, inputs: int, size: int, has_bias: bool, dtype: 
 @needs_hopper
 def test_a_graph_of_many_takes_it_and_has_the_bits_of_single_calls() -> None:
     """Kernels begin before those before them have ended: rows must be there, and shared memory."""
-    from trtrun.kernels.triton.matmul.int4_matmul import TritonInt4Matmul
+    from trtrun.kernels.triton.matmul.int_matmul import TritonInt4Matmul
 
     torch.manual_seed(1)
     shapes = [(3072, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]

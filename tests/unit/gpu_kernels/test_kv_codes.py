@@ -10,7 +10,7 @@ import pytest
 import torch
 from paged import straight
 
-from trtrun.attention.gather import GatherAttention
+from trtrun.attention.backend import GatherAttention
 from trtrun.kvcache.byte_codes import as_scales
 from trtrun.kvcache.formats import ByteKV
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -120,7 +120,7 @@ def test_attention_over_codes_has_the_same_bits_however_it_is_dealt_out(
 def test_tokens_and_blocks_are_copied_with_their_scales(kv_format: ByteKV) -> None:
     """As torch's operations do it, with blocks of an odd number of tokens, too."""
     from trtrun.kernels.torch.operations import TorchOperations
-    from trtrun.kernels.triton.attention import store_copies
+    from trtrun.kernels.triton.attention import paged_store
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
     source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]], device=DEVICE)
@@ -133,6 +133,6 @@ def test_tokens_and_blocks_are_copied_with_their_scales(kv_format: ByteKV) -> No
         PagedAttention(kv_format).copy_tokens(found, source, target, offset)
         assert not expected.equal(store) and found.equal(expected)
         TorchOperations().copy_blocks(expected, source, target)
-        assert store_copies.takes_blocks(store)
-        store_copies.copy_blocks(found, source, target)
+        assert paged_store.takes_blocks(store)
+        paged_store.copy_blocks(found, source, target)
         assert found.equal(expected)

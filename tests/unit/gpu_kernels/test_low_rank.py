@@ -15,7 +15,7 @@ from gpus import needs_fp8, needs_gpu
 from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.kernels.line_slots import LineSlots
+from trtrun.kernels.arguments import LineSlots
 from trtrun.kernels.torch.low_rank import Factors, LowRankShape
 
 pytestmark = needs_gpu
@@ -74,7 +74,7 @@ def test_beside_the_products_the_bits_are_those_of_one_behind_the_other(
 ) -> None:
     """Three layers, as a model has them: short and long products, memory that is used again, a stream of states that is
     added to. With and without a graph, whose replays meet other numbers and other slots each time."""
-    from trtrun.kernels.torch.graph_capture import capturing
+    from trtrun.kernels.torch.cuda import capturing
     from trtrun.kernels.torch.low_rank import LowRank
     from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
     from trtrun.kernels.triton.matmul import low_rank as module

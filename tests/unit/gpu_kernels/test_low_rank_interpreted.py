@@ -34,7 +34,7 @@ def test_what_adapters_add(
     dtype: torch.dtype,
 ) -> None:
     """The same as torch's operations, in any company; lines without an adapter, or with an empty slot, stay."""
-    from trtrun.kernels.line_slots import LineSlots
+    from trtrun.kernels.arguments import LineSlots
     from trtrun.kernels.torch.low_rank import Factors, LowRankShape, TorchLowRank
     from trtrun.kernels.triton.matmul import low_rank as module
 
@@ -79,8 +79,8 @@ def test_what_adapters_add(
 @pytest.mark.parametrize("num_slots", [1, 3, 16])
 def test_tiles_have_the_lines_of_each_slot_in_their_order(num_slots: int, count: int) -> None:
     """Those of slots that lines have, and as many more as any lines could need."""
-    from trtrun.kernels.line_slots import LineSlots
-    from trtrun.kernels.triton.matmul.line_tiles import tiles_of
+    from trtrun.kernels.arguments import LineSlots
+    from trtrun.kernels.triton.matmul.low_rank import tiles_of
 
     torch.manual_seed(count)
     for slots in (
@@ -102,7 +102,7 @@ def test_tiles_have_the_lines_of_each_slot_in_their_order(num_slots: int, count:
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_runs_beside_the_product_needs_nothing_of_it(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
     """Before the product or behind it, the first kernel has the bits of one behind the other; the second waits."""
-    from trtrun.kernels.line_slots import LineSlots
+    from trtrun.kernels.arguments import LineSlots
     from trtrun.kernels.torch.low_rank import Factors, LowRank, LowRankShape
     from trtrun.kernels.triton.matmul import low_rank as module
 

@@ -58,7 +58,7 @@ class Prompts:
     def check(self, window: int = 1 << 30) -> None:
         """Both kernels, and that both are numbers."""
         from trtrun.kernels.triton.attention.paged_attention import _attend_rows
-        from trtrun.kernels.triton.attention.prompts.attention import attend
+        from trtrun.kernels.triton.attention.prompt_attention import attend
 
         found, expected = (torch.full_like(self.query, 7.0) for _ in range(2))
         for kernel, output in ((attend, found), (_attend_rows, expected)):
@@ -115,8 +115,8 @@ def test_a_later_chunk_of_a_prompt() -> None:
 @needs_hopper
 def test_it_is_chosen_there_and_replayed_in_graphs() -> None:
     from trtrun.kernels.triton.attention.paged_attention import _attend_rows
-    from trtrun.kernels.triton.attention.prompts.attention import attend
-    from trtrun.kernels.triton.attention.prompts.suitability import is_chosen
+    from trtrun.kernels.triton.attention.prompt_attention import attend
+    from trtrun.kernels.triton.attention.prompt_suitability import is_chosen
 
     prompts = Prompts(900, prompts=3, heads=32, kv_heads=8)
     assert is_chosen(prompts.store, SHARE, _attend_rows)
@@ -137,8 +137,9 @@ def test_it_is_chosen_there_and_replayed_in_graphs() -> None:
 def test_where_it_does_not_do_the_other_kernel_attends(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from trtrun.kernels.triton.attention import prompt_attention as attention
+    from trtrun.kernels.triton.attention import prompt_suitability as suitability
     from trtrun.kernels.triton.attention.paged_attention import _attend_rows
-    from trtrun.kernels.triton.attention.prompts import attention, suitability
 
     def broken(*arguments: object) -> None:
         if fault == "compiler":
@@ -154,7 +155,7 @@ def test_where_it_does_not_do_the_other_kernel_attends(
 
 
 def test_it_is_not_for_the_cpu() -> None:
-    from trtrun.kernels.triton.attention.prompts.suitability import is_chosen
+    from trtrun.kernels.triton.attention.prompt_suitability import is_chosen
 
     def never(*arguments: object) -> None:
         raise AssertionError("nothing is to be compared")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from gpus import needs_gpu
 
-from trtrun.kernels.torch import side_branch
-from trtrun.kernels.torch.side_branch import beside
+from trtrun.kernels.torch import cuda
+from trtrun.kernels.torch.cuda import beside
 
 DEVICE = torch.device("cuda", 0)
 
@@ -39,7 +39,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(side_branch, "side_stream", lambda stream: side)
+    monkeypatch.setattr(cuda, "side_stream", lambda stream: side)
     return told
 
 

@@ -40,7 +40,7 @@ SIZES = pytest.mark.parametrize(
 
 @SIZES
 def test_trees_are_laid_out_as_by_torch(count: int, nodes: int, num_paths: int, depth: int) -> None:
-    from trtrun.kernels.triton import draft_trees as by_kernel
+    from trtrun.kernels.triton import row_tokens as by_kernel
 
     torch.manual_seed(nodes)
     paths, lens = random_trees(count, nodes, num_paths, depth, seed=nodes)
@@ -61,7 +61,7 @@ def test_trees_are_laid_out_as_by_torch(count: int, nodes: int, num_paths: int, 
 @SIZES
 def test_paths_are_accepted_as_by_torch(count: int, nodes: int, num_paths: int, depth: int) -> None:
     """Of few tokens, so that much is kept; several paths are as long."""
-    from trtrun.kernels.triton import draft_trees as by_kernel
+    from trtrun.kernels.triton import row_tokens as by_kernel
 
     kept = 0
     for seed in range(8):
@@ -79,10 +79,10 @@ def test_paths_are_accepted_as_by_torch(count: int, nodes: int, num_paths: int, 
 
 
 PROGRAM = """
-from trtrun.kernels.triton import draft_trees
-for kernel in (draft_trees._lay_out_kernel, draft_trees._accept_paths_kernel):
+from trtrun.kernels.triton import row_tokens
+for kernel in (row_tokens._lay_out_kernel, row_tokens._accept_paths_kernel):
     told = [one.name for one in kernel.params if not one.is_constexpr and not one.do_not_specialize]
-    print(" ".join(name for name in told if name.endswith("_stride") or name in draft_trees._SIZES))
+    print(" ".join(name for name in told if name.endswith("_stride") or name in row_tokens._SIZES))
 """
 
 

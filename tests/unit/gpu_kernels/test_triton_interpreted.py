@@ -15,8 +15,8 @@ from norms import difference
 from paged import PagedModel, check_tilings, straight
 from torch.nn import functional
 
+from trtrun.attention.backend import GatherAttention
 from trtrun.attention.backend import attend as attend_places
-from trtrun.attention.gather import GatherAttention
 from trtrun.kernels import chooser
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton import support
@@ -38,8 +38,8 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 )
 def test_the_product_with_codes_of_4_bits(size: int, rows: int, has_bias: bool) -> None:
     """That of the dense weight, which nobody rounds here; features fill no tile."""
-    from trtrun.kernels.torch.int4 import pack
-    from trtrun.kernels.triton.matmul.int4_matmul import chain_product
+    from trtrun.kernels.torch.integers import pack
+    from trtrun.kernels.triton.matmul.int_matmul import chain_product
 
     torch.manual_seed(size + rows)
     groups = 640 // size
@@ -70,7 +70,7 @@ def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
 def test_copies_within_the_store(dtype: torch.dtype) -> None:
     """Those of torch, of blocks and of tokens; a block that is copied to itself stays."""
-    from trtrun.kernels.triton.attention import store_copies
+    from trtrun.kernels.triton.attention import paged_store
 
     source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]])
     store = torch.randint(-100, 100, (3, 2, 9, 2, 5, 12)).to(dtype)
@@ -78,9 +78,9 @@ def test_copies_within_the_store(dtype: torch.dtype) -> None:
         expected, found = store.clone(), store.clone()
         others = (offset,) if copy == "copy_tokens" else ()
         getattr(TorchOperations(), copy)(expected, source, target, *others)
-        getattr(store_copies, copy)(found, source, target, *others)
+        getattr(paged_store, copy)(found, source, target, *others)
         assert not expected.equal(store) and found.equal(expected)
-        getattr(store_copies, copy)(found, source[:0], target[:0], *(one[:0] for one in others))
+        getattr(paged_store, copy)(found, source[:0], target[:0], *(one[:0] for one in others))
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_rotating_on_the_way_to_the_store_has_the_same_bits(
 
 
 def test_the_product_with_8_bits() -> None:
-    from trtrun.kernels.torch.int8 import quantize
-    from trtrun.kernels.triton.matmul.int8_matmul import TritonInt8Matmul
+    from trtrun.kernels.torch.integers import quantize_int8
+    from trtrun.kernels.triton.matmul.int_matmul import TritonInt8Matmul
 
     torch.manual_seed(1)
-    tensors, x = quantize(torch.randn(70, 130)), torch.randn(5, 130).to(torch.float16)
+    tensors, x = quantize_int8(torch.randn(70, 130)), torch.randn(5, 130).to(torch.float16)
     dense = tensors["codes"].double() * tensors["scale"].double().unsqueeze(1)
     bias = torch.randn(70).to(torch.float16)
     found = TritonInt8Matmul(tensors["codes"], tensors["scale"], bias)(x)
@@ -237,7 +237,7 @@ def test_the_product_with_8_bits() -> None:
 @DTYPES
 def test_activations_of_8_bits_are_rounded_as_on_other_devices(dtype: torch.dtype) -> None:
     from trtrun.kernels.torch.fp8 import round_activations as round_in_torch
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
 
     sizes = 10.0 ** (torch.arange(20) % 7 - 4)
     x = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * sizes.unsqueeze(1)
@@ -255,7 +255,7 @@ def test_activations_of_8_bits_are_rounded_as_on_other_devices(dtype: torch.dtyp
 def test_what_is_rounded_in_the_kernel_that_makes_it(dtype: torch.dtype) -> None:
     """Is what that kernel makes, rounded."""
     from trtrun.kernels.triton import fused
-    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.kernels.triton.fused import round_activations
 
     torch.manual_seed(0)
     hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 100), (3, 100), (100,)))
@@ -317,7 +317,7 @@ def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, roun
 
 @pytest.mark.parametrize("width", [3, 2049, 5000])
 def test_the_likeliest(width: int) -> None:
-    from trtrun.kernels.triton.likeliest import likeliest
+    from trtrun.kernels.triton.sampling.token_choice import likeliest
 
     numbers = torch.randn(2, width, generator=torch.Generator().manual_seed(width))
     numbers[1, 2] = numbers[1, 1] = 50.0
@@ -327,7 +327,7 @@ def test_the_likeliest(width: int) -> None:
 @pytest.mark.parametrize("width", [1, 2048, 2049, 5000])
 def test_the_largest(width: int) -> None:
     """The first of several, of some columns of wider rows; what is no number wins."""
-    from trtrun.kernels.triton.likeliest import likeliest
+    from trtrun.kernels.triton.sampling.token_choice import likeliest
 
     numbers = torch.randn(6, width + 50, generator=torch.Generator().manual_seed(width))
     numbers[:, width:] = 100.0

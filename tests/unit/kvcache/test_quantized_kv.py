@@ -23,10 +23,10 @@ from trtrun.kvcache.formats import ByteKV, KVScheme, choose_format
 from trtrun.kvcache.store import KVStore
 from trtrun.memory.memory_requirements import kv_bytes_per_block, reads_in_place
 from trtrun.models.config import read_model_config
-from trtrun.tools.conversion.hugging_face_writer import write_hugging_face
-from trtrun.tools.conversion.rank_writer import write_ranks as write_rank_files
 from trtrun.tools.conversion.source import open_source
-from trtrun.weights.kv_scales import load_kv_scales
+from trtrun.tools.conversion.writers import write_hugging_face
+from trtrun.tools.conversion.writers import write_ranks as write_rank_files
+from trtrun.weights.quantization_config import load_kv_scales
 from trtrun.weights.rank_files import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_every_code_is_its_number_times_the_scale(kind: CodeKind, dtype: torch.d
 
 @pytest.mark.parametrize("kv_format", [ByteKV("fp8"), ByteKV("int8"), ByteKV("fp8", True)], ids=str)
 def test_tokens_and_blocks_move_with_their_scales(kv_format: ByteKV) -> None:
-    from trtrun.attention.gather import GatherAttention
+    from trtrun.attention.backend import GatherAttention
     from trtrun.kernels.torch.operations import TorchOperations
 
     store = KVStore(2, 6, 2, 5, 8, torch.float32, CPU, kv_format)

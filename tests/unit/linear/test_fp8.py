@@ -9,9 +9,9 @@ import torch
 from fp8_products import NAMES, assert_product, numbers, quantized
 from native import leave_to_torch, needs_bfloat16
 
-from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul, _with_scales
-from trtrun.kernels.cpu.fp8_matmul_code import fp8_matmul_module
+from trtrun.kernels.cpu.byte_matmul_code import fp8_matmul_module
 from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, compile_kernels
+from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, _with_scales
 from trtrun.kernels.cpu.matmul_code import FORMS, KERNEL, STRETCH, prefetch_for
 from trtrun.kernels.torch.fp8 import SMALLEST_SCALE, TorchFp8Matmul, quantize, round_activations, widen
 from trtrun.linear.layer import Linear

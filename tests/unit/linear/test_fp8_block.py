@@ -17,9 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtrun import SamplingParams
 from trtrun.errors import ConfigError
-from trtrun.kernels.torch import fp8_block
-from trtrun.kernels.torch.fp8 import SMALLEST_SCALE, round_activations
-from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul, quantize, round_in_groups
+from trtrun.kernels.torch import fp8
+from trtrun.kernels.torch.fp8 import (
+    SMALLEST_SCALE,
+    TorchFp8BlockMatmul,
+    quantize_blocks,
+    round_activations,
+    round_in_groups,
+)
 from trtrun.linear.quantization import QUANTIZATIONS, find_quantization
 from trtrun.linear.quantization.base import Tensors
 from trtrun.loading.loading import shard_bytes
@@ -36,7 +41,7 @@ def spread(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def quantized(features: int, inputs: int) -> Tensors:
     """A random weight whose blocks differ in size by powers of ten."""
     sizes = 10.0 ** ((torch.arange(features) // 128 % 4).unsqueeze(1) - torch.arange(inputs) // 128 % 3)
-    return quantize((numbers(features, inputs, seed=1) * sizes).bfloat16())
+    return quantize_blocks((numbers(features, inputs, seed=1) * sizes).bfloat16())
 
 
 @pytest.mark.parametrize("at_once", [1 << 20, 1])
@@ -44,10 +49,10 @@ def quantized(features: int, inputs: int) -> Tensors:
 def test_the_largest_weight_of_a_block_is_the_largest_code(
     features: int, inputs: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_block, "numbers_at_a_time", lambda device: at_once)
+    monkeypatch.setattr(fp8, "numbers_at_a_time", lambda device: at_once)
     weight = numbers(features, inputs, seed=1) * 3
     weight[:1, :128] = 0
-    held = quantize(weight)
+    held = quantize_blocks(weight)
     scale, codes = held["block_scale"], held["codes"].float()
     assert codes.shape == weight.shape and scale.shape == (-(-features // 128), -(-inputs // 128))
     for row in range(scale.shape[0]):
@@ -76,7 +81,7 @@ def test_activations_are_rounded_128_at_a_time() -> None:
 def test_products_are_right_and_rows_do_not_depend_on_their_number(
     features: int, inputs: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_block, "_NUMBERS_AT_A_TIME", 100_000)
+    monkeypatch.setattr(fp8, "_NUMBERS_AT_A_TIME", 100_000)
     held, x = quantized(features, inputs), numbers(70, inputs, seed=2)
     bias = numbers(features, seed=3) * 8 if with_bias else None
     matmul = TorchFp8BlockMatmul(**held, bias=bias)
@@ -122,7 +127,7 @@ def test_a_product_takes_no_more_memory_than_is_reckoned(
     rows: int, features: int, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that are widened in pieces are there one piece at a time."""
-    monkeypatch.setattr(fp8_block, "_NUMBERS_AT_A_TIME", 20_000)
+    monkeypatch.setattr(fp8, "_NUMBERS_AT_A_TIME", 20_000)
     held, x, bias = quantized(features, inputs), numbers(rows, inputs, seed=2), numbers(features, seed=3)
     matmul = TorchFp8BlockMatmul(**held, bias=bias)
     with PeakMemory(*held.values(), x, bias) as peak:
@@ -143,7 +148,7 @@ def test_what_is_not_finite_spoils_its_own_row_alone(wrong: float) -> None:
 def test_slices_at_whole_blocks_are_slices_of_the_whole() -> None:
     """So that layers do not depend on the number of ranks that share their output features."""
     weight, x = numbers(512, 256, seed=1), numbers(5, 256, seed=2)
-    whole, part = quantize(weight), quantize(weight[128:384])
+    whole, part = quantize_blocks(weight), quantize_blocks(weight[128:384])
     assert torch.equal(whole["block_scale"][1:3], part["block_scale"])
     found = TorchFp8BlockMatmul(**whole, bias=None)(x)[:, 128:384]
     assert torch.equal(found, TorchFp8BlockMatmul(**part, bias=None)(x))

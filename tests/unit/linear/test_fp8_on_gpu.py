@@ -45,7 +45,7 @@ def test_a_gpu_rounds_activations_as_the_cpu_does() -> None:
     found, own = round_activations(x.cuda())
     assert torch.equal(found.cpu(), values) and torch.equal(own.cpu(), scale)
     if triton_works("cuda") and multiplies_fp8(torch.device("cuda", 0)):
-        from trtrun.kernels.triton.fp8_rounding import round_activations as round_in_triton
+        from trtrun.kernels.triton.fused import round_activations as round_in_triton
 
         codes, own, _ = round_in_triton(x.cuda())
         assert torch.equal(codes[:, :3000].float().cpu(), values) and torch.equal(own.cpu(), scale)

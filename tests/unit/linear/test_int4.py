@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trtrun.kernels.torch.int4 import TorchInt4Matmul, dequantize, groups_of, pack, quantize, scales_shape, words_shape
+from trtrun.kernels.torch.integers import (
+    TorchInt4Matmul,
+    dequantize,
+    groups_of,
+    pack,
+    quantize_int4,
+    scales_shape,
+    words_shape,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -52,7 +60,7 @@ def test_rounding_to_nearest_is_off_by_half_a_step_at_most(dtype: torch.dtype) -
     weight = torch.randn(128, 512).to(dtype)
     weight[3] = 0
     for size in (32, 128):
-        found = dequantize(**quantize(weight, size), inputs=512, dtype=dtype).float()
+        found = dequantize(**quantize_int4(weight, size), inputs=512, dtype=dtype).float()
         most = weight.float().view(128, -1, size).abs().amax(-1, keepdim=True).expand(-1, -1, size).reshape(128, 512)
         assert ((found - weight.float()).abs() <= most / 14 * 1.05).all()
         assert not found[3].any()
@@ -61,7 +69,7 @@ def test_rounding_to_nearest_is_off_by_half_a_step_at_most(dtype: torch.dtype) -
 @DTYPES
 def test_the_product_is_that_of_the_dense_weight(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    held, bias = quantize(torch.randn(64, 256).to(dtype)), torch.randn(64).to(dtype)
+    held, bias = quantize_int4(torch.randn(64, 256).to(dtype)), torch.randn(64).to(dtype)
     x = torch.randn(5, 256).to(dtype)
     weight = dequantize(**held, inputs=256, dtype=dtype)
     expected = torch.nn.functional.linear(x, weight)

@@ -8,11 +8,11 @@ from gpus import needs_gpu
 from native import leave_to_torch, needs_bfloat16
 
 from trtrun.errors import ConfigError
-from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.byte_matmul_code import int8_matmul_module
 from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, compile_kernels
+from trtrun.kernels.cpu.matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.matmul_code import FORMS, KERNEL, STRETCH, prefetch_for
-from trtrun.kernels.torch.int8 import TorchInt8Matmul, quantize
+from trtrun.kernels.torch.integers import TorchInt8Matmul, quantize_int8
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import Product, Tensors
@@ -32,7 +32,7 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 def quantized(features: int, inputs: int) -> Tensors:
     """A random weight whose output features differ in size by powers of ten."""
     sizes = 10.0 ** (torch.arange(features) % 5 - 2)
-    return quantize((numbers(features, inputs, seed=1) * sizes.unsqueeze(1)).bfloat16())
+    return quantize_int8((numbers(features, inputs, seed=1) * sizes.unsqueeze(1)).bfloat16())
 
 
 def assert_product(found: torch.Tensor, weight: Tensors, bias: torch.Tensor | None, x: torch.Tensor) -> None:
@@ -49,14 +49,14 @@ def assert_product(found: torch.Tensor, weight: Tensors, bias: torch.Tensor | No
 
 def test_rounding_is_to_nearest_of_each_output_features_own_scale() -> None:
     weight = torch.tensor([[1.0, -0.5, 0.1, 0.0], [-254.0, 3.1, 0.9, 254.0], [0.0, 0.0, 0.0, 0.0]]).bfloat16()
-    held = quantize(weight)
+    held = quantize_int8(weight)
     assert held["codes"].tolist() == [[127, -64, 13, 0], [-127, 2, 0, 127], [0, 0, 0, 0]]
     assert torch.allclose(held["scale"], torch.tensor([1 / 127, 2.0, 1.0]))
 
 
 def test_rounding_in_pieces_is_rounding_of_the_whole() -> None:
     weight = numbers(1030, 2048, seed=1)
-    held = quantize(weight)
+    held = quantize_int8(weight)
     error = (held["codes"] * held["scale"].unsqueeze(1) - weight.float()).abs()
     assert bool((error <= held["scale"].unsqueeze(1) * 0.5001).all())
     assert torch.equal(held["scale"], weight.float().abs().amax(dim=1) / 127)
@@ -120,7 +120,7 @@ def test_linear_layers_on_the_cpu_are_right_with_and_without_the_kernel(
 def test_products_on_a_gpu_are_right(
     features: int, inputs: int, with_bias: bool, dtype: torch.dtype, make: str
 ) -> None:
-    held = quantize(numbers(features, inputs, seed=1).to("cuda", dtype))
+    held = quantize_int8(numbers(features, inputs, seed=1).to("cuda", dtype))
     bias = numbers(features, seed=3).to("cuda", dtype) if with_bias else None
     product: Product = TorchInt8Matmul(held["codes"], held["scale"], bias)
     if make == "best":

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from launch.jobs.plan.weight_files import inspect_files
 from trtrun import tensors
-from trtrun.kernels.torch import fp8_block
+from trtrun.kernels.torch import fp8
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.linear.stored import byte_layouts, layout
@@ -169,8 +169,8 @@ def keep_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are, though the checkpoint was made for rounded ones."""
-    plain = fp8_block.num_groups
-    monkeypatch.setattr(fp8_block, "round_in_groups", lambda x: (x.float(), torch.ones(len(x), plain(x.shape[1]))))
+    plain = fp8.num_groups
+    monkeypatch.setattr(fp8, "round_in_groups", lambda x: (x.float(), torch.ones(len(x), plain(x.shape[1]))))
     rounds = property(lambda self: self.strategy == "block")
     monkeypatch.setattr(byte_layouts.Fp8Layout, "rounds_activations", rounds)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.kernels.torch.int8 import quantize
+from trtrun.kernels.torch.integers import quantize_int8
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import (
     STORED_QUANTIZATIONS,
@@ -108,7 +108,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
         if "proj.weight" not in name or name.removesuffix(".weight") in IGNORED:
             held[name] = plain[name] = weight
             continue
-        made = quantize(weight)
+        made = quantize_int8(weight)
         held[name.replace("weight", "codes")] = made["codes"].T.contiguous().half()
         held[name.replace("weight", "scale")] = made["scale"]
         plain[name] = made["codes"] * made["scale"].unsqueeze(1)

@@ -12,7 +12,7 @@ from pipelines import make_llm, prompt_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.errors import CheckpointError, InvalidRequestError
-from trtrun.linear.adapted import AdaptedLinear
+from trtrun.linear.layer import AdaptedLinear
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,14 @@ from pipelines import configuration
 
 from launch.serve.api.openai.types import read_chat, read_completion
 from launch.serve.application import parts
-from launch.serve.application.parser_worker import Reader
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.engine.client import EngineClient
 from launch.serve.http.requests import Keys
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Read, Task, pack, unpack
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.errors import CheckpointError
-from trtrun.models.generation_defaults import describe_generation_defaults, read_generation_defaults
+from trtrun.loading.model_settings import describe_generation_defaults, read_generation_defaults
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import read_tokenizer
 
 CHAT = [{"role": "user", "content": "a"}]
@@ -74,11 +75,11 @@ def test_a_server_takes_it_for_requests_of_all_kinds(
     values = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 30}
     (path / "generation_config.json").write_text(json.dumps(values))
     section = {} if is_on else {"server": {"generation_config": "none"}}
-    with mock.patch.object(parts, "Readers") as readers:
-        made = parts.make_parts(configuration(path, None, **section), Keys(()), EngineClient())
-    facts = unpack(pack(readers.call_args.args[0])[HEAD_BYTES:], Facts)
+    with mock.patch.object(parts, "Parsers") as parsers:
+        made = parts.make_parts(JobSpec(configuration(path, None, **section)), Keys(()), EngineClient())
+    facts = unpack(pack(parsers.call_args.args[0])[HEAD_BYTES:], Facts)
     task = Task(kind=kind, seconds=60.0, most_tokens=200)
-    found, _ = Reader(facts, read_tokenizer(path)).read(task, json.dumps(body).encode())
+    found, _ = RequestParser(facts, read_tokenizer(path)).read(task, json.dumps(body).encode())
     assert isinstance(found, Read)
     sampling = SamplingParams.from_mapping(found.samplings[0])
     if is_on:

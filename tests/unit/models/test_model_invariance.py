@@ -14,7 +14,7 @@ from paged import PagedModel, straight
 from pipelines import make_llm
 from torch.nn import functional
 
-from trtrun.attention.gather import GatherAttention
+from trtrun.attention.backend import GatherAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import GatedMLP, RMSNorm

@@ -32,7 +32,7 @@ from trtrun.sampling.random import Stream, gumbel, uniforms
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
 tl = triton.language
-noise = importlib.import_module("trtrun.kernels.triton.sampling.noise")
+noise = importlib.import_module("trtrun.kernels.triton.sampling.token_choice")
 
 pytestmark = pytest.mark.usefixtures("sampling_kernels")
 

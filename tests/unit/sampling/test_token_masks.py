@@ -34,7 +34,7 @@ def random_masks(
 def test_what_a_bit_forbids_is_impossible(rows: int, positions: int, vocabulary: int, by_kernel: bool) -> None:
     if by_kernel:
         pytest.importorskip("triton", reason="needs triton: pip install triton")
-        from trtrun.kernels.triton.sampling.token_masks import mask_tokens
+        from trtrun.kernels.triton.sampling.penalties import mask_tokens
     else:
         mask_tokens = TorchOperations().mask_tokens
     logits, masks, allowed = random_masks(rows, positions, vocabulary, seed=vocabulary)

@@ -30,7 +30,6 @@ from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.store import KVStore
-from trtrun.loading.model_settings import mask_token
 from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.distributions import distributions_of
@@ -38,6 +37,7 @@ from trtrun.sampling.random import Stream
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters.draft_model import ParallelDrafter
+from trtrun.start.job_spec import JobSpec
 
 MASK = 198
 KINDS: list[dict[str, Any]] = [
@@ -354,11 +354,15 @@ def configured(target: Path, draft: Path, how: Any) -> Any:
 
 def test_it_is_on_where_the_draft_names_a_mask_token(pair: tuple[Path, Path]) -> None:
     target, draft = pair
-    assert mask_token(configured(target, draft, "auto")) == mask_token(configured(target, draft, True)) == MASK
-    assert mask_token(configured(target, draft, "off")) is None
-    assert mask_token(configured(target, target, "auto")) is None
+    assert (
+        JobSpec(configured(target, draft, "auto")).models.mask_token
+        == JobSpec(configured(target, draft, True)).models.mask_token
+        == MASK
+    )
+    assert JobSpec(configured(target, draft, "off")).models.mask_token is None
+    assert JobSpec(configured(target, target, "auto")).models.mask_token is None
     with pytest.raises(ConfigError, match=r"parallel_drafting is on, but .*config.json names no mask token"):
-        check_models(configured(target, target, "on"))
+        check_models(JobSpec(configured(target, target, "on")))
     with pytest.raises(ConfigError, match="parallel_drafting"):
         configured(target, draft, "sometimes")
     with pytest.raises(ConfigError, match="parallel_drafting is an option of method draft_target"):

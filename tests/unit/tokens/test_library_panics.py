@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from fronts import NoEngine, make_front
+from fronts import NoEngine, make_frontend
 from pipelines import make_llm
 
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.application.parser_worker import Reader
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.parsing.messages import Facts, Refused, Task
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.errors import CheckpointError, ConfigError, LibraryPanicError, RustLibrary, reading
@@ -71,10 +72,10 @@ def test_a_template_without_its_token_panics_over_each_text(tmp_path: Path) -> N
 
 def test_requests_that_came_with_one_are_let_in(tokenizer: Tokenizer) -> None:
     engine = NoEngine()
-    front = make_front(tokenizer, engine)
+    frontend = make_frontend(tokenizer, engine)
 
     async def begin(prompts: list[str], **others: Any) -> None:
-        (await front.begin(prompts, SamplingParams(**others), 0.0)).close()
+        (await frontend.begin(UnencodedRequest.of(prompts, SamplingParams(**others)), 0.0)).close()
 
     async def work() -> None:
         with pytest.raises(Refusal, match=f"the prompt cannot be tokenized: {SAID}") as caught:
@@ -87,7 +88,7 @@ def test_requests_that_came_with_one_are_let_in(tokenizer: Tokenizer) -> None:
             await begin(["x"], bad_words=(HOSTILE,))
 
     asyncio.run(work())
-    assert len(engine.requests) == 1 and front.door.num_requests == 0
+    assert len(engine.requests) == 1 and frontend.admission.num_requests == 0
 
 
 def test_a_reader_goes_on_behind_one(tokenizer: Tokenizer) -> None:
@@ -95,7 +96,7 @@ def test_a_reader_goes_on_behind_one(tokenizer: Tokenizer) -> None:
         tokenizer=None, template="{{ messages[0].content }}", template_tokens={}, model_name="m", vocab_size=4096,
         eos_token_ids=(0,), draft_len=4, excludes_prompt=None, max_batch_size=8,
     )  # fmt: skip
-    reader = Reader(facts, tokenizer)
+    reader = RequestParser(facts, tokenizer)
     ids = read_tokenizer(ASSETS / "target").encode(HOSTILE)  # type: ignore[union-attr]
 
     def ask(kind: str, body: dict[str, Any], **others: Any) -> Any:

@@ -158,7 +158,7 @@ class DraftingMethod:
         section: its `speculation` section. More than one path of a row (`size_of`) is for methods on the target ranks.
         to_check: what to look at where drafts are seldom right.
         find_taps: tells of a `speculation` section and the target's number of layers at which boundaries the drafter
-            reads hidden states (models/taps.py); for one on the target ranks without heads, which say it themselves.
+            reads hidden states (models/decoder.py); for one on the target ranks without heads, which say it themselves.
         needs_heads: whether it drafts with heads, from the directory `draft.model`: layers that read what the target
             computes, on its ranks (heads/heads.py).
         may_sit_apart: whether its heads may have a rank of their own, which is told what they read.

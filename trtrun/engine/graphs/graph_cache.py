@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.kernels.torch.graph_capture import capturing
+from trtrun.kernels.torch.cuda import capturing
 from trtrun.warmup_misses import count_capture
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]

@@ -27,8 +27,8 @@ from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention_code import attention_module
 from trtrun.kernels.cpu.attention_form import KERNEL, SCRATCH_BYTES_PER_KEY, TILE_TOKENS, Arguments, Form, form_for
 from trtrun.kernels.cpu.emitter import LANES
+from trtrun.kernels.cpu.fused import rotate
 from trtrun.kernels.cpu.machine import Kernel, load_kernels
-from trtrun.kernels.cpu.rotation import rotate
 from trtrun.kvcache.segments import AttentionBatch
 
 _NO_WINDOW = 1 << 30

@@ -1,7 +1,5 @@
-"""y = x @ weight.T + bias in bfloat16 or float32 on the CPU, for few rows at the speed at which the weight comes out of
-memory.
-
-It knows one product, its blocked weight and its threads. It does not know models.
+"""y = x @ weight.T + bias on the CPU, for few rows at the speed at which the weight comes out of memory: weights in
+bfloat16 or float32, or of a byte each with scales.
 
 The weight [out, in] lies in blocks of 64 output features; a block holds its input features in pairs, [in / 2, 64, 2],
 as the instruction VDPBF16PS takes them: sixteen float32 accumulators each add the products of one pair. A tile of up to
@@ -17,6 +15,12 @@ A weight of float32 lies the same way with single input features in place of pai
 Every accumulator adds the pairs of input features one by one, in order, whatever the number of rows, of threads and of
 stretches; of float32 each 512 input features by themselves, and these sums in order. So a row's result is bit-equal in
 any company, which lossless verification rests on.
+
+Weights of a byte, y = x @ (codes * scale).T + bias, lie the same way, so that half as much comes out of memory. They
+are widened in registers (for more than six rows once a stretch, into a buffer) and multiplied as bfloat16 weights are,
+in the same order; a feature's scale multiplies its finished sum. An integer of 8 bits and every number of E4M3 is a
+bfloat16 without loss, and products of two of E4M3 are exact in float32. Activations that are rounded to E4M3 are passed
+on as bfloat16 with the row's scale behind them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,17 @@ import torch
 from torch.nn import functional
 
 from trtrun.kernels.cpu import machine
-from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
+from trtrun.kernels.cpu.byte_matmul_code import (
+    ROUND_ROWS,
+    ROW_SCALE_BYTES,
+    UNPACKED_BYTES,
+    RoundingArguments,
+    fp8_matmul_module,
+    int8_matmul_module,
+    rounding_module,
+)
+from trtrun.kernels.cpu.emitter import LANES
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, Kernel, load_kernels, processor_name
 from trtrun.kernels.cpu.matmul_code import (
     FLOAT32_FORMS,
     FORMS,
@@ -38,6 +52,7 @@ from trtrun.kernels.cpu.matmul_code import (
     matmul_module,
     prefetch_for,
 )
+from trtrun.kernels.torch.fp8 import round_activations
 
 _READ_NS, _MULTIPLY_NS = 0.16, 0.02
 """That one thread needs for a weight's number: to read it, and for each row; about, on a Xeon, with AVX-512 and with
@@ -144,3 +159,102 @@ def can_block(weight: torch.Tensor) -> bool:
 @functools.cache
 def _kernel(form: Form) -> Kernel:
     return load_kernels(matmul_module, prefetch_for(processor_name()), form, names=(KERNEL,))[KERNEL]
+
+
+class BlockedByteMatmul(BlockedProduct):
+    """The product with one weight of a byte a number, which it keeps in blocks.
+
+    Args:
+        codes: [out, in] of a dtype of one byte on the CPU; `in` is even. It is copied.
+        scale: [out] float32.
+        bias: [out] bfloat16 or None.
+        kernel: compiled for what the bytes stand for.
+    """
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, kernel: Kernel) -> None:
+        features, form = codes.shape[0], FORMS[MULTIPLIES_BFLOAT16]
+        blocks = -(-features // form.block)
+        per_feature = torch.zeros(2, blocks * form.block)
+        per_feature[0, :features] = scale
+        if bias is not None:
+            per_feature[1, :features] = bias
+        of_blocks = per_feature.view(2, blocks, form.block).transpose(0, 1).contiguous()
+        packed = pack_blocks(codes.view(torch.int8), form.block)
+        super().__init__(packed, features, of_blocks, kernel, form, UNPACKED_BYTES)
+
+
+class BlockedInt8Matmul(BlockedByteMatmul):
+    """The product with one weight of 8 bits, which it keeps in blocks.
+
+    Args:
+        codes: [out, in] int8 on the CPU; `in` is even. It is copied.
+        scale: [out] float32.
+        bias: [out] bfloat16 or None.
+    """
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(codes, scale, bias, _int8_kernel())
+
+
+@functools.cache
+def _int8_kernel() -> Kernel:
+    return load_kernels(int8_matmul_module, prefetch_for(processor_name()), names=(KERNEL,))[KERNEL]
+
+
+_ALONE = 16 * 1024
+"""Numbers up to which one thread rounds faster than several wake (as in fused.py)."""
+
+
+class BlockedFp8Matmul(BlockedByteMatmul):
+    """The product with one weight of 8 bits, which it keeps in blocks.
+
+    Args:
+        codes: [out, in] E4M3 on the CPU, none of them NaN; `in` is even. It is copied.
+        scale: [out] float32.
+        bias: [out] bfloat16 or None.
+        rounds_activations: whether each row of x is rounded to E4M3, too.
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
+    ) -> None:
+        super().__init__(codes, scale, bias, _fp8_kernel(rounds_activations))
+        self._rounds_activations = rounds_activations
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] bfloat16 → [rows, out] bfloat16."""
+        return super().__call__(_with_scales(x) if self._rounds_activations else x)
+
+
+def _with_scales(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, in], `in` even → [rows, in + 2] bfloat16: each row rounded to E4M3, then its scale as a float32."""
+    rows, inputs = x.shape
+    result = torch.empty((rows, inputs + ROW_SCALE_BYTES // 2), dtype=torch.bfloat16)
+    if inputs % LANES:
+        values, scale = round_activations(x)
+        result[:, :inputs] = values
+        result.view(torch.float32)[:, inputs // 2] = scale
+        return result
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    arguments = RoundingArguments(
+        x=x.data_ptr(),
+        output=result.data_ptr(),
+        x_stride=x.stride(0) * x.itemsize,
+        output_stride=result.stride(0) * result.itemsize,
+        rows=rows,
+        size=inputs,
+    )
+    _rounding()(ctypes.addressof(arguments), 1 if x.numel() <= _ALONE else torch.get_num_threads())
+    return result
+
+
+@functools.cache
+def _fp8_kernel(scales_rows: bool) -> Kernel:
+    prefetch = prefetch_for(processor_name())
+    return load_kernels(fp8_matmul_module, prefetch, scales_rows=scales_rows, names=(KERNEL,))[KERNEL]
+
+
+@functools.cache
+def _rounding() -> Kernel:
+    return load_kernels(rounding_module, names=(ROUND_ROWS,))[ROUND_ROWS]

@@ -1,7 +1,8 @@
 """y = x @ weight.T + bias on the CPU by oneDNN, with the weight packed once into blocks.
 
 Several rows then cost hardly more than one, which is what verification lives on; `F.linear` packs anew at every call.
-It knows one product. It does not know when trtrun's own kernel is the better one (trtrun.linear).
+oneDNN makes a kernel for every shape that it meets, half a megabyte and up to a millisecond each (measured), and keeps
+a thousand. Prompts of every length would bring a new shape each, so numbers of rows are rounded up to few.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.cpu.row_buckets import bucket_rows
+_EXACT = 16
+# (up to so many rows, round up to a multiple of this); beyond the last, its multiple goes on.
+_STEPS = ((128, 16), (512, 64), (1 << 62, 256))
+
+
+def bucket_rows(rows: int) -> int:
+    """The number of rows to compute for `rows` that are wanted: exact up to 16, at most an eighth more on average."""
+    if rows <= _EXACT:
+        return rows
+    step = next(step for limit, step in _STEPS if rows <= limit)
+    return -(-rows // step) * step
+
 
 _ROWS_FOR_ONE = 4
 """Rows computed where one is wanted and must be bit-equal to the same row among others."""

@@ -1,24 +1,80 @@
 """The operations of a round on the CPU: trtrun's own kernels in bfloat16 and float32 where there are any for the
-processor and they take the shape, oneDNN's products, and torch's operations for the rest. It does not know who asks.
+processor and they take the shape, oneDNN's products, and torch's operations for the rest.
+
+Products with adapters go through products of linear layers, those of each adapter for themselves, so that a line has
+the same bits in any company.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+from trtrun.kernels.arguments import LineSlots
 from trtrun.kernels.cpu import fused as kernels
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import NativeAttention, takes_head, whole_head
-from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
-from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
-from trtrun.kernels.cpu.low_rank import CpuLowRank
-from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
+from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, BlockedMatmul, can_block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
-from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
+from trtrun.kernels.torch.low_rank import Factors, Install, LowRank, LowRankShape
 from trtrun.kernels.torch.operations import GatheredAttention, Product, TorchOperations
 from trtrun.kvcache.formats import PLAIN, KVFormat
+
+_RANKS = 8
+"""Ranks are filled up with zeros to a multiple of it: kernels take pairs of input features."""
+
+
+class CpuLowRank(LowRank):
+    """See LowRank. Slots are empty until they are filled.
+
+    Args:
+        shape: of the layer.
+        product: of a weight [out, in].
+    """
+
+    def __init__(self, shape: LowRankShape, product: Callable[[torch.Tensor], Product]) -> None:
+        self._shape = shape
+        self._product = product
+        self._slots: dict[int, tuple[Product, list[tuple[slice, slice, Product]]]] = {}
+
+    def prepare(self, factors: Sequence[Factors | None]) -> Install:
+        """See LowRank."""
+        downs, ups, start, rank = [], [], 0, 0
+        for outputs, of_matrix in zip(self._shape.outputs, factors, strict=True):
+            if of_matrix is not None:
+                missing = -of_matrix.down.shape[0] % _RANKS
+                downs.append(functional.pad(of_matrix.down, (0, 0, 0, missing)))
+                up = functional.pad(of_matrix.up, (0, missing))
+                end = rank + up.shape[1]
+                ups.append((slice(start, start + outputs), slice(rank, end), self._product(up)))
+                rank = end
+            start += outputs
+        filled = (self._product(torch.cat(downs)), ups) if downs else None
+
+        def install(slot: int) -> None:
+            self._slots.pop(slot, None)
+            if filled is not None:
+                self._slots[slot] = filled
+
+        return install
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
+        """See LowRank."""
+        for slot, of_slot in lines.groups:
+            if slot not in self._slots:
+                continue
+            down, ups = self._slots[slot]
+            low = down(x if of_slot is None else x.index_select(0, of_slot))
+            for columns, ranks, up in ups:
+                part, added = y[:, columns], up(low[:, ranks].contiguous())
+                if of_slot is None:
+                    part.add_(added)
+                else:
+                    part[of_slot] = part.index_select(0, of_slot) + added
+
 
 _OWN = (torch.bfloat16, torch.float32)
 """What the kernels compute in."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.line_slots import LineSlots
+from trtrun.kernels.arguments import LineSlots
 
 
 class Factors(NamedTuple):

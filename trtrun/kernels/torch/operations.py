@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.rounded_rows import RoundedRows, Rounding
+from trtrun.kernels.arguments import RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
-from trtrun.kernels.torch.fp8 import TorchFp8Matmul
-from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul
-from trtrun.kernels.torch.int4 import TorchInt4Matmul
-from trtrun.kernels.torch.int8 import TorchInt8Matmul
+from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
+from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.tensors import cached_range, cached_tensor
@@ -109,7 +107,7 @@ class TorchOperations:
         return TorchInt8Matmul(codes, scale, bias)
 
     def int4_product(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """The product with a weight of 4 bits, as trtrun.kernels.torch.int4 has it."""
+        """The product with a weight of 4 bits, as trtrun.kernels.torch.integers has it."""
         return TorchInt4Matmul(words, scales, bias)
 
     def low_rank(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> LowRank:

@@ -39,7 +39,7 @@ def early(tensor: torch.Tensor) -> dict[str, Any]:
 
 def lets_next_begin(tensor: torch.Tensor) -> dict[str, Any]:
     """The same for a kernel that itself begins when all before it has ended, as one must that waits for another stream
-    than its own (side_branch.py); the next one of its stream may begin early."""
+    than its own (kernels.torch.cuda); the next one of its stream may begin early."""
     options = early(tensor)
     return options | {"launch_pdl": False} if options["EARLY"] else options
 

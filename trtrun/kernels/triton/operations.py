@@ -6,21 +6,19 @@ from typing import Any
 
 import torch
 
-from trtrun.kernels.rounded_rows import RoundedRows, Rounding
+from trtrun.kernels.arguments import RoundedRows, Rounding
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
-from trtrun.kernels.triton import draft_trees, row_tokens, support
 from trtrun.kernels.triton import fused as fused_kernels
-from trtrun.kernels.triton import likeliest as likeliest_kernels
-from trtrun.kernels.triton.attention import store_copies
+from trtrun.kernels.triton import row_tokens, support
+from trtrun.kernels.triton.attention import paged_store
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 from trtrun.kernels.triton.matmul.dense import TritonMatmul
 from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
-from trtrun.kernels.triton.matmul.int4_matmul import TritonInt4Matmul
-from trtrun.kernels.triton.matmul.int8_matmul import TritonInt8Matmul
+from trtrun.kernels.triton.matmul.int_matmul import TritonInt4Matmul, TritonInt8Matmul
 from trtrun.kernels.triton.matmul.low_rank import TritonLowRank
-from trtrun.kernels.triton.sampling import acceptance, token_masks
+from trtrun.kernels.triton.sampling import acceptance, penalties, token_choice
 from trtrun.kvcache.formats import PLAIN, KVFormat
 
 
@@ -29,8 +27,8 @@ class TritonOperations(TorchOperations):
 
     cuts_lines = True
 
-    lay_out_trees = staticmethod(draft_trees.lay_out)
-    accept_paths = staticmethod(draft_trees.accept_paths)
+    lay_out_trees = staticmethod(row_tokens.lay_out)
+    accept_paths = staticmethod(row_tokens.accept_paths)
 
     def name(self, dtype: torch.dtype) -> str:
         """See TorchOperations."""
@@ -118,8 +116,8 @@ class TritonOperations(TorchOperations):
 
     def copy_blocks(self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """See TorchOperations."""
-        if store_copies.takes_blocks(store):
-            store_copies.copy_blocks(store, source, target)
+        if paged_store.takes_blocks(store):
+            paged_store.copy_blocks(store, source, target)
         else:
             super().copy_blocks(store, source, target)
 
@@ -127,25 +125,25 @@ class TritonOperations(TorchOperations):
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
         """See TorchOperations."""
-        store_copies.copy_tokens(store, source, target, offset)
+        paged_store.copy_tokens(store, source, target, offset)
 
     def mask_tokens(self, logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         """See TorchOperations."""
-        return token_masks.mask_tokens(logits, places, bits)
+        return penalties.mask_tokens(logits, places, bits)
 
     def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
         """See TorchOperations. A number that is not finite, but for -inf, is the largest."""
-        return likeliest_kernels.likeliest(numbers.reshape(-1, numbers.shape[-1]), 1).view(numbers.shape[:-1])
+        return token_choice.likeliest(numbers.reshape(-1, numbers.shape[-1]), 1).view(numbers.shape[:-1])
 
     def likeliest(self, numbers: torch.Tensor, count: int) -> torch.Tensor:
         """See TorchOperations."""
-        return likeliest_kernels.likeliest(numbers, count)
+        return token_choice.likeliest(numbers, count)
 
     def likeliest_in_order(self, numbers: torch.Tensor, count: int) -> torch.Tensor | None:
         """See TorchOperations."""
         # Compiled anew for each count: for few of them, which are powers of two.
         ranked = min(numbers.shape[1], 1 << (count - 1).bit_length())
-        return likeliest_kernels.likeliest(numbers, ranked)[:, :count]
+        return token_choice.likeliest(numbers, ranked)[:, :count]
 
     def accept_by_token(
         self, target_tokens: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor

@@ -13,7 +13,7 @@ tensor-parallel group scales its own slices, so that row-parallel layers of grou
 Products, by device:
 
 - CUDA with Triton, on GPUs that multiply E4M3 (8.9, and from 9.0 on): trtrun.kernels.triton.matmul.fp8_matmul.
-- CPU with AVX-512 BF16: trtrun.kernels.cpu.fp8_matmul.
+- CPU with AVX-512 BF16: trtrun.kernels.cpu.matmul.
 - anything else: torch's operations (trtrun.kernels.torch.fp8), right anywhere.
 
 It knows one weight and its products. It does not know how these work.

@@ -11,7 +11,7 @@ A rank of a tensor-parallel group has blocks of its own slices: cuts at multiple
 Products, by device:
 
 - CUDA with Triton, on GPUs that multiply E4M3 (8.9, and from 9.0 on): trtrun.kernels.triton.matmul.fp8_block_matmul.
-- anything else: torch's operations (trtrun.kernels.torch.fp8_block), right anywhere.
+- anything else: torch's operations (trtrun.kernels.torch.fp8), right anywhere.
 
 It knows one weight and its products. It does not know how these work, nor files.
 """
@@ -75,7 +75,7 @@ class Fp8Block:
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
         """See `Quantization`: rounded activations on GPUs that multiply codes; elsewhere what torch's operations
         take."""
-        from trtrun.kernels.torch.fp8_block import TorchFp8BlockMatmul
+        from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul
 
         features, inputs = weight.shape
         if has_fp8_products(device_type):
@@ -85,9 +85,9 @@ class Fp8Block:
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
-        from trtrun.kernels.torch.fp8_block import quantize
+        from trtrun.kernels.torch.fp8 import quantize_blocks
 
-        return quantize(source.dense())
+        return quantize_blocks(source.dense())
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`. Rows are bit-equal in any company on all devices."""

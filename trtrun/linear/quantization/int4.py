@@ -6,8 +6,8 @@ calibration data, loses too much for targets. Made-up weights are rounded to nea
 
 Products, by device:
 
-- CUDA with Triton, on GPUs of compute capability 9.0: trtrun.kernels.triton.matmul.int4_matmul, which rounds no weight.
-- anything else: torch's operations (trtrun.kernels.torch.int4), right anywhere.
+- CUDA with Triton, on GPUs of compute capability 9.0: trtrun.kernels.triton.matmul.int_matmul, which rounds no weight.
+- anything else: torch's operations (trtrun.kernels.torch.integers), right anywhere.
 
 It knows one weight and its products. It does not know how these work, nor files.
 """
@@ -52,7 +52,7 @@ def int4_group(group_size: int) -> int | None:
 
 
 class Int4:
-    """Two tensors, "words" and "scales", both int32; see `Quantization` and trtrun.kernels.torch.int4.
+    """Two tensors, "words" and "scales", both int32; see `Quantization` and trtrun.kernels.torch.integers.
 
     Args:
         size: inputs of a group.
@@ -80,7 +80,7 @@ class Int4:
         """See `Quantization`."""
         import torch
 
-        from trtrun.kernels.torch.int4 import scales_shape, words_shape
+        from trtrun.kernels.torch.integers import scales_shape, words_shape
 
         features, inputs = weight.shape
         return {
@@ -95,9 +95,9 @@ class Int4:
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
-        from trtrun.kernels.torch.int4 import quantize
+        from trtrun.kernels.torch.integers import quantize_int4
 
-        return quantize(source.dense(), self._size)
+        return quantize_int4(source.dense(), self._size)
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`. Rows are bit-equal in any company on GPUs with Triton."""

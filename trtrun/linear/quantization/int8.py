@@ -7,9 +7,9 @@ acceptance by it, the output of a run nothing.
 
 Products, x @ (codes * scale).T + bias, by device:
 
-- CUDA with Triton: trtrun.kernels.triton.matmul.int8_matmul.
-- CPU with AVX-512 BF16: trtrun.kernels.cpu.byte_matmul.
-- anything else: torch's operations (trtrun.kernels.torch.int8), right anywhere.
+- CUDA with Triton: trtrun.kernels.triton.matmul.int_matmul.
+- CPU with AVX-512 BF16: trtrun.kernels.cpu.matmul.
+- anything else: torch's operations (trtrun.kernels.torch.integers), right anywhere.
 
 It knows one weight and its products. It does not know how these work.
 """
@@ -68,9 +68,9 @@ class Int8:
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
-        from trtrun.kernels.torch.int8 import quantize
+        from trtrun.kernels.torch.integers import quantize_int8
 
-        return quantize(source.dense())
+        return quantize_int8(source.dense())
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`. Rows are bit-equal in any company on the CPU's kernel; torch's operations promise

@@ -1,7 +1,14 @@
-"""Weights that lie in quantized checkpoints: one file for each `quant_method` of config.json, registered when this
-package is imported, which says how each matrix is stored."""
+"""Weights that lie in quantized checkpoints: how each `quant_method` of config.json says that matrices are stored.
+Importing this package registers every method."""
 
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations
-from trtrun.linear.stored import awq, compressed_tensors, fp8, gptq, modelopt
+from trtrun.linear.stored import byte_layouts, compressed_tensors, group_layouts, modelopt
 
-__all__ = ["STORED_QUANTIZATIONS", "StoredQuantizations", "awq", "compressed_tensors", "fp8", "gptq", "modelopt"]
+__all__ = [
+    "STORED_QUANTIZATIONS",
+    "StoredQuantizations",
+    "byte_layouts",
+    "compressed_tensors",
+    "group_layouts",
+    "modelopt",
+]

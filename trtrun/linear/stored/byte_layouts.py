@@ -1,24 +1,30 @@
-"""Layouts of one byte a weight: E4M3 with scales of tensors, output features or blocks, and whole numbers.
+"""Layouts of one byte a weight, E4M3 or whole numbers, and of E2M1, two numbers a byte; and `quant_method: fp8`.
 
-Sources: compressed-tensors' float-quantized and int-quantized compressors, transformers' finegrained_fp8, vLLM's fp8
-and ModelOpt's export. It knows names, shapes and bytes. It does not know configurations.
+E4M3 has scales of tensors, output features or blocks of 128 by 128, as DeepSeek, Qwen and AutoFP8 write it. E2M1 has a
+scale for each group of a row's numbers: NVFP4 with groups of 16, whose scales are E4M3 and share one of the whole
+matrix, and MXFP4 with groups of 32, whose scales are powers of two.
+
+Sources: compressed-tensors' compressors, transformers' finegrained_fp8, vLLM's fp8, ModelOpt's export, and OCP
+Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trtrun.linear.quantization.base import FLOATS, TensorSlice
+from trtrun.errors import CheckpointError, shorten
+from trtrun.linear.quantization.base import FLOATS, STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
 from trtrun.linear.quantization.fp8_block import BLOCK
-from trtrun.linear.stored.layout import Codes, cut_groups, stored_as
-from trtrun.linear.stored.settings import Activations
+from trtrun.linear.stored.layout import Codes, StoredLinear, cut_groups, cut_words, stored_as
+from trtrun.linear.stored.settings import Activations, ModuleNames, everywhere, read_names, refuse
 
 if TYPE_CHECKING:
     import torch
 
-    from trtrun.linear.stored.forms import Fp8Weight, Int8Weight
+    from trtrun.linear.stored.forms import Fp4Weight, Fp8Weight, Int8Weight
+
 
 _SCALES = (*FLOATS, "float8_e8m0fnu")
 
@@ -109,3 +115,101 @@ def _scales(part: TensorSlice, strategy: str, end: str, block: tuple[int, int] =
     if strategy == "tensor":
         return TensorSlice(name, (1,), (range(1),), _SCALES, ones_vary=True)
     return TensorSlice(name, part.shape[:1], part.ranges[:1], _SCALES, ones_vary=True)
+
+
+_MANTISSA_BITS = 23
+"""Of float32, whose exponent is stored plus 127, too: powers of two are shifted there. The least one is subnormal."""
+
+
+@dataclass(frozen=True)
+class Fp4Layout:
+    """Codes uint8 [out, in / 2], the even number in the lower bits; weight_scale [out, groups]; and, for groups of 16,
+    a scale of the whole matrix [1].
+
+    Attributes:
+        name: see Layout.
+        codes_end: end of the name of the codes.
+        group_size: 16, with scales in E4M3, or 32, with exponents of two plus 127.
+        whole: end of the name of the scale of the whole matrix; None without.
+        divides: whether scales are divided by that of the whole matrix; else they are multiplied by it.
+    """
+
+    name: str
+    codes_end: str
+    group_size: int
+    whole: str | None
+    divides: bool = False
+
+    rounds_activations = False
+
+    def codes(self, part: TensorSlice) -> Codes | None:
+        """See Layout."""
+        return None
+
+    def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
+        """See Layout."""
+        (features, inputs), (rows, _) = part.shape, part.ranges
+        pairs, groups = cut_words(part, 1, 2), cut_groups(part, 1, self.group_size)
+        kind = "uint8" if self.whole is None else "float8_e4m3fn"
+        found = {
+            "codes": TensorSlice(stored_as(part, self.codes_end), (features, inputs // 2), (rows, pairs), ("uint8",)),
+            "scale": TensorSlice(
+                stored_as(part, "weight_scale"), (features, -(-inputs // self.group_size)), (rows, groups), (kind,)
+            ),
+        }
+        if self.whole is not None:
+            found["whole"] = TensorSlice(stored_as(part, self.whole), (1,), (range(1),), FLOATS, ones_vary=True)
+        return found
+
+    def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> Fp4Weight:
+        """See Layout."""
+        import torch
+
+        from trtrun.linear.stored.forms import Fp4Weight
+
+        scale = tensors["scale"]
+        if self.whole is None:
+            bits = torch.where(scale > 0, scale.int() << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))
+            return Fp4Weight(tensors["codes"], bits.int().view(torch.float32), self.group_size)
+        whole = tensors["whole"].float().reshape(())
+        scale = scale.float() / whole if self.divides else scale.float() * whole
+        return Fp4Weight(tensors["codes"], scale, self.group_size)
+
+
+@STORED_QUANTIZATIONS.register("fp8")
+def parse_fp8(values: Mapping[str, Any]) -> StoredQuantizations:
+    """How each matrix is stored.
+
+    Raises:
+        CheckpointError: `values` say something that is not supported.
+    """
+    refuse(values, "fmt", "e4m3", method="fp8", default="e4m3")
+    refuse(values, "activation_scheme", "dynamic", "static", method="fp8", default="dynamic")
+    plain = ModuleNames(read_names(values, "modules_to_not_convert", "ignored_layers"))
+    block = values.get("weight_block_size")
+    is_static = values.get("activation_scheme") == "static"
+    if block is None:
+        layout = Fp8Layout("fp8", "static" if is_static else "token", "tensor")
+    else:
+        scale = "weight_scale_inv"  # they are multiplied by all the same
+        layout = Fp8Layout("fp8", "static" if is_static else "group", "block", read_block(block), scale)
+    return everywhere(StoredLinear(layout), plain)
+
+
+def read_block(value: object) -> tuple[int, int]:
+    """Rows and columns of a block.
+
+    Raises:
+        CheckpointError: it is no pair of sizes.
+    """
+    if isinstance(value, str):  # as older files have it: "128x128"
+        value = [int(size) if size.isdecimal() else size for size in value.split("x")]
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in value)
+    ):
+        raise CheckpointError(
+            f"a block of quantized weights must be two sizes such as [128, 128], not {shorten(value)}"
+        )
+    return value[0], value[1]

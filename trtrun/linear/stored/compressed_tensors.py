@@ -2,7 +2,7 @@
 
 Source: compressed-tensors' quant_scheme and compressors. Of groups that mean the same module a name goes before an
 expression, and that before a class. What the file says of keys and values (kv_cache_scheme) is read elsewhere
-(trtrun/weights/kv_scales.py); a file may say nothing else.
+(trtrun/weights/quantization_config.py); a file may say nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, Quantization, StoredQuantizations
 from trtrun.linear.quantization.fp8_block import BLOCK
-from trtrun.linear.stored.byte_layouts import Fp8Layout, Int8Layout
-from trtrun.linear.stored.fp4_layout import Fp4Layout
-from trtrun.linear.stored.fp8 import read_block
+from trtrun.linear.stored.byte_layouts import Fp4Layout, Fp8Layout, Int8Layout, read_block
+from trtrun.linear.stored.group_layouts import PackedLayout
 from trtrun.linear.stored.layout import Layout, StoredLinear
-from trtrun.linear.stored.packed_layout import PackedLayout
 from trtrun.linear.stored.settings import (
     Activations,
     ModuleNames,

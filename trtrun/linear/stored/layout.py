@@ -229,7 +229,7 @@ class StoredLinear:
         """Some features at a time, in the order that kernels read them. Scales become the dtype of activations."""
         import torch
 
-        from trtrun.kernels.torch.int4 import pack
+        from trtrun.kernels.torch.integers import pack
         from trtrun.linear.stored.forms import PackedWeight
         from trtrun.tensors import numbers_at_a_time
 

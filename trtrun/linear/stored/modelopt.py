@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
-from trtrun.linear.stored.byte_layouts import Fp8Layout
-from trtrun.linear.stored.fp4_layout import Fp4Layout
+from trtrun.linear.stored.byte_layouts import Fp4Layout, Fp8Layout
 from trtrun.linear.stored.layout import Codes, Layout, StoredLinear, cut_groups, cut_words, stored_as
 from trtrun.linear.stored.settings import ModuleNames, everywhere, read_group_size, read_names, read_section
 

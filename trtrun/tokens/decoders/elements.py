@@ -15,6 +15,8 @@ from itertools import groupby, product
 from string import hexdigits
 from typing import Self
 
+from typing_extensions import override
+
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are not (yet) UTF-8."""
 
@@ -76,15 +78,15 @@ class Mapped(Step):
         self._later, self._first = later, first or later
         self.is_settled = first is None
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         if self.is_settled or not elements:
             return list(map(self._later, elements))
         self.is_settled = True
         return [self._first(elements[0]), *map(self._later, elements[1:])]
 
+    @override
     def anchor(self, element: str) -> str | None:
-        """As every step."""
         return self._later(element)
 
 
@@ -96,8 +98,8 @@ class Deduplicated(Step):
         self._later = later
         self._last: str | None = None
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         found = []
         for element in elements:
             if element != self._last:
@@ -105,13 +107,13 @@ class Deduplicated(Step):
                 found.append(self._later(element))
         return list(filter(None, found))
 
+    @override
     def anchor(self, element: str) -> str | None:
-        """As every step."""
         return self._later(element) or None
 
     @property
+    @override
     def is_neutral(self) -> bool:
-        """As every step."""
         return self._last is None
 
 
@@ -123,26 +125,26 @@ class LastApart(Step):
         self._later, self._last = later, last
         self._kept: str | None = None
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         if not elements:
             return []
         found = [*self.close(elements[0]), *map(self._later, elements[:-1])]
         self._kept = elements[-1]
         return found
 
+    @override
     def close(self, element: str) -> list[str]:
-        """As every step."""
         kept, self._kept = self._kept, None
         return [] if kept is None else [self._later(kept)]
 
+    @override
     def rest(self) -> list[str]:
-        """As every step."""
         return [] if self._kept is None else [self._last(self._kept)]
 
     @property
+    @override
     def is_neutral(self) -> bool:
-        """As every step."""
         return self._kept is None
 
 
@@ -156,8 +158,8 @@ class BytesAsTokens(Step):
         # Of them, those that are known to make whole characters, if nothing unmakes them, and how many characters.
         self._num_sound, self._num_characters, self._is_sound = 0, 0, True
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         found: list[str] = []
         for is_byte, run in groupby(elements, BYTES.__contains__):
             if is_byte:
@@ -166,8 +168,8 @@ class BytesAsTokens(Step):
                 found += [*self._end_run(), *run]
         return found
 
+    @override
     def close(self, element: str) -> list[str]:
-        """As every step."""
         return [] if element in BYTES else self._end_run()
 
     def _end_run(self) -> list[str]:
@@ -178,8 +180,8 @@ class BytesAsTokens(Step):
         self._num_sound, self._num_characters, self._is_sound = 0, 0, True
         return found
 
+    @override
     def rest(self) -> list[str]:
-        """As every step."""
         try:
             return [self._bytes.decode()] if self._bytes else []
         except UnicodeDecodeError:
@@ -203,17 +205,17 @@ class BytesAsTokens(Step):
             return [REPLACEMENT] * min(num_bytes, len(self._bytes))
         return [self._bytes[:num_bytes].decode(errors="ignore")]
 
+    @override
     def anchor(self, element: str) -> str | None:
-        """As every step."""
         return None if element in BYTES else element
 
     @property
+    @override
     def is_neutral(self) -> bool:
-        """As every step."""
         return not self._bytes
 
+    @override
     def copied(self) -> Self:
-        """As every step."""
         other = copy(self)
         other._bytes = self._bytes[:]
         return other

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from copy import copy
 from typing import Self
 
+from typing_extensions import override
+
 from trtrun.tokens.decoders.elements import Step
 
 
@@ -32,15 +34,15 @@ class JoinedBytes(Step):
         """Begin without bytes."""
         self._kept = b""
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         data = self._kept + b"".join(map(spelled_bytes, elements))
         text, num_read = codecs.utf_8_decode(data, "replace", False)
         self._kept = data[num_read:]
         return [text] if text else []
 
+    @override
     def close(self, element: str) -> list[str]:
-        """As every step."""
         first = spelled_bytes(element)[:1]
         if not self._kept or not first:
             return []
@@ -50,19 +52,19 @@ class JoinedBytes(Step):
         found, self._kept = self.rest(), b""
         return found
 
+    @override
     def rest(self) -> list[str]:
-        """As every step."""
         return [self._kept.decode(errors="replace")] if self._kept else []
 
+    @override
     def anchor(self, element: str) -> str | None:
-        """As every step."""
         # A byte that continues a character tells nothing of where the next one begins; all others do.
         spelled = spelled_bytes(element)
         return element if any(byte & 0xC0 != 0x80 for byte in spelled) else None
 
     @property
+    @override
     def is_neutral(self) -> bool:
-        """As every step."""
         return not self._kept
 
 
@@ -83,8 +85,8 @@ class Stripped(Step):
         self._num_kept = 0
         self.is_settled = not start
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         text = "".join(elements)
         if not self.is_settled and text:
             stripped = len(text) - len(text.lstrip(self._content))
@@ -98,13 +100,13 @@ class Stripped(Step):
             text = text[: len(text) - self._num_kept]
         return [text] if text else []
 
+    @override
     def anchor(self, element: str) -> str | None:
-        """As every step."""
         return None if self._stop else element
 
     @property
+    @override
     def is_neutral(self) -> bool:
-        """As every step."""
         return self.is_settled and not self._num_kept
 
 
@@ -116,8 +118,8 @@ class Replaced(Step):
         self._pattern, self._content = pattern, content
         self._kept = ""
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         *parts, end = (self._kept + "".join(elements)).split(self._pattern)
         size = min(len(self._pattern) - 1, len(end))
         while size and not self._pattern.startswith(end[len(end) - size :]):
@@ -126,17 +128,17 @@ class Replaced(Step):
         text = "".join([part + self._content for part in parts]) + end[: len(end) - size]
         return [text] if text else []
 
+    @override
     def rest(self) -> list[str]:
-        """As every step."""
         return [self._kept] if self._kept else []
 
+    @override
     def anchor(self, element: str) -> str | None:
-        """As every step."""
         return None
 
     @property
+    @override
     def is_neutral(self) -> bool:
-        """As every step."""
         return not self._kept
 
 
@@ -150,22 +152,22 @@ class Withheld(Step):
         self._decode, self._is_joined = decode, is_joined
         self._kept: list[str] = []
 
+    @override
     def feed(self, elements: list[str]) -> list[str]:
-        """As every step."""
         self._kept += elements
         return []
 
+    @override
     def rest(self) -> list[str]:
-        """As every step."""
         return [self._decode(["".join(self._kept)] if self._is_joined else self._kept)]
 
     @property
+    @override
     def is_neutral(self) -> bool:
-        """As every step."""
         return False
 
+    @override
     def copied(self) -> Self:
-        """As every step."""
         other = copy(self)
         other._kept = self._kept[:]
         return other

@@ -1,7 +1,7 @@
 """Builds an engine of a checkpoint: a shard for each rank, one weight in memory at a time, and what describes them.
 
 The weights are made by the very functions that a start of the checkpoint makes them by, so that both hold the same
-bits. It knows weights and files. It does not know where they are put in place (engine_output.py).
+bits. It knows weights and files. It does not know where they are put in place (settings.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from trtrun.tensors import DTYPES
 from trtrun.tools.building.settings import BuildSettings
 from trtrun.tools.conversion.streamed_file import TensorPlan, write_tensors
 from trtrun.weights.checkpoint import Checkpoint, read_json
-from trtrun.weights.kv_scales import attention_names, load_kv_scales
-from trtrun.weights.quantization_config import QUANTIZATION_FILE
+from trtrun.weights.quantization_config import QUANTIZATION_FILE, attention_names, load_kv_scales
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Share, Weight
 from trtrun.weights.weight_loader import CheckpointLoader

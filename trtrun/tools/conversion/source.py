@@ -20,11 +20,11 @@ from trtrun.linear.quantization.base import TensorSlice
 from trtrun.linear.stored.byte_layouts import Fp8Layout
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.linear.stored.modelopt import ModelOptAwqLayout
-from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.layer_plan import DecoderPlan
 from trtrun.tensors import DTYPES
 from trtrun.weights.checkpoint import Checkpoint
-from trtrun.weights.kv_scales import attention_names, load_kv_scales
+from trtrun.weights.quantization_config import attention_names, load_kv_scales
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Weight
 

@@ -1,10 +1,13 @@
-"""AWQ (arXiv:2306.00978): scales of input channels by the size of their activations, and ranges of groups, both
-searched for on calibration texts, so that rounding weights to 4 bits changes what a layer computes least.
+"""AWQ (arXiv:2306.00978) and scales that change no result.
+
+What feeds a linear layer is divided by scales of its channels, and the layer's weights are multiplied by them, so that
+what is hard to round becomes less so. AWQ searches on calibration texts for such scales by the size of activations, and
+for ranges of groups, so that rounding weights to 4 bits changes what a layer computes least.
 
 A scale is a^ratio, a the mean size of a channel's activations (equation 5), over a grid of ratios; the loss is the mean
 square error of what the parent block puts out. Where the block is one product its error follows from the products of
 its inputs alone, E|(W' - W) x|² = tr((W' - W) E[x xᵀ] (W' - W)ᵀ), as does that of each group of a row when its range
-is cut. It knows a plain layer and what was seen in it. It does not know files.
+is cut.
 """
 
 from __future__ import annotations
@@ -15,10 +18,102 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trtrun.models.layer_plan import DecoderPlan
 from trtrun.tools.quantizing.activations import Devices, Flow, Observer
-from trtrun.tools.quantizing.folding import Pair, fold, linear_pairs, norm_pairs
+from trtrun.tools.quantizing.formats import int4_codes, int4_grid, nearest_int4
 from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights
-from trtrun.tools.quantizing.rounding import int4_codes, int4_grid, nearest_int4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What feeds linear layers, and these.
+
+    Attributes:
+        site: the inputs of the linear layers; see plain_layer.SITES.
+        source: module that makes them: a norm, or a linear layer whose output features they are.
+        consumers: the linear layers.
+        shape: (heads of keys, query heads for each, features of a head) where each output feature of the source reaches
+            the consumers as often as there are query heads for a head of values; None where it does once.
+    """
+
+    site: str
+    source: str
+    consumers: tuple[str, ...]
+    shape: tuple[int, int, int] | None = None
+
+    def shared(self, channels: Tensor) -> Tensor:
+        """Means over what comes of one output feature of the source: channels [in] → [in]."""
+        if self.shape is None:
+            return channels
+        return channels.view(self.shape).mean(1, keepdim=True).expand(self.shape).reshape(-1)
+
+    def of_source(self, scale: Tensor) -> Tensor:
+        """A scale [in] that is `shared`, for the source's output features."""
+        return scale if self.shape is None else scale.view(self.shape)[:, 0].reshape(-1)
+
+
+def norm_pairs(plan: DecoderPlan) -> Sequence[Pair]:
+    """Norms and the linear layers behind them."""
+    attention, mlp = plan.attention.name, plan.mlp.name
+    behind_input = tuple(f"{attention}.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+    behind_attention = tuple(f"{mlp}.{name}" for name in ("gate_proj", "up_proj"))
+    return (
+        Pair("attention", plan.input_norm.name, behind_input),
+        Pair("mlp", plan.post_attention_norm.name, behind_attention),
+    )
+
+
+def linear_pairs(plan: DecoderPlan) -> Sequence[Pair]:
+    """Linear layers whose output features are the inputs of others, but for what is between without mixing channels."""
+    attention, mlp, shape = plan.attention.name, plan.mlp.name, plan.attention.shape
+    per_head = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
+    return (
+        Pair("output", f"{attention}.v_proj", (f"{attention}.o_proj",), per_head),
+        Pair("down", f"{mlp}.up_proj", (f"{mlp}.down_proj",)),
+    )
+
+
+def fold(weights: Weights, pair: Pair, scale: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a layer with a scale folded in.
+
+    Args:
+        weights: float32.
+        pair: where.
+        scale: [in] float32, positive, and `shared`.
+        dtype: in which norms are stored: what their rounding changes is made up for by the consumers.
+    """
+    found = dict(weights)
+    name = f"{pair.source}.weight"
+    if weights[name].dim() == 1:  # a norm
+        before, after = weights[name], (weights[name] / scale).to(dtype).float()
+        is_fine = (after != 0) & after.isfinite()
+        found[name] = torch.where(is_fine, after, before)
+        scale = torch.where(is_fine, before / torch.where(is_fine, after, 1.0), 1.0)
+    else:
+        of_source = pair.of_source(scale)
+        found[name] = weights[name] / of_source.unsqueeze(1)
+        bias = f"{pair.source}.bias"
+        if bias in weights:
+            found[bias] = weights[bias] / of_source
+    for consumer in pair.consumers:
+        found[f"{consumer}.weight"] = weights[f"{consumer}.weight"] * scale
+    return found
+
+
+def smooth(weights: Weights, pair: Pair, largest: Tensor, strength: float) -> Tensor:
+    """SmoothQuant's scale (arXiv:2211.10438, equation 4): max|X|^strength / max|W|^(1 - strength), 1 for channels
+    without any activation or weight.
+
+    Args:
+        weights: float32.
+        pair: where.
+        largest: [in] float32: the largest activation of each channel.
+        strength: alpha.
+    """
+    of_weights = torch.stack([weights[f"{name}.weight"].abs().amax(0) for name in pair.consumers]).amax(0)
+    scale = largest.pow(strength) / of_weights.pow(1 - strength)
+    return torch.where((largest > 0) & (of_weights > 0), scale, 1.0).clamp(min=1e-5)
+
 
 NUM_RATIOS = 20
 """Of the grid: 0, 0.05, … 0.95. With 0 nothing is scaled."""

@@ -22,16 +22,15 @@ from torch import Tensor
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.loading.weight_check import check_split
-from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.layer_plan import DecoderPlan
 from trtrun.tensors import DTYPES, dtype_name, inference
-from trtrun.tools.conversion.rank_writer import write_ranks
 from trtrun.tools.conversion.source import open_source
+from trtrun.tools.conversion.writers import write_ranks
 from trtrun.tools.quantizing.activations import Devices, Flow, lies_on_host, make_batches
 from trtrun.tools.quantizing.directory import IDENTITY, QuantizedDirectory
-from trtrun.tools.quantizing.known_layers import known_plans
 from trtrun.tools.quantizing.layer_quantizer import LayerQuantizer, relative_error, round_figure
-from trtrun.tools.quantizing.plain_layer import PlainLayer, rms_norm
+from trtrun.tools.quantizing.plain_layer import PlainLayer, known_plans, rms_norm
 from trtrun.tools.quantizing.settings import QuantizingSettings
 from trtrun.tools.quantizing.texts import CalibrationTexts
 from trtrun.weights.model_files import hash_model_files

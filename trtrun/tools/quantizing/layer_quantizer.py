@@ -18,15 +18,20 @@ from trtrun.errors import CheckpointError, ConfigError
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
 from trtrun.linear.stored.layout import StoredLinear
-from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import ModelConfig
+from trtrun.models.layer_plan import DecoderPlan
 from trtrun.tools.quantizing.activations import Devices, Flow, LargestKeys, Observer
-from trtrun.tools.quantizing.awq import Awq
-from trtrun.tools.quantizing.folding import fold, linear_pairs, norm_pairs, smooth
-from trtrun.tools.quantizing.formats import Format, find_format, quantization_config
-from trtrun.tools.quantizing.known_layers import known_plans
-from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights
-from trtrun.tools.quantizing.rounding import FP8_MOST, INT8_MOST, round_fp8_static, round_fp8_tensor
+from trtrun.tools.quantizing.awq import Awq, fold, linear_pairs, norm_pairs, smooth
+from trtrun.tools.quantizing.formats import (
+    FP8_MOST,
+    INT8_MOST,
+    Format,
+    find_format,
+    quantization_config,
+    round_fp8_static,
+    round_fp8_tensor,
+)
+from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights, known_plans
 from trtrun.tools.quantizing.settings import CALIBRATED_FORMATS, WORD_PLACES, QuantizingSettings, choose_group_size
 from trtrun.weights.weight import Share
 

@@ -1,20 +1,23 @@
-"""A decoder layer in plain torch, over whole texts: what calibration looks into, and what quantized weights are held
-to.
+"""A decoder layer in plain torch, over whole texts, for calibration and for measuring quantized weights.
 
-It knows a plan of blocks (trtrun.models.blocks) and tensors by their names. It does not know files or formats.
+Calibration runs the models whose plans say nothing that this layer does not compute (`known_plans`): a family that is
+added later, or an option of a block, is refused by name until it is known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trtrun.errors import ConfigError
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.models.blocks import DecoderPlan, NormPlan
+from trtrun.models.config import ModelConfig
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
 
 Weights = Mapping[str, Tensor]
 """A layer's tensors by their names in the checkpoint."""
@@ -121,3 +124,43 @@ def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """[texts, tokens, heads, head_dim], with tables [tokens, 1, head_dim] of RotaryEmbedding."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return heads * cosines + swapped * sines
+
+
+_KNOWN: dict[type, frozenset[str]] = {
+    DecoderPlan: frozenset({"input_norm", "attention", "post_attention_norm", "mlp"}),
+    NormPlan: frozenset({"name", "size", "eps"}),
+    AttentionPlan: frozenset({"name", "shape", "window", "qkv_bias", "output_bias", "head_norm"}),
+    GatedMLPPlan: frozenset({"name", "shape", "has_bias"}),
+    ModelConfig: frozenset(
+        {
+            *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+            *("rms_norm_eps", "architecture", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rope"),
+            *("layers", "checkpoint_dtype", "eos_token_ids", "quant_method", "stored", "mask_token"),
+        }
+    ),
+}
+
+
+def known_plans(config: ModelConfig) -> list[DecoderPlan]:
+    """The plans of a model's layers.
+
+    Raises:
+        ConfigError: they, or the model, are of a kind that is not known.
+    """
+    _check(config, config.architecture)
+    for plan in config.layers:
+        _check(plan, config.architecture)
+        assert isinstance(plan, DecoderPlan)
+        for block in (plan.input_norm, plan.attention, plan.post_attention_norm, plan.mlp):
+            _check(block, config.architecture)
+    return [plan for plan in config.layers if isinstance(plan, DecoderPlan)]
+
+
+def _check(item: Any, architecture: str) -> None:
+    known = _KNOWN.get(type(item))
+    if known is None:
+        raise ConfigError(f"trtrun quantize does not know layers of {architecture}: they have a {type(item).__name__}")
+    for one in fields(item):
+        default = None if one.default is MISSING else one.default
+        if one.name not in known and getattr(item, one.name) != default:
+            raise ConfigError(f"trtrun quantize does not know the {one.name} of {architecture}")

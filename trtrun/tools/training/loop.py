@@ -20,9 +20,8 @@ from trtrun.errors import ConfigError, TrtrunError
 from trtrun.tools.training.data import TrainingData, batch_indexes
 from trtrun.tools.training.evaluation import Acceptance, measure
 from trtrun.tools.training.methods.table import DraftTraining
-from trtrun.tools.training.optimizers import Optimizers, rate_factor
 from trtrun.tools.training.settings import TrainingSettings, option
-from trtrun.tools.training.state import SavedState, StateFile
+from trtrun.tools.training.state import Optimizers, SavedState, StateFile, rate_factor
 
 Tell = Callable[[dict[str, Any]], None]
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from launch.serve.api.openai.answers import ChatAnswer
 from launch.serve.api.openai.calls import Answering
 from launch.serve.api.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event, Reasoning, Text
 from launch.serve.api.openai.output.parsing import ChoiceParser
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import event
 from trtrun.core.outputs import CompletionDelta
 
@@ -108,8 +109,8 @@ class MessageAnswer(ChatAnswer):
     last_words = ()
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
+    @override
     def prepare(self, answering: Answering) -> None:
-        """See `Answer`."""
         super().prepare(answering)
         parsing = answering.parsing
         make_id = TOOL_FORMATS[parsing.tools].new_id if parsing.tools else new_id
@@ -119,37 +120,37 @@ class MessageAnswer(ChatAnswer):
         self._reason: str | None = None
         self._stop: str | None = None
 
+    @override
     def keep(self, delta: CompletionDelta) -> None:
-        """See `Answer`."""
         self._take(delta)
 
+    @override
     def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
-        """See `Answer`."""
         yield _ENCODER.encode({**self._message(usage), **self._echoed})
 
+    @override
     def beginning(self) -> list[Told]:
-        """See `Answer`."""
         return [{"type": "message_start", "message": self._message(self._so_far)}]
 
+    @override
     def chunks(self, delta: CompletionDelta) -> list[Told]:
-        """See `Answer`."""
         return self._take(delta)
 
+    @override
     def ending(self, usage: Usage, draft_len: int) -> list[Told]:
-        """See `Answer`."""
         told = {"type": "message_delta", "delta": self._why_ended(), "usage": _tell_usage(usage), **self._echoed}
         return [told, {"type": "message_stop"}]
 
+    @override
     def failure(self, error: Told) -> Told:
-        """See `Answer`."""
         kind = error["error"]["type"]
         return {
             "type": "error",
             "error": {"type": _ERROR_TYPES.get(kind, kind), "message": error["error"]["message"]},
         }
 
+    @override
     def event(self, told: Told) -> bytes:
-        """See `Answer`."""
         return f"event: {told['type']}\n".encode() + event(_ENCODER.encode(told))
 
     def _take(self, delta: CompletionDelta) -> list[Told]:

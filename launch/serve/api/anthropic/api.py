@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over the front: /v1/messages, /v1/messages/count_tokens, and errors in its shape.
+"""Anthropic's Messages API over the frontend: /v1/messages, /v1/messages/count_tokens, and errors in its shape.
 
 Answers are made as OpenAI's are. It knows HTTP through Starlette, and nothing of engines.
 """
@@ -17,11 +17,11 @@ from launch.serve.admission.refusals import HTTP_STATUS, Refusal, retry_headers
 from launch.serve.api.anthropic.answers import MessageAnswer
 from launch.serve.api.anthropic.requests import THREAD
 from launch.serve.api.openai.api import OpenAIApi
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.answers import answer_in_parts
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 
 PREFIX = "/v1/messages"
 
@@ -43,9 +43,9 @@ _NO_THREADS: Mapping[str, Any] = {"error_code": "thread_unsupported_request", "u
 class MessagesApi:
     """The endpoints."""
 
-    def __init__(self, chats: OpenAIApi, front: Front, keys: Keys, bodies: Bodies) -> None:
+    def __init__(self, chats: OpenAIApi, frontend: Frontend, keys: Keys, bodies: Bodies) -> None:
         self._chats = chats
-        self._front = front
+        self._frontend = frontend
         self._keys = keys
         self._bodies = bodies
 
@@ -64,8 +64,8 @@ class MessagesApi:
         """How many tokens a conversation has."""
         self._keys.check(request)
         with await self._bodies.read(request) as body:
-            found = await unless_gone(request, self._front.read("count", body.content, time.perf_counter()))
-        assert isinstance(found, ReadAnswer)
+            found = await unless_gone(request, self._frontend.read("count", body.content, time.perf_counter()))
+        assert isinstance(found, ParsedAnswer)
         return answer_in_parts([found.content])
 
 

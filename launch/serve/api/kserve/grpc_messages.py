@@ -1,8 +1,8 @@
 """Between what travels and requests in no protocol's words: messages of KServe's gRPC, which are tritonclient's own,
 and the forms in which a request comes, all read here: `infer` and `generate` over HTTP, a call of gRPC.
 
-The front's event loop reads short requests by the same function as the processes that read long ones. It knows protobuf
-messages, tensors and the forms' own modules. It does not know calls or streams, or what inputs mean.
+The frontend's event loop reads short requests by the same function as the processes that read long ones. It knows
+protobuf messages, tensors and the forms' own modules. It does not know calls or streams, or what inputs mean.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _read_contents(item: Any, shape: tuple[int, ...]) -> Tensor:
     return Tensor(item.name, item.datatype, values.reshape(shape))
 
 
-INFER, GENERATE, CALL = "infer", "generate", "call"
+FORMS = INFER, GENERATE, CALL = "infer", "generate", "call"
 
 
 @dataclass(frozen=True)

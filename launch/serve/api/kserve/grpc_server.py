@@ -1,4 +1,4 @@
-"""The server of the gRPC port, with the front's limits, certificate and end.
+"""The server of the gRPC port, with the frontend's limits, certificate and end.
 
 It knows gRPC's options. It does not know calls (`grpc_servicer`).
 """
@@ -15,11 +15,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
+from typing_extensions import override
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.http.connections import HEAD_SECONDS
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError
 
@@ -59,12 +60,12 @@ _GONE = ("ExecuteBatchError raised in core", "Failed sending error status")
 class _WithoutGoneClients(logging.Filter):
     """Keeps these lines out of the log: each client could write as many of them as it liked, with a traceback each."""
 
-    def __init__(self, metrics: FrontMetrics) -> None:
+    def __init__(self, metrics: FrontendMetrics) -> None:
         super().__init__()
         self._metrics = metrics
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        """As `logging` calls it."""
         is_gone = record.getMessage().startswith(_GONE)
         self._metrics.totals.num_calls_cut += is_gone
         return not is_gone
@@ -77,7 +78,7 @@ class GrpcServer:
         port: that it listens on.
     """
 
-    def __init__(self, servicer: KServeServicer, section: ServerSection, metrics: FrontMetrics) -> None:
+    def __init__(self, servicer: KServeServicer, section: ServerSection, metrics: FrontendMetrics) -> None:
         self._section = section
         self._log_filter = _WithoutGoneClients(metrics)
         _LIBRARY_LOGGER.addFilter(self._log_filter)
@@ -159,7 +160,7 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
     servicer refuses."""
 
     def read(raw: bytes) -> Any:
-        if len(raw) > READ_HERE:
+        if len(raw) > PARSED_IN_LOOP_BYTES:
             return None
         try:
             return kind.FromString(raw)

@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.admission.limits import READ_HERE
-from launch.serve.admission.owners import OWNER, owner_of_address
+from launch.serve.admission.control import OWNER, owner_of_address
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal
 from launch.serve.api.kserve.grpc_messages import (
     CALL,
@@ -40,8 +40,8 @@ from launch.serve.api.kserve.tensors import MOST_WHOLE_BYTES
 from launch.serve.http.bodies import BODY_SECONDS, Bodies
 from launch.serve.http.connections import SPARE_SECONDS, STALLED_SECONDS
 from launch.serve.http.requests import REQUEST_ID, Keys, choose_id
-from launch.serve.metrics import FrontMetrics
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.metrics import FrontendMetrics
+from launch.serve.parsing.parsers import ParsedAnswer
 
 _STATUS: Mapping[Kind, grpc.StatusCode] = {
     Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 class ObservedCall:
     """What one call happens within. Its log line has nothing of its content."""
 
-    def __init__(self, metrics: FrontMetrics, keys: Keys | None, context: Context, name: str) -> None:
+    def __init__(self, metrics: FrontendMetrics, keys: Keys | None, context: Context, name: str) -> None:
         self._metrics = metrics
         self._keys = keys
         self._context = context
@@ -194,7 +194,7 @@ class KServeServicer:
 
     def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
         """What a call happens within."""
-        return ObservedCall(self._service.front.metrics, self._keys if needs_key else None, context, name)
+        return ObservedCall(self._service.frontend.metrics, self._keys if needs_key else None, context, name)
 
     def handler(self, name: str) -> Handler:
         """The call of this name in the protocol."""
@@ -260,14 +260,14 @@ class KServeServicer:
     @_call()
     async def ModelInfer(self, message: Any, context: Context) -> Any:
         """Tensors in, tensors out: bytes of both messages."""
-        head = read_head(message, READ_HERE)
+        head = read_head(message, PARSED_IN_LOOP_BYTES)
         with (
             self._callers.of(caller_of(context)) as places,
             places.take(head.id) as place,
             self._bodies.hold(len(message)),
         ):
             work = (await self._begin(message, head, places if head.id else None)).work
-            if isinstance(work, ReadAnswer):
+            if isinstance(work, ParsedAnswer):
                 return work.content
             place.fill(work.stop)
             context.add_done_callback(lambda _: work.let_go())  # its answer is sent then

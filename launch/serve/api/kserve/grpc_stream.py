@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import HTTP_STATUS, Refusal
 from launch.serve.api.kserve.grpc_messages import (
     FAILED,
@@ -30,7 +30,7 @@ from launch.serve.api.kserve.runs import Run
 from launch.serve.api.kserve.service import Begun, KServeService, Places
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.connections import STALLED_SECONDS
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 
 MOST_AT_ONCE = 1024
 """Requests of one stream that are at work, or whose responses the client has not read: it is read no further then."""
@@ -52,7 +52,7 @@ async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
         yield await write_in_turns(response), response.is_last
 
 
-async def _read_responses(answer: ReadAnswer) -> AsyncIterator[tuple[Any, bool]]:
+async def _read_responses(answer: ParsedAnswer) -> AsyncIterator[tuple[Any, bool]]:
     """The same of one that is answered already."""
     yield service_pb2.ModelInferResponse.FromString(answer.content), True
 
@@ -103,14 +103,14 @@ class InferStream:
 
     async def _answer_or_refuse(self, raw: bytes) -> None:
         try:
-            message = read_head(raw, READ_HERE)
+            message = read_head(raw, PARSED_IN_LOOP_BYTES)
         except Refusal as refusal:
-            await self._refuse(read_known_head(raw, READ_HERE), refusal)
+            await self._refuse(read_known_head(raw, PARSED_IN_LOOP_BYTES), refusal)
             return
         try:
             with self._places.take(message.id) as place, self._bodies.hold(len(raw)):
                 work = (await self._begin(raw, message, self._places)).work
-                if isinstance(work, ReadAnswer):
+                if isinstance(work, ParsedAnswer):
                     await self._respond(message, _read_responses(work))
                     return
                 place.fill(work.stop)
@@ -139,7 +139,7 @@ class InferStream:
             await self._write(service_pb2.ModelStreamInferResponse(infer_response=told))
 
     async def _refuse(self, message: Any, refusal: Refusal) -> None:
-        self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+        self._service.frontend.metrics.count_refusal(HTTP_STATUS[refusal.kind])
         await self._write_error(message, str(refusal))
 
     async def _write_error(self, message: Any, line: str) -> None:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from launch.serve.api.kserve.grpc_messages import GENERATE, INFER, Sent
 from launch.serve.api.kserve.http_bodies import dump, write_generate, write_infer
@@ -25,7 +25,7 @@ from launch.serve.api.kserve.service import Begun, KServeService
 from launch.serve.http.answers import EventStream, answer_in_parts, event, make_parts
 from launch.serve.http.bodies import Bodies, parse_json
 from launch.serve.http.requests import Keys, unless_gone
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 
 PREFIX = "/v2"
 
@@ -97,8 +97,10 @@ class KServeHttpApi:
         """The models and their states."""
         with await self._bodies.read(request) as body:
             raw = body.content
-            if len(raw) > READ_HERE:
-                raise Refusal(Kind.TOO_LARGE, f"the body is larger than {READ_HERE} bytes: it has one field, ready")
+            if len(raw) > PARSED_IN_LOOP_BYTES:
+                raise Refusal(
+                    Kind.TOO_LARGE, f"the body is larger than {PARSED_IN_LOOP_BYTES} bytes: it has one field, ready"
+                )
             wanted = parse_json(raw) if raw.strip() else {}
         if not isinstance(wanted, dict):
             raise Refusal(Kind.INVALID, "the body must be a JSON object, or empty")
@@ -111,7 +113,7 @@ class KServeHttpApi:
             arrived = time.perf_counter()
             length = _json_length(request.headers.get(JSON_LENGTH), len(sent.content))
             begun = await self._begin(request, Sent(INFER, model, sent.content, length), arrived)
-            if isinstance(begun.work, ReadAnswer):
+            if isinstance(begun.work, ParsedAnswer):
                 return _respond([begun.work.content], begun.work.json_length)
             response = await self._whole(request, begun.work)
         with _kept_until_sent(begun.work):
@@ -123,7 +125,7 @@ class KServeHttpApi:
     async def generate(self, request: Request) -> Response:
         """Inputs as a flat object in, one response out."""
         work = (await self._begin_generate(request)).work
-        if isinstance(work, ReadAnswer):
+        if isinstance(work, ParsedAnswer):
             return _respond([work.content], None)
         response = await self._whole(request, work)
         with _kept_until_sent(work):
@@ -132,14 +134,14 @@ class KServeHttpApi:
     async def generate_stream(self, request: Request) -> Response:
         """The same, with one event for each response."""
         work = (await self._begin_generate(request)).work
-        if isinstance(work, ReadAnswer):
+        if isinstance(work, ParsedAnswer):
             return Response(event(work.content), media_type="text/event-stream")
 
         def close() -> None:
             work.close()
             work.let_go()
 
-        return EventStream(close, self._events(work), self._service.front.ping_seconds)
+        return EventStream(close, self._events(work), self._service.frontend.ping_seconds)
 
     async def _begin(self, request: Request, sent: Sent, arrived: float) -> Begun:
         """Let a request in; it is given up when its client goes away while it is read, which may take long: a guide may
@@ -166,7 +168,7 @@ class KServeHttpApi:
             async for response in work.responses():
                 yield event(b"".join(await make_parts(write_generate(response))))
         except Refusal as refusal:
-            self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            self._service.frontend.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield event(dump({"error": str(refusal)}))
 
     def _add(self, routes: list[Route], method: str, path: str, endpoint: Endpoint) -> None:

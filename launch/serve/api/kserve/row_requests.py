@@ -87,6 +87,24 @@ class RowRequest:
 
 
 @dataclass(frozen=True)
+class AskedRows:
+    """What a request asks for beside its prompts and parameters.
+
+    Attributes:
+        request_id: the client's.
+        outputs: names of those that are wanted, as they stand in the request; empty for all.
+        binary, all_binary: of its outputs, those that the answer has as bytes; see InferBody.
+        rows: of the batch.
+    """
+
+    request_id: str
+    outputs: tuple[str, ...]
+    binary: frozenset[str]
+    all_binary: bool
+    rows: tuple[RowRequest, ...]
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What reading inputs takes of the served model.
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from launch.serve.admission.event_loop_stalls import YieldTimer
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.admission.stretches import Rests
 from launch.serve.api.kserve.requests import InferRequest, InferResponse
 from launch.serve.api.kserve.row_requests import RowRequest
 from launch.serve.api.kserve.tensors import Array, Tensor, text_array
-from launch.serve.frontend.front import Front, Generation
+from launch.serve.frontend.frontend import Frontend, Generation
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from trtrun.core.outputs import CompletionDelta
@@ -45,7 +45,7 @@ async def stack_logits(of_rows: Sequence[Sequence[Array]]) -> Array:
     width = max((part.shape[1] for parts in of_rows for part in parts), default=0)
     stacked = np.zeros((len(of_rows), max(lengths, default=0), width), np.float32)
     step = max(1, _AT_ONCE // max(1, width))
-    rests = Rests()
+    yield_timer = YieldTimer()
     for row, parts in zip(stacked, of_rows, strict=True):
         at = 0
         for part in parts:
@@ -53,13 +53,13 @@ async def stack_logits(of_rows: Sequence[Sequence[Array]]) -> Array:
                 piece = part[start : start + step]
                 row[at : at + len(piece)] = piece
                 at += len(piece)
-                await rests.rest()
+                await yield_timer.yield_if_due()
     return stacked
 
 
 @dataclass
-class Gain:
-    """What a completion gained; whole completions are all their gains, added up.
+class RowUpdate:
+    """What is new of a completion; a whole completion is the sum of its updates.
 
     Attributes:
         tokens, log_probs: new ones.
@@ -89,7 +89,7 @@ class Gain:
         """All parts."""
         return "".join(self.texts)
 
-    def add(self, later: Gain) -> None:
+    def add(self, later: RowUpdate) -> None:
         """Go on with what came after."""
         self.tokens += later.tokens
         self.texts += later.texts
@@ -124,8 +124,8 @@ class _Completion:
         self.is_over = False
         self._text = text
 
-    def take(self, delta: CompletionDelta) -> Gain:
-        """What a delta adds."""
+    def take(self, delta: CompletionDelta) -> RowUpdate:
+        """Turn a delta into an update."""
         self._newest.extend(delta.token_ids)
         is_last = self.is_over = delta.finish_reason is not None
         kept = len(delta.token_ids) - (delta.finish_reason == "stop" and self._ends_with_end_token())
@@ -137,12 +137,12 @@ class _Completion:
         if self._text is not None:
             text = self._text.extend(tokens) + (self._text.flush() if is_last else "")
         self._num_cached_tokens = delta.statistics.num_cached_prompt_tokens
-        gain = self._gain(tokens, text, log_probs, is_last)
+        update = self._update(tokens, text, log_probs, is_last)
         if delta.context_logits is not None:
-            gain.context_logits = delta.context_logits.arrays()
+            update.context_logits = delta.context_logits.arrays()
         if delta.generation_logits is not None:
-            gain.generation_logits = first_positions(kept, delta.generation_logits.arrays())
-        return gain
+            update.generation_logits = first_positions(kept, delta.generation_logits.arrays())
+        return update
 
     def _ends_with_end_token(self) -> bool:
         """Whether the newest token is one that is left out: it may be the end of a stop sequence, which stays."""
@@ -151,13 +151,13 @@ class _Completion:
             return False
         return not any(newest[-len(stop) :] == stop for stop in self._request.sampling.stop_sequences)
 
-    def end(self) -> Gain:
+    def end(self) -> RowUpdate:
         """End it where it is."""
         self.is_over = True
-        return self._gain([], self._text.flush() if self._text is not None else "", [], is_last=True)
+        return self._update([], self._text.flush() if self._text is not None else "", [], is_last=True)
 
-    def _gain(self, tokens: list[int], text: str, log_probs: list[float], is_last: bool) -> Gain:
-        return Gain(
+    def _update(self, tokens: list[int], text: str, log_probs: list[float], is_last: bool) -> RowUpdate:
+        return RowUpdate(
             self._row,
             self._sequence,
             tokens,
@@ -179,14 +179,14 @@ class Run:
         request: InferRequest,
         requests: Sequence[RowRequest],
         generation: Generation,
-        front: Front,
+        frontend: Frontend,
         block_size: int,
         counted: ModelRequest,
     ) -> None:
         self._request = request
         self._requests = requests
         self._generation = generation
-        self._tokenizer = front.tokenizer
+        self._tokenizer = frontend.tokenizer
         self._block_size = block_size
         self._counted = counted
         self._n = requests[0].sampling.n
@@ -201,17 +201,17 @@ class Run:
             Refusal: the request was lost, or its time is over.
         """
         with self._counted:
-            found: dict[tuple[int, int], Gain] = {}
-            rests = Rests()
-            async for gain in self._gains():
-                _add(found, gain)
-                await rests.rest()
+            found: dict[tuple[int, int], RowUpdate] = {}
+            yield_timer = YieldTimer()
+            async for update in self._updates():
+                _add(found, update)
+                await yield_timer.yield_if_due()
             self._counted.enter(Stage.OUTPUT)
-            gains, rows = [found[place] for place in sorted(found)], []
-            for gain in gains:
-                rows.append(self._row(gain, is_whole=True))
-                await rests.rest()
-            return await self._response(gains, rows, is_last=True)
+            updates, rows = [found[place] for place in sorted(found)], []
+            for update in updates:
+                rows.append(self._row(update, is_whole=True))
+                await yield_timer.yield_if_due()
+            return await self._response(updates, rows, is_last=True)
 
     async def responses(self) -> AsyncIterator[InferResponse]:
         """Responses as they come, each of one completion: its pieces where the client streams, else all of it.
@@ -222,12 +222,12 @@ class Run:
         with self._counted:
             streams = self._requests[0].stream
             num_going_on = len(self._requests) * self._n
-            found: dict[tuple[int, int], Gain] = {}
-            async for gain in self._gains():
-                num_going_on -= gain.is_last
-                _add(found, gain)
-                if gain.is_last or (streams and (gain.tokens or gain.text)):
-                    told = found.pop((gain.row, gain.sequence))
+            found: dict[tuple[int, int], RowUpdate] = {}
+            async for update in self._updates():
+                num_going_on -= update.is_last
+                _add(found, update)
+                if update.is_last or (streams and (update.tokens or update.text)):
+                    told = found.pop((update.row, update.sequence))
                     row = self._row(told, is_whole=not streams)
                     yield await self._response([told], [row], is_last=not num_going_on)
 
@@ -245,7 +245,7 @@ class Run:
         """Its logits make room for those of others."""
         self._generation.logits.leave()
 
-    async def _gains(self) -> AsyncIterator[Gain]:
+    async def _updates(self) -> AsyncIterator[RowUpdate]:
         completions = []
         for row, (row_request, prompt) in enumerate(zip(self._requests, self._generation.prompts, strict=True)):
             text = self._own_text(row_request, prompt)
@@ -271,47 +271,51 @@ class Run:
             return None
         return IncrementalDetokenizer(self._tokenizer, prompt)
 
-    def _row(self, gain: Gain, is_whole: bool) -> str | Array:
+    def _row(self, update: RowUpdate, is_whole: bool) -> str | Array:
         """The text, or the tokens, of a completion or a piece; behind the prompt's where that is asked for. Pieces
         never begin with the prompt, and neither do completions of clients that want pieces."""
-        has_prompt = is_whole and self._requests[gain.row].has_prompt
-        prompt = self._generation.prompts[gain.row] if has_prompt else ()
+        has_prompt = is_whole and self._requests[update.row].has_prompt
+        prompt = self._generation.prompts[update.row] if has_prompt else ()
         if self._request.model.has_text:
             if not has_prompt or self._tokenizer is None:
-                return gain.text
-            return self._tokenizer.decode([*prompt, *gain.tokens])
-        return np.concatenate([np.array(prompt, np.int32), np.array(gain.tokens, np.int32)])
+                return update.text
+            return self._tokenizer.decode([*prompt, *update.tokens])
+        return np.concatenate([np.array(prompt, np.int32), np.array(update.tokens, np.int32)])
 
-    async def _response(self, gains: Sequence[Gain], rows: Sequence[str | Array], is_last: bool) -> InferResponse:
-        logits = await self._logits(gains)
-        tensors = {tensor.name: tensor for tensor in self._outputs(gains, rows, logits)}
+    async def _response(
+        self, updates: Sequence[RowUpdate], rows: Sequence[str | Array], is_last: bool
+    ) -> InferResponse:
+        logits = await self._logits(updates)
+        tensors = {tensor.name: tensor for tensor in self._outputs(updates, rows, logits)}
         names = self._request.outputs or tuple(tensors)
         return InferResponse(
             self._request.model, self._request.request_id, [tensors[name] for name in names if name in tensors], is_last
         )
 
-    def _outputs(self, gains: Sequence[Gain], rows: Sequence[str | Array], logits: Sequence[Tensor]) -> list[Tensor]:
+    def _outputs(
+        self, updates: Sequence[RowUpdate], rows: Sequence[str | Array], logits: Sequence[Tensor]
+    ) -> list[Tensor]:
         """The outputs of completions or pieces, each with its row of texts or tokens; among them their `logits`."""
         if self._request.model.has_text:
             texts = [row for row in rows if isinstance(row, str)]
             found = [Tensor("text_output", "BYTES", text_array(texts, (len(rows),)))]
         else:
             output_ids = np.zeros((len(rows), 1, max(map(len, rows))), np.int32)
-            for place, (gain, row) in enumerate(zip(gains, rows, strict=True)):
-                output_ids[place, 0] = self._requests[gain.row].pad_token
+            for place, (update, row) in enumerate(zip(updates, rows, strict=True)):
+                output_ids[place, 0] = self._requests[update.row].pad_token
                 output_ids[place, 0, : len(row)] = row
             found = [
                 Tensor("output_ids", "INT32", output_ids),
                 _integers("sequence_length", [len(row) for row in rows]),
             ]
         if any(row_request.log_probs for row_request in self._requests):
-            found += _log_probs(gains)
+            found += _log_probs(updates)
         found += logits
-        found.append(_integers("batch_index", [gain.row for gain in gains]))
-        found.append(_integers("sequence_index", [gain.sequence for gain in gains]))
+        found.append(_integers("batch_index", [update.row for update in updates]))
+        found.append(_integers("sequence_index", [update.sequence for update in updates]))
         if any(row_request.reuse_stats for row_request in self._requests):
-            totals = [-(-gain.num_tokens // self._block_size) for gain in gains]
-            reused = [gain.num_cached_tokens // self._block_size for gain in gains]
+            totals = [-(-update.num_tokens // self._block_size) for update in updates]
+            reused = [update.num_cached_tokens // self._block_size for update in updates]
             found += [
                 _integers("kv_cache_alloc_new_blocks", [all - old for all, old in zip(totals, reused, strict=True)]),
                 _integers("kv_cache_reused_blocks", reused),
@@ -319,36 +323,36 @@ class Run:
             ]
         return found
 
-    async def _logits(self, gains: Sequence[Gain]) -> list[Tensor]:
+    async def _logits(self, updates: Sequence[RowUpdate]) -> list[Tensor]:
         """[rows, prompt, vocab] behind prompts, and [rows, 1, tokens, vocab] of tokens: as much as there is of what is
         asked for."""
         found = []
-        if any(gain.context_logits for gain in gains):
-            of_prompts = await stack_logits([gain.context_logits for gain in gains])
+        if any(update.context_logits for update in updates):
+            of_prompts = await stack_logits([update.context_logits for update in updates])
             found.append(Tensor("context_logits", "FP32", of_prompts))
         if any(row_request.sampling.return_generation_logits for row_request in self._requests):
-            of_tokens = await stack_logits([gain.generation_logits for gain in gains])
+            of_tokens = await stack_logits([update.generation_logits for update in updates])
             found.append(Tensor("generation_logits", "FP32", of_tokens[:, None]))
         return found
 
 
-def _add(found: dict[tuple[int, int], Gain], gain: Gain) -> None:
-    """Keep a gain with those of its completion."""
-    place = (gain.row, gain.sequence)
+def _add(found: dict[tuple[int, int], RowUpdate], update: RowUpdate) -> None:
+    """Add an update to the earlier ones of its completion."""
+    place = (update.row, update.sequence)
     if place in found:
-        found[place].add(gain)
+        found[place].add(update)
     else:
-        found[place] = replace(gain)
+        found[place] = replace(update)
 
 
 def _integers(name: str, values: Sequence[int]) -> Tensor:
     return Tensor(name, "INT32", np.array(values, np.int32).reshape(len(values), 1))
 
 
-def _log_probs(gains: Sequence[Gain]) -> list[Tensor]:
+def _log_probs(updates: Sequence[RowUpdate]) -> list[Tensor]:
     """[rows, 1] sums, and [rows, 1, tokens] log probabilities, filled up with 0."""
-    of_tokens = np.zeros((len(gains), 1, max(len(gain.log_probs) for gain in gains)), np.float32)
-    for place, gain in enumerate(gains):
-        of_tokens[place, 0, : len(gain.log_probs)] = gain.log_probs
-    sums = np.array([[gain.sum_log_probs] for gain in gains], np.float32)
+    of_tokens = np.zeros((len(updates), 1, max(len(update.log_probs) for update in updates)), np.float32)
+    for place, update in enumerate(updates):
+        of_tokens[place, 0, : len(update.log_probs)] = update.log_probs
+    sums = np.array([[update.sum_log_probs] for update in updates], np.float32)
     return [Tensor("cum_log_probs", "FP32", sums), Tensor("output_log_probs", "FP32", of_tokens)]

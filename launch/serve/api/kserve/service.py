@@ -14,20 +14,19 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.admission.limits import READ_HERE
-from launch.serve.admission.refusals import Kind, Refusal, refusing
-from launch.serve.api.kserve.grpc_messages import Sent, read_body, write_response
+from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.api.kserve.grpc_messages import Sent, write_response
 from launch.serve.api.kserve.http_bodies import InferBody
 from launch.serve.api.kserve.models import MODELS, PARTS, VERSION, Model
-from launch.serve.api.kserve.requests import STOP, InferRequest, InferResponse, check_request, is_stopping
-from launch.serve.api.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
+from launch.serve.api.kserve.requests import STOP, InferRequest, InferResponse
+from launch.serve.api.kserve.row_requests import AskedRows
 from launch.serve.api.kserve.runs import Run
 from launch.serve.api.kserve.tensors import refuse_input
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import ModelTotals
 from launch.serve.parsing.messages import Stops
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer, ParsedRequest, UnencodedRequest
 from trtrun import __version__
 
 
@@ -141,31 +140,29 @@ class Begun:
     """
 
     body: InferBody
-    work: Run | ReadAnswer
+    work: Run | ParsedAnswer
 
 
 class KServeService:
-    """The models over a front."""
+    """The models over a frontend."""
 
-    def __init__(self, front: Front, facts: ModelFacts, max_batch_size: int, block_size: int) -> None:
-        """Serve a front's model.
+    def __init__(self, frontend: Frontend, max_batch_size: int, block_size: int) -> None:
+        """Serve a frontend's model.
 
         Args:
-            front: whose door and metrics these are, too.
-            facts: of the model.
+            frontend: whose admission control and metrics these are, too.
             max_batch_size: rows that a request may have.
             block_size: tokens of a KV block.
         """
-        self.front = front
+        self.frontend = frontend
         self.max_batch_size = max_batch_size
-        self._facts = facts
         self._block_size = block_size
         for name, parts in PARTS.items():
-            front.metrics.models.compose(name, parts)
+            frontend.metrics.models.compose(name, parts)
 
     def check_ready(self, model: Model | None = None) -> None:
         """Raise a Refusal while requests, or those for a model, are not answered."""
-        self.front.door.check_open()
+        self.frontend.admission.check_open()
         if model is not None:
             self._check_text(model)
 
@@ -197,7 +194,7 @@ class KServeService:
 
     def statistics(self, models: Sequence[Model]) -> list[dict[str, Any]]:
         """Triton's statistics of models, of the numbers that its metrics have, too."""
-        return [_statistics(model.name, self.front.metrics.models.read(model.name)) for model in models]
+        return [_statistics(model.name, self.frontend.metrics.models.read(model.name)) for model in models]
 
     async def begin(self, sent: Sent, arrived: float, beside: Places | None = None) -> Begun:
         """Let a request in.
@@ -211,65 +208,51 @@ class KServeService:
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        counted = self.front.metrics.models.begin(sent.model.name)
+        counted = self.frontend.metrics.models.begin(sent.model.name)
         try:
             self._check_text(sent.model)
-            if _is_long(sent):
-                return await self._begin_long(sent, arrived, beside, counted)
-            body = read_body(sent)
-            request = check_request(sent.model, body.request_id, body.tensors, body.outputs, self.max_batch_size)
-            if is_stopping(request):
-                return Begun(body, _stop(sent.model, body.request_id, beside, counted))
-            with refusing():
-                rows = read_row_requests(request, self._facts)
-            if any(row.sampling.guided is not None for row in rows):
-                return await self._begin_long(sent, arrived, beside, counted)
-            prompts, sampling = [row.prompt for row in rows], [row.sampling for row in rows]
-            generation = await self.front.begin(prompts, sampling, arrived)
-            return Begun(body, Run(request, rows, generation, self.front, self._block_size, counted))
+            found: object = self.frontend.parse_in_loop(sent.form, sent.raw, sent.model.name, sent.json_length)
+            if found is None:
+                found = await self.frontend.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
+            if isinstance(found, ParsedAnswer):
+                counted.num_inferences = found.num_inferences
+                counted.enter(Stage.INFER)
+                counted.begin_answer()
+                counted.succeed()
+                return Begun(NOTHING, found)
+            if isinstance(found, Stops):
+                return Begun(NOTHING, _stop(sent.model, found.request_id, beside, counted))
+            assert isinstance(found, ParsedRequest | UnencodedRequest)
+            asked = _asked_rows(found)
+            body = InferBody(asked.request_id, (), asked.outputs, asked.binary, asked.all_binary)
+            outputs = tuple(dict.fromkeys(asked.outputs))
+            request = InferRequest(sent.model, asked.request_id, {}, outputs, len(asked.rows))
+            generation = await self.frontend.begin(found, arrived)
+            return Begun(body, Run(request, asked.rows, generation, self.frontend, self._block_size, counted))
         except BaseException as error:
             counted.fail_with(error)
             raise
 
-    async def _begin_long(self, sent: Sent, arrived: float, beside: Places | None, counted: ModelRequest) -> Begun:
-        """The same for one that is read beside the event loop: for its length, or for what its guide may take."""
-        found = await self.front.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
-        if isinstance(found, ReadAnswer):
-            counted.num_inferences = found.num_inferences
-            counted.enter(Stage.INFER)
-            counted.begin_answer()
-            counted.succeed()
-            return Begun(NOTHING, found)
-        if isinstance(found, Stops):
-            return Begun(NOTHING, _stop(sent.model, found.request_id, beside, counted))
-        others = found.others
-        body = InferBody(others["request_id"], (), others["outputs"], frozenset(others["binary"]), others["all_binary"])
-        rows = [
-            replace(
-                msgspec.convert({**rest, "prompt": "", "sampling": {}}, RowRequest), prompt=prompt, sampling=sampling
-            )
-            for rest, prompt, sampling in zip(others["rows"], found.prompts, found.sampling, strict=True)
-        ]
-        generation = await self.front.begin(found.prompts, found.sampling, arrived, are_read=True)
-        outputs = tuple(dict.fromkeys(body.outputs))
-        request = InferRequest(sent.model, body.request_id, {}, outputs, len(rows))
-        return Begun(body, Run(request, rows, generation, self.front, self._block_size, counted))
-
     def _check_text(self, model: Model) -> None:
-        if model.has_text and self.front.tokenizer is None:
+        if model.has_text and self.frontend.tokenizer is None:
             raise Refusal(
                 Kind.INVALID,
                 f"{model.name} needs a tokenizer, which this checkpoint does not have: send token ids to tensorrt_llm",
             )
 
 
-def _is_long(sent: Sent) -> bool:
-    """Whether a request is read beside the event loop without a look at it: for its length, or for what a word of it
-    may become."""
-    return len(sent.raw) > READ_HERE or sent.model.is_processing
+def _asked_rows(found: ParsedRequest | UnencodedRequest) -> AskedRows:
+    """What a request asks for beside its prompts and parameters, whoever has parsed it."""
+    if isinstance(found, UnencodedRequest):
+        assert isinstance(found.others, AskedRows)
+        return found.others
+    rows = [{**row, "prompt": "", "sampling": {}} for row in found.others["rows"]]
+    asked = msgspec.convert({**found.others, "rows": rows}, AskedRows)
+    each = zip(asked.rows, found.prompts, found.sampling, strict=True)
+    return replace(asked, rows=tuple(replace(row, prompt=prompt, sampling=given) for row, prompt, given in each))
 
 
-def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> ReadAnswer:
+def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> ParsedAnswer:
     """Stop what has the same id on the same stream or connection of gRPC: nobody ends the requests of others."""
     if beside is None:
         raise refuse_input(
@@ -277,7 +260,7 @@ def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRe
         )
     beside.stop(request_id)
     counted.succeed()
-    return ReadAnswer(1, write_response(InferResponse(model, request_id)).SerializeToString(), None)
+    return ParsedAnswer(1, write_response(InferResponse(model, request_id)).SerializeToString(), None)
 
 
 def _statistics(name: str, totals: ModelTotals) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta, PromptLogprobs
 from trtrun.core.request_statistics import RequestStatistics

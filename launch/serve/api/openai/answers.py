@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from launch.serve.api.openai.answer_parts import (
     Choice,
@@ -27,7 +28,7 @@ from launch.serve.api.openai.answer_parts import (
 )
 from launch.serve.api.openai.calls import Answering
 from launch.serve.api.openai.output.parsing import ChatText
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import PING, event
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
@@ -315,8 +316,8 @@ class ChatAnswer(Answer):
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     scores_beside = True
 
+    @override
     def prepare(self, answering: Answering) -> None:
-        """See `Answer`."""
         is_parsed = answering.parsing.is_needed
         self._texts = [ChatText(answering.parsing) for _ in range(self._num_choices)] if is_parsed else []
         self._num_thought = 0

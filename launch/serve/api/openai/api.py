@@ -1,4 +1,4 @@
-"""The OpenAI API over the front: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, and errors in its
+"""The OpenAI API over the frontend: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, and errors in its
 shape.
 
 An endpoint reads as it works: body → call → generation → answer, or one event for each piece. It knows HTTP through
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,22 +19,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.event_loop_stalls import YieldTimer
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
-from launch.serve.admission.stretches import Rests
 from launch.serve.api.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.api.openai.prompts import PromptMaker
 from launch.serve.api.openai.responses.answers import ResponseAnswer
-from launch.serve.api.openai.types import read_completion
-from launch.serve.frontend.front import Front, Generation
+from launch.serve.frontend.frontend import Frontend, Generation
 from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, make_parts
-from launch.serve.http.bodies import Bodies, parse_json
+from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
-from launch.serve.parsing.readers import ReadRequest
-from trtrun.api.prompts import Prompt
+from launch.serve.parsing.parsers import ParsedRequest, UnencodedRequest
 from trtrun.core.outputs import CompletionDelta
 
 _TYPES: Mapping[Kind, str] = {
@@ -53,23 +48,14 @@ _TYPES: Mapping[Kind, str] = {
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a body asks for, whatever the endpoint; see `Front.begin`."""
-
-    prompts: Sequence[Prompt]
-    answering: Answering
-    is_read: bool = False
-
-
 class OpenAIApi:
     """The endpoints below /v1."""
 
-    def __init__(self, front: Front, keys: Keys, bodies: Bodies, defaults: Mapping[str, Any] | None = None) -> None:
-        """Answer for a front; `defaults` is sampling of the model where a request does not say it."""
-        self._front = front
-        self._defaults = defaults or {}
-        self._prompts = PromptMaker(front.model_name, front.tokenizer, None)
+    def __init__(
+        self, frontend: Frontend, keys: Keys, bodies: Bodies, defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """Answer for a frontend; `defaults` is sampling of the model where a request does not say it."""
+        self._frontend = frontend
         self._keys = keys
         self._bodies = bodies
         self._created = int(time.time())
@@ -87,7 +73,7 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Go on with prompts."""
-        return await self._answer(request, self._read_completion, CompletionAnswer)
+        return await self._answer(request, "completion", CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -106,7 +92,7 @@ class OpenAIApi:
     async def models(self, request: Request) -> Response:
         """The one model, and its adapters."""
         self._keys.check(request)
-        models = [self._model(), *map(self._model, self._front.adapters)]
+        models = [self._model(), *map(self._model, self._frontend.adapters)]
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
         return JSONResponse({"object": "list", "data": models, **ends})
 
@@ -114,58 +100,43 @@ class OpenAIApi:
         """The one model, or an adapter, by its name."""
         self._keys.check(request)
         name = request.path_params["name"]
-        if name in self._front.adapters:
+        if name in self._frontend.adapters:
             return JSONResponse(self._model(name))
-        if name != self._front.model_name:
-            alone = "" if self._front.adapters else " alone"
-            known = ", ".join(map(repr, [self._front.model_name, *self._front.adapters]))
+        if name != self._frontend.model_name:
+            alone = "" if self._frontend.adapters else " alone"
+            known = ", ".join(map(repr, [self._frontend.model_name, *self._frontend.adapters]))
             raise Refusal(Kind.UNKNOWN_MODEL, f"this server has the model {known}{alone}", code="model_not_found")
         return JSONResponse(self._model())
 
     async def answer_aside(self, request: Request, kind: str, answer: type[Answer]) -> Response:
-        """Answer a request of a kind that another process reads, however short it is: nobody knows how long a chat
-        template works. See `reading.messages.Task`."""
+        """Answer a request that is or becomes a chat: a worker parses it, however short it is, for nobody knows how
+        long a chat template works. Kinds are those of `parsing.messages.Task`."""
         try:
-            return await self._answer(request, partial(self._read_aside, kind), answer)
+            return await self._answer(request, kind, answer)
         except Refusal as refusal:
             if refusal.field == "prompt":  # which is made of what the request has
                 refusal.field = "input" if kind == "response" else "messages"
             raise
 
-    async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
-        if len(body) > READ_HERE:
-            return await self._read_aside("completion", request, body, arrived)
-        call = read_completion(parse_json(body), self._front.model_name, self._front.adapters, self._defaults)
-        if call.answering.sampling.guided is not None:
-            return await self._read_aside("completion", request, body, arrived)
-        if not call.encoding.is_needed:
-            return _Asked(call.prompts, call.answering)
-        return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)
-
-    async def _read_aside(self, kind: str, request: Request, body: bytes, arrived: float) -> _Asked:
-        found = await unless_gone(request, self._front.read(kind, body, arrived))
-        assert isinstance(found, ReadRequest)
-        sampling = found.sampling[0]
-        answering = replace(msgspec.convert({**found.others, "sampling": {}}, Answering), sampling=sampling)
-        return _Asked(found.prompts, answering, is_read=True)
-
-    async def _answer(
-        self, request: Request, read: Callable[[Request, bytes, float], Awaitable[_Asked]], kind: type[Answer]
-    ) -> Response:
+    async def _answer(self, request: Request, kind: str, answer_type: type[Answer]) -> Response:
         """From a body to its answer, counted as a request for the one model."""
         self._keys.check(request)
-        counted = self._front.metrics.models.begin(self._front.model_name)
+        counted = self._frontend.metrics.models.begin(self._frontend.model_name)
         try:
             with await self._bodies.read(request) as body:
                 arrived = time.perf_counter()
-                asked = await read(request, body.content, arrived)
-                generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived, asked.is_read)
-            counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
+                found: object = self._frontend.parse_in_loop(kind, body.content)
+                if found is None:
+                    found = await unless_gone(request, self._frontend.read(kind, body.content, arrived))
+                assert isinstance(found, ParsedRequest | UnencodedRequest)
+                answering = _answering_of(found)
+                generation = await self._frontend.begin(found, arrived)
+            counted.num_inferences = len(found.prompts) * answering.sampling.n
             counted.enter(Stage.INFER)
-            front, prompts = self._front, generation.prompts
-            model = asked.answering.sampling.lora_name or front.model_name
-            answer = kind(model, front.tokenizer, asked.answering, prompts, front.end_token_ids)
-            if asked.answering.stream:
+            frontend, prompts = self._frontend, generation.prompts
+            model = answering.sampling.lora_name or frontend.model_name
+            answer = answer_type(model, frontend.tokenizer, answering, prompts, frontend.end_token_ids)
+            if answering.stream:
                 return self._stream(generation, answer, counted)
             try:
                 await unless_gone(request, _collect(generation, answer, counted))
@@ -174,9 +145,9 @@ class OpenAIApi:
             counted.move_to_queue(generation.queue_seconds)
             counted.enter(Stage.OUTPUT)
             with counted:
-                parts = answer.whole(generation.usage, self._front.draft_len)
+                parts = answer.whole(generation.usage, self._frontend.draft_len)
                 # As many numbers as prompts are long take too long for the event loop.
-                is_long = asked.answering.prompt_logprobs is not None
+                is_long = answering.prompt_logprobs is not None
                 return answer_in_parts(await (asyncio.to_thread(list, parts) if is_long else make_parts(parts)))
         except ClientDisconnect:
             counted.fail(Failure.CANCELED)
@@ -190,7 +161,7 @@ class OpenAIApi:
             generation.close()
             counted.fail(Failure.CANCELED)  # unless it has ended
 
-        return EventStream(close, self._events(generation, answer, counted), self._front.ping_seconds, answer.ping)
+        return EventStream(close, self._events(generation, answer, counted), self._frontend.ping_seconds, answer.ping)
 
     async def _events(
         self, generation: Generation, answer: Answer, counted: ModelRequest
@@ -199,33 +170,33 @@ class OpenAIApi:
         out."""
         if beginning := answer.beginning():
             yield b"".join(map(answer.event, beginning))
-        rests = Rests()
+        yield_timer = YieldTimer()
         try:
             while pieces := await generation.take():
                 counted.begin_answer()
                 events: list[bytes] = []
-                rests.begin()
+                yield_timer.restart()
                 for piece in pieces:
                     events += await _work(piece, lambda piece: list(map(answer.event, answer.chunks(piece))))
-                    await rests.rest()
+                    await yield_timer.yield_if_due()
                 if generation.is_over:
                     counted.move_to_queue(generation.queue_seconds)
                     counted.succeed()
-                    last = answer.ending(generation.usage, self._front.draft_len)
+                    last = answer.ending(generation.usage, self._frontend.draft_len)
                     events += [*map(answer.event, last), *answer.last_words]
                     yield LastEvents(b"".join(events))
                 elif events:
                     yield b"".join(events)
         except Refusal as refusal:
             counted.fail_with(refusal)
-            self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            self._frontend.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield LastEvents(b"".join([answer.event(answer.failure(error_body(refusal))), *answer.last_words]))
 
     def _model(self, adapter: str | None = None) -> dict[str, Any]:
         """The one model, or an adapter of it, for OpenAI's clients and for Anthropic's."""
-        limits = self._front.client.limits
-        parent = {} if adapter is None else {"parent": self._front.model_name}
-        name = adapter or self._front.model_name
+        limits = self._frontend.client.limits
+        parent = {} if adapter is None else {"parent": self._frontend.model_name}
+        name = adapter or self._frontend.model_name
         return {
             "id": name,
             "object": "model",
@@ -237,6 +208,14 @@ class OpenAIApi:
             "max_model_len": None if limits is None else limits.max_length,
             **parent,
         }
+
+
+def _answering_of(found: ParsedRequest | UnencodedRequest) -> Answering:
+    """How a request is to be answered, whoever has parsed it."""
+    if isinstance(found, UnencodedRequest):
+        assert isinstance(found.others, Answering)
+        return found.others
+    return replace(msgspec.convert({**found.others, "sampling": {}}, Answering), sampling=found.sampling[0])
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
@@ -252,11 +231,11 @@ def answer_refusal(refusal: Refusal) -> JSONResponse:
 
 async def _collect(generation: Generation, answer: Answer, counted: ModelRequest) -> None:
     """Have an answer keep all pieces."""
-    rests = Rests()
+    yield_timer = YieldTimer()
     async for piece in generation:
         counted.begin_answer()
         await _work(piece, answer.keep)
-        await rests.rest()
+        await yield_timer.yield_if_due()
 
 
 async def _work(piece: CompletionDelta, work: Callable[[CompletionDelta], T]) -> T:

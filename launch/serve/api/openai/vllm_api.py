@@ -16,11 +16,11 @@ from starlette.routing import Route
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.answers import answer_in_parts
 from launch.serve.http.bodies import Bodies, parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 from trtrun.core.values import show_value
 from trtrun.errors import nearest
 
@@ -28,8 +28,8 @@ from trtrun.errors import nearest
 class TokenApi:
     """The endpoints."""
 
-    def __init__(self, front: Front, keys: Keys, bodies: Bodies) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend, keys: Keys, bodies: Bodies) -> None:
+        self._frontend = frontend
         self._keys = keys
         self._bodies = bodies
 
@@ -44,7 +44,7 @@ class TokenApi:
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a chat, and how many there may be."""
         content = await self._read("tokenize", request)
-        length = self._front.most_prompt_tokens() + 1
+        length = self._frontend.most_prompt_tokens() + 1
         return answer_in_parts([b'{"max_model_len":%d,' % length, content[1:]])
 
     async def detokenize(self, request: Request) -> Response:
@@ -64,8 +64,8 @@ class TokenApi:
     async def _read(self, kind: str, request: Request) -> bytes:
         self._keys.check(request)
         with await self._bodies.read(request) as body:
-            found = await unless_gone(request, self._front.read(kind, body.content, time.perf_counter()))
-        assert isinstance(found, ReadAnswer)
+            found = await unless_gone(request, self._frontend.read(kind, body.content, time.perf_counter()))
+        assert isinstance(found, ParsedAnswer)
         return found.content
 
 

@@ -1,4 +1,4 @@
-"""What stands before the server's work: the door, keys, bodies, connections, its section and its command line."""
+"""What stands before the server's work: the admission, keys, bodies, connections, its section and its command line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from starlette.requests import Request
 
 from launch.commands import serve as serve_command
 from launch.commands.serve import server_overrides
-from launch.serve.admission import owners
-from launch.serve.admission.limits import Door
-from launch.serve.admission.logits import LogitsLimit, LogitsPlace
-from launch.serve.admission.owners import OWNER, WANTING_SECONDS, Owners, owner_of_address
+from launch.serve.admission import control as owners
+from launch.serve.admission.control import (
+    OWNER,
+    WANTING_SECONDS,
+    AdmissionControl,
+    LogitsLimit,
+    LogitsPlace,
+    Owners,
+    owner_of_address,
+)
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.application.http_server import Listener, is_loopback, listen
 from launch.serve.http.bodies import parse_json
@@ -38,49 +44,49 @@ def refusal_of(work: Callable[[], object]) -> Refusal:
 
 def test_the_door_counts_completions_and_requests() -> None:
     async def check() -> None:
-        door = Door(max_running=4, max_queue=2, max_streams=3)
-        assert refusal_of(lambda: door.enter(1)).kind is Kind.UNAVAILABLE
-        door.is_open = True
-        tickets = [door.enter(4), door.enter(1)]
-        assert refusal_of(lambda: door.enter(2)).code == "queue_full"
-        assert refusal_of(lambda: door.enter(7)).kind is Kind.INVALID
-        tickets.append(door.enter(1))
+        admission = AdmissionControl(max_running=4, max_queue=2, max_streams=3)
+        assert refusal_of(lambda: admission.enter(1)).kind is Kind.UNAVAILABLE
+        admission.is_open = True
+        tickets = [admission.enter(4), admission.enter(1)]
+        assert refusal_of(lambda: admission.enter(2)).code == "queue_full"
+        assert refusal_of(lambda: admission.enter(7)).kind is Kind.INVALID
+        tickets.append(admission.enter(1))
         tickets[0].leave()
         tickets[0].leave()
-        assert (door.num_completions, door.num_requests) == (2, 2)
-        tickets[0] = door.enter(1)
-        assert refusal_of(lambda: door.enter(1)).code == "too_many_streams"
-        door.is_closing = True
-        assert refusal_of(lambda: door.enter(1)).code == "server_ending"
-        assert not await door.wait_empty(0.0)
-        waiting = asyncio.create_task(door.wait_empty(60))
+        assert (admission.num_completions, admission.num_requests) == (2, 2)
+        tickets[0] = admission.enter(1)
+        assert refusal_of(lambda: admission.enter(1)).code == "too_many_streams"
+        admission.is_closing = True
+        assert refusal_of(lambda: admission.enter(1)).code == "server_ending"
+        assert not await admission.wait_empty(0.0)
+        waiting = asyncio.create_task(admission.wait_empty(60))
         await asyncio.sleep(0)
         for ticket in tickets:
             ticket.leave()
-        assert await waiting and door.num_completions == 0
+        assert await waiting and admission.num_completions == 0
 
     run(check())
 
 
 def test_the_door_keeps_places_for_those_who_have_few() -> None:
-    door = Door(max_running=4, max_queue=12, max_streams=8, is_open=True)
-    hog = [door.enter(2, "hog") for _ in range(6)]
-    assert door.enter(4, "hog").leave() is None, "alone it may have all"
-    small = door.enter(1, "small")
-    refused = refusal_of(lambda: door.enter(1, "hog"))
+    admission = AdmissionControl(max_running=4, max_queue=12, max_streams=8, is_open=True)
+    hog = [admission.enter(2, "hog") for _ in range(6)]
+    assert admission.enter(4, "hog").leave() is None, "alone it may have all"
+    small = admission.enter(1, "small")
+    refused = refusal_of(lambda: admission.enter(1, "hog"))
     assert refused.code == "queue_full" and "13 completions are in work, 12 of them yours, 1 more" in str(refused)
     small.leave()
-    assert refusal_of(lambda: door.enter(1, "hog")).code == "queue_full", "who was there a moment ago comes again"
+    assert refusal_of(lambda: admission.enter(1, "hog")).code == "queue_full", "who was there a moment ago comes again"
     for ticket in hog:
         ticket.end_completion()
         ticket.end_completion()
         ticket.end_completion()
-    assert (door.num_completions, door.num_requests) == (0, 6), "answers that nobody reads"
-    assert refusal_of(lambda: door.enter(1, "hog")).code == "too_many_streams"
-    assert door.enter(16, "small").leave() is None
+    assert (admission.num_completions, admission.num_requests) == (0, 6), "answers that nobody reads"
+    assert refusal_of(lambda: admission.enter(1, "hog")).code == "too_many_streams"
+    assert admission.enter(16, "small").leave() is None
     for ticket in hog:
         ticket.leave()
-    assert (door.num_completions, door.num_requests) == (0, 0)
+    assert (admission.num_completions, admission.num_requests) == (0, 0)
 
 
 def test_owners_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fronts import NoEngine, WatchedTokenizer, make_front
+from fronts import NoEngine, WatchedTokenizer, make_frontend
 
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.application.http_server import make_application, make_metrics_application
 from launch.serve.application.status import metrics_route
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config
@@ -38,17 +38,17 @@ class SilentEngine(NoEngine):
         return None
 
 
-def front_of() -> Front:
-    return make_front(WatchedTokenizer(), SilentEngine())
+def frontend_of() -> Frontend:
+    return make_frontend(WatchedTokenizer(), SilentEngine())
 
 
 def ask(
-    method: str, path: str, front: Front | None = None, origins: Sequence[str] = (), keys: Any = (), **others: Any
+    method: str, path: str, frontend: Frontend | None = None, origins: Sequence[str] = (), keys: Any = (), **others: Any
 ) -> httpx.Response:
-    front = front or front_of()
+    frontend = frontend or frontend_of()
     told = Keys(keys)
-    routes = [*OpenAIApi(front, told, Bodies(100_000, 200_000)).routes(), metrics_route(front, told)]
-    return send(make_application(front, routes, origins), method, path, **others)
+    routes = [*OpenAIApi(frontend, told, Bodies(100_000, 200_000)).routes(), metrics_route(frontend, told)]
+    return send(make_application(frontend, routes, origins), method, path, **others)
 
 
 def send(application: Any, method: str, path: str, **others: Any) -> httpx.Response:
@@ -122,9 +122,9 @@ def test_what_is_no_origin_is_refused(origin: Any) -> None:
 
 
 def test_metrics_are_told_on_both_ports_and_need_a_key_on_the_apis() -> None:
-    front = front_of()
-    own = send(make_metrics_application(front), "GET", "/metrics")
-    told = ask("GET", "/metrics", front)
+    frontend = frontend_of()
+    own = send(make_metrics_application(frontend), "GET", "/metrics")
+    told = ask("GET", "/metrics", frontend)
     assert own.status_code == told.status_code == 200 and own.headers["content-type"] == told.headers["content-type"]
     assert "vllm:num_requests_running" in told.text
     assert {line for line in own.text.splitlines() if line.startswith("#")} == {
@@ -132,12 +132,12 @@ def test_metrics_are_told_on_both_ports_and_need_a_key_on_the_apis() -> None:
     }
     assert ask("GET", "/metrics", keys=["secret"]).status_code == 401
     assert ask("GET", "/metrics", keys=["secret"], headers={"authorization": "Bearer secret"}).status_code == 200
-    assert send(make_metrics_application(front), "GET", "/metrics/").status_code == 404
+    assert send(make_metrics_application(frontend), "GET", "/metrics/").status_code == 404
 
 
 def test_whoever_comes_while_the_server_ends_is_told_when_to_come_again() -> None:
-    front = front_of()
-    front.door.is_closing = True
+    frontend = frontend_of()
+    frontend.admission.is_closing = True
     for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
-        answer = ask(method, path, front, content=json.dumps({"prompt": "x"}).encode())
+        answer = ask(method, path, frontend, content=json.dumps({"prompt": "x"}).encode())
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0

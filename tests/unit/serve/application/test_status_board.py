@@ -14,15 +14,15 @@ from engine_messages import LIMITS, run
 from quantized_checkpoints import make_pair
 from starlette.requests import Request
 
-from launch.serve.admission.limits import Door
+from launch.serve.admission.control import AdmissionControl
 from launch.serve.application import status as board
 from launch.serve.application.status import StatusBoard
 from launch.serve.engine.messages import Ready, Standing, Status
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.requests import Keys
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from trtrun.configuration.config import make_config
-from trtrun.configuration.topology import make_topology
+from trtrun.start.job_spec import JobSpec
 
 READY = Ready(version="1", config_hash="h", limits=asdict(LIMITS))
 STATUS = Status(num_running=3, num_waiting=2, num_free_blocks=8, num_blocks=32, totals={})
@@ -56,10 +56,14 @@ def make_board(engine: Engine, draft: str = "draft", **sections: Any) -> StatusB
             **sections,
         }
     )
-    front = SimpleNamespace(
-        client=engine, door=Door(4, 8, 8, is_open=True), metrics=FrontMetrics("pair", 4), model_name="pair", draft_len=4
+    frontend = SimpleNamespace(
+        client=engine,
+        admission=AdmissionControl(4, 8, 8, is_open=True),
+        metrics=FrontendMetrics("pair", 4),
+        model_name="pair",
+        draft_len=4,
     )
-    return StatusBoard(cast(Front, front), config, make_topology(config), Keys(()), False)
+    return StatusBoard(cast(Frontend, frontend), JobSpec(config), Keys(()), False)
 
 
 async def ask(asked: StatusBoard) -> dict[str, Any]:
@@ -120,4 +124,4 @@ def test_the_engine_is_asked_once_for_all_who_look() -> None:
 def test_a_quantized_checkpoint_is_told_as_one(tmp_path: Path) -> None:
     quantized, _ = make_pair(tmp_path, "awq")
     config = make_config({"target": {"model": str(quantized), "devices": ["cpu:0"]}, "speculation": {"method": "none"}})
-    assert board._models(config)["target"]["quantization"] == "awq"
+    assert board._models(JobSpec(config))["target"]["quantization"] == "awq"

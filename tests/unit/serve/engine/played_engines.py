@@ -85,7 +85,7 @@ class Process:
         self._writer.write(encode(message))
 
     async def hear(self) -> Generate | None:
-        """The next request; None once the front closes."""
+        """The next request; None once the frontend closes."""
         while not self._unheard:
             message = await self._messages.read()
             if message is None or isinstance(message, Close):
@@ -96,7 +96,7 @@ class Process:
         return self.heard[-1]
 
     async def tell(self, request: Generate, token: int, finish_reason: str | None = None) -> None:
-        """A token of each completion of a request, which the front has read behind this."""
+        """A token of each completion of a request, which the frontend has read behind this."""
         deltas = [delta_of((token,), finish_reason, index, request_id=request.request_id) for index in (0, 1)]
         self.send(Deltas(deltas=tuple(deltas)))
         generated = self._client._requests[request.request_id].generated

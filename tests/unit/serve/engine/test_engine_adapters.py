@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from engine_messages import SAMPLING, run
 
 from launch.serve.admission.refusals import Refusal
-from launch.serve.engine.adapters import AdapterBook
+from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.messages import AdapterChanged, DropAdapter, LoadAdapter, Message, MessageStream
 from launch.serve.engine.open_requests import EngineRequest, Inbox
@@ -33,7 +33,7 @@ def drop(name: str) -> DropAdapter:
 
 
 def test_the_next_engine_has_what_the_last_one_had(path: str) -> None:
-    book = AdapterBook.of(["a", "b"])
+    book = AdapterRegistry.of(["a", "b"])
     assert book.names == ["a", "b"] and list(book.changes([])) == []
     for change in (load("c", path), drop("a"), drop("b"), load("b", path)):
         book.enter(change)
@@ -42,7 +42,7 @@ def test_the_next_engine_has_what_the_last_one_had(path: str) -> None:
 
 
 def test_what_was_dropped_is_there_for_requests_that_have_it(path: str) -> None:
-    book = AdapterBook.of(["a"])
+    book = AdapterRegistry.of(["a"])
     for change in (load("c", path), drop("c"), drop("a")):
         book.enter(change)
     assert book.names == [] and list(book.changes(["a", "c"])) == [load("c", path)]
@@ -52,14 +52,14 @@ def test_what_was_dropped_is_there_for_requests_that_have_it(path: str) -> None:
 
 
 def test_files_that_have_changed_are_not_loaded_again(path: str) -> None:
-    book = AdapterBook.of([])
+    book = AdapterRegistry.of([])
     book.enter(load("c", path))
     edit_adapter(Path(path), lora_alpha=3)
     assert list(book.changes([])) == [] and book.names == []
 
 
 def test_what_engines_are_lost_of_is_not_loaded_again_for_ever(path: str) -> None:
-    book = AdapterBook.of([])
+    book = AdapterRegistry.of([])
     for name in ("c", "d"):
         book.enter(load(name, path))
     assert not book.give_up("c", at_once=False)  # by chance

@@ -192,7 +192,7 @@ def test_each_phase_is_named(
 
 
 class Told:
-    """Keeps what goes out to the front."""
+    """Keeps what goes out to the frontend."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

@@ -21,6 +21,7 @@ from launch.serve.engine.process import _Served
 from launch.serve.engine.restarted_engine import EngineEvents
 from parallel.watchdog.activity import Doing, Phase
 from trtrun.configuration.config import make_config
+from trtrun.start.job_spec import JobSpec
 
 
 class LongRound:
@@ -84,7 +85,7 @@ def test_an_engine_in_a_long_round_is_not_waited_for_either(monkeypatch: pytest.
         client, llm = EngineClient(), LongRound()
         fronts, own = socket.socketpair()
         hearing = asyncio.create_task(client.serve(*await asyncio.open_unix_connection(sock=fronts)))
-        serving = asyncio.create_task(process.serve_front(llm, own))  # type: ignore[arg-type]
+        serving = asyncio.create_task(process.serve_frontend(llm, own))  # type: ignore[arg-type]
         while client.ready is None:
             await asyncio.sleep(0)
         assert await client.ask_status() is None
@@ -107,7 +108,7 @@ def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch
                 "launch": {"heartbeat_seconds": 0.5},
             }
         )
-        engine = OwnEngine(config)
+        engine = OwnEngine(JobSpec(config))
         monkeypatch.setattr(engine, "_open", lambda: llm)
         monkeypatch.setattr(process, "describe_engine", describe)
         said: asyncio.Queue[str] = asyncio.Queue()

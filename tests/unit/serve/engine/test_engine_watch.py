@@ -1,4 +1,4 @@
-"""When an engine of one process hangs, as its front sees it."""
+"""When an engine of one process hangs, as its frontend sees it."""
 
 from __future__ import annotations
 

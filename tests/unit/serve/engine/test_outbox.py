@@ -1,4 +1,4 @@
-"""The engine's way out to the front: one message a round, and no waiting for a front that does not read."""
+"""The engine's way out to the frontend: one message a round, and no waiting for a frontend that does not read."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_front_that_is_gone_is_written_to_no_more() -> None:
         put_and_send()
         assert counted.num_sends == 2
         fronts.close()
-        put_and_send()  # the first of these hears that the front is gone
+        put_and_send()  # the first of these hears that the frontend is gone
         put_and_send()
         assert counted.num_sends == 3
         outbox.close()

@@ -1,4 +1,4 @@
-"""Changes of adapters at the front: one after the other, few that wait, and what is left without its client."""
+"""Changes of adapters at the frontend: one after the other, few that wait, and what is left without its client."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Client:
 def desk_of(directory: Path, timeout: float = 60.0) -> tuple[AdapterDesk, Client]:
     (directory / "a").mkdir()
     client = Client()
-    front: Any = SimpleNamespace(client=client, model_name="pair", adapters=client.loaded)
-    return AdapterDesk(front, directory.resolve(), timeout), client
+    frontend: Any = SimpleNamespace(client=client, model_name="pair", adapters=client.loaded)
+    return AdapterDesk(frontend, directory.resolve(), timeout), client
 
 
 async def turns(count: int = 20) -> None:

@@ -10,14 +10,14 @@ import pytest
 
 from launch.serve.admission.refusals import Refusal
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 
 
 class Asked(Exception):
     """The engine is asked to load a directory."""
 
 
-class PlayedFront:
+class PlayedFrontend:
     """That has one name, and no adapters."""
 
     model_name = "base"
@@ -52,7 +52,7 @@ def directory(tmp_path: Path) -> Path:
 
 def load(directory: Path, path: str, name: str = "x") -> str:
     """The directory that the engine is asked to load."""
-    desk = AdapterDesk(cast(Front, PlayedFront()), directory.resolve(), 60.0)
+    desk = AdapterDesk(cast(Frontend, PlayedFrontend()), directory.resolve(), 60.0)
     with pytest.raises(Asked) as asked:
         asyncio.run(desk.load(name, path))
     return str(asked.value)
@@ -70,13 +70,13 @@ def test_what_lies_below_is_loaded(directory: Path) -> None:
      "/etc", "good\0", "a" * 5000, "\ud800"],
 )  # fmt: skip
 def test_nothing_else_is_looked_at(directory: Path, path: str) -> None:
-    desk = AdapterDesk(cast(Front, PlayedFront()), directory.resolve(), 60.0)
+    desk = AdapterDesk(cast(Frontend, PlayedFrontend()), directory.resolve(), 60.0)
     with pytest.raises(Refusal, match=r"lora_path: there is no directory .* below server\.adapter_directory"):
         asyncio.run(desk.load("x", path))
 
 
 @pytest.mark.parametrize("name", ["", " x", "a\nb", "a\x1b[31m", "\ud800", "x" * 201, "base"])
 def test_names_that_no_adapter_may_have(directory: Path, name: str) -> None:
-    desk = AdapterDesk(cast(Front, PlayedFront()), directory.resolve(), 60.0)
+    desk = AdapterDesk(cast(Frontend, PlayedFrontend()), directory.resolve(), 60.0)
     with pytest.raises(Refusal, match=r"lora_name must be a line|\"base\" is the model's own"):
         asyncio.run(desk.load(name, "good"))

@@ -8,24 +8,21 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from fronts import NoEngine, WatchedTokenizer, make_front, request_of
+from fronts import NoEngine, WatchedTokenizer, make_frontend, request_of
 from tritonclient.grpc import service_pb2
 
 from launch.serve.admission.refusals import Refusal
 from launch.serve.api.kserve import grpc_messages as forms
-from launch.serve.api.kserve import service
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
-from launch.serve.api.kserve.row_requests import ModelFacts
 from launch.serve.api.kserve.service import KServeService
-from launch.serve.api.openai import api as openai_api
 from launch.serve.api.openai import prompts as openai_prompts
 from launch.serve.api.openai.api import OpenAIApi
-from launch.serve.application import parser_worker as reader
-from launch.serve.frontend.front import Front
+from launch.serve.application import request_parser as reader
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.parsing.readers import ReadAnswer
+from launch.serve.parsing.parsers import ParsedAnswer
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT = {"text_input": "x", "max_tokens": 5}
@@ -35,15 +32,15 @@ TENSORS = [
 ]
 
 
-def openai(front: Front) -> OpenAIApi:
-    return OpenAIApi(front, Keys(()), Bodies(1 << 20, 1 << 20))
+def openai(frontend: Frontend) -> OpenAIApi:
+    return OpenAIApi(frontend, Keys(()), Bodies(1 << 20, 1 << 20))
 
 
-def kserve(front: Front) -> KServeService:
-    return KServeService(front, ModelFacts(front.tokenizer, 4096, (0,), 4), 8, 16)
+def kserve(frontend: Frontend) -> KServeService:
+    return KServeService(frontend, 8, 16)
 
 
-async def call(front: Front, endpoint: str) -> None:
+async def call(frontend: Frontend, endpoint: str) -> None:
     """Send one request, and wait for what comes of it."""
     body: dict[str, Any] = {"completions": {"model": "m", "prompt": "x"}, "chat_completions": CHAT, "generate": TEXT}
     if endpoint == "grpc":
@@ -54,16 +51,18 @@ async def call(front: Front, endpoint: str) -> None:
                 tensor.contents.bytes_contents.append(b"x")
             else:
                 tensor.contents.int_contents.append(5)
-        servicer = KServeServicer(kserve(front), Keys(()), Bodies(1 << 20, 1 << 20))
+        servicer = KServeServicer(kserve(frontend), Keys(()), Bodies(1 << 20, 1 << 20))
         begun = await servicer._begin(message.SerializeToString(), message)
-        assert not isinstance(begun.work, ReadAnswer)
+        assert not isinstance(begun.work, ParsedAnswer)
         try:
             await begun.work.whole()
         finally:
             begun.work.close()
         return
     api = (
-        openai(front) if "completions" in endpoint else KServeHttpApi(kserve(front), Keys(()), Bodies(1 << 20, 1 << 20))
+        openai(frontend)
+        if "completions" in endpoint
+        else KServeHttpApi(kserve(frontend), Keys(()), Bodies(1 << 20, 1 << 20))
     )
     ask: Callable[[Any], Awaitable[object]] = getattr(api, endpoint)
     await ask(request_of(json.dumps(body.get(endpoint, {"inputs": TENSORS})).encode(), model="ensemble"))
@@ -72,11 +71,11 @@ async def call(front: Front, endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "where", "slow"),
     [
-        ("completions", openai_api, "read_completion"),
+        ("completions", reader, "read_completion"),
         ("chat_completions", reader, "read_chat"),
         ("chat_completions", openai_prompts, "encode_text"),
         ("generate", forms, "read_generate"),
-        ("generate", service, "read_row_requests"),
+        ("generate", reader, "read_row_requests"),
         ("infer", forms, "read_infer"),
         ("grpc", forms, "read_tensors"),
     ],
@@ -94,7 +93,7 @@ def test_the_time_of_a_request_runs_from_its_body(
         return work(*arguments, **options)
 
     monkeypatch.setattr(where, slow, take_long)
-    front = make_front(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
+    frontend = make_frontend(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
     with pytest.raises(Refusal, match="was not done within 60 s"):
-        asyncio.run(asyncio.wait_for(call(front, endpoint), 30))
-    assert now == 61.0 and front.door.num_requests == 0
+        asyncio.run(asyncio.wait_for(call(frontend, endpoint), 30))
+    assert now == 61.0 and frontend.admission.num_requests == 0

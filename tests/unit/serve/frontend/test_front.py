@@ -1,20 +1,21 @@
-"""The way of a request through the front, without an engine: what is held to limits, and what is done beside the event
-loop."""
+"""The way of a request through the frontend, without an engine: what is held to limits, and what is done beside the
+event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from engine_messages import delta_of
-from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
+from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_frontend
 
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.frontend.front import Generation, Usage
+from launch.serve.frontend.frontend import Generation, Usage
+from launch.serve.parsing.parsers import ParsedRequest, UnencodedRequest
 from trtrun.api.deltas import NOT_FINITE
 from trtrun.api.prompts import PromptReader
 from trtrun.core.outputs import NONE_ALLOWED
@@ -33,10 +34,11 @@ def begin(
 ) -> tuple[WatchedTokenizer, NoEngine]:
     """Let a request in, use it, and give it up."""
     tokenizer, engine = WatchedTokenizer(), NoEngine()
-    front = make_front(tokenizer, engine)
+    frontend = make_frontend(tokenizer, engine)
 
     async def work() -> None:
-        generation = await front.begin(prompts, sampling, time.perf_counter())
+        of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        generation = await frontend.begin(UnencodedRequest(prompts, of_each), time.perf_counter())
         try:
             await use(generation)
         finally:
@@ -45,7 +47,7 @@ def begin(
     try:
         asyncio.run(work())
     finally:
-        assert front.door.num_requests == front.door.num_completions == 0
+        assert frontend.admission.num_requests == frontend.admission.num_completions == 0
     return tokenizer, engine
 
 
@@ -96,10 +98,11 @@ def test_what_was_read_elsewhere_is_not_looked_at_again(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(PromptReader, "check", check)
     sampling = SamplingParams.from_checked({"stop_token_ids": Unread(range(5000))})
-    front = make_front(WatchedTokenizer(), NoEngine())
+    frontend = make_frontend(WatchedTokenizer(), NoEngine())
 
     async def work() -> None:
-        (await front.begin([Unread(range(5000))], sampling, time.perf_counter(), are_read=True)).close()
+        request = ParsedRequest([5000], [cast(Any, Unread(range(5000)))], [sampling], {})
+        (await frontend.begin(request, time.perf_counter())).close()
 
     asyncio.run(work())
 
@@ -124,7 +127,7 @@ def test_a_row_that_forbids_itself_everything_is_its_clients_fault(error: str, k
 
 def test_the_time_of_a_request_runs_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("launch.serve.frontend.front.time.perf_counter", lambda: now)
+    monkeypatch.setattr("launch.serve.frontend.frontend.time.perf_counter", lambda: now)
 
     def encode(tokenizer: WatchedTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
         nonlocal now

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
-from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
+from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_frontend
 
 from launch.serve.admission.refusals import Refusal
-from launch.serve.frontend import arrivals as prompt_tokens
-from launch.serve.frontend.arrivals import PromptTokens
+from launch.serve.frontend import coalescing as prompt_tokens
+from launch.serve.frontend.coalescing import PromptTokens
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.sampling_params import SamplingParams
@@ -116,12 +117,15 @@ def test_a_failure_of_any_kind_reaches_those_that_wait() -> None:
 def test_a_request_waits_for_those_whose_tokens_are_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_tokens, "MOST_SECONDS", 60.0)  # however busy the machine is
     tokenizer, engine = HeldTokenizer(), NoEngine()
-    front = make_front(tokenizer, engine)
+    frontend = make_frontend(tokenizer, engine)
 
     async def work() -> None:
-        beginning = [asyncio.create_task(front.begin([TEXTS[0]], SamplingParams(), 0.0))]
+        beginning = [asyncio.create_task(frontend.begin(UnencodedRequest.of([TEXTS[0]], SamplingParams()), 0.0))]
         await asyncio.sleep(0)
-        beginning += [asyncio.create_task(front.begin([text], SamplingParams(), 0.0)) for text in TEXTS[1:3]]
+        beginning += [
+            asyncio.create_task(frontend.begin(UnencodedRequest.of([text], SamplingParams()), 0.0))
+            for text in TEXTS[1:3]
+        ]
         while not tokenizer.batches:
             await asyncio.sleep(0)
         assert not engine.starts
@@ -135,23 +139,26 @@ def test_a_request_waits_for_those_whose_tokens_are_being_made(monkeypatch: pyte
 
 def test_one_given_up_while_its_tokens_are_made_holds_up_nobody() -> None:
     tokenizer, engine = HeldTokenizer(), NoEngine()
-    front = make_front(tokenizer, engine)
+    frontend = make_frontend(tokenizer, engine)
 
     async def work() -> None:
-        beginning = [asyncio.create_task(front.begin([text], SamplingParams(), 0.0)) for text in [*TEXTS[:2], ""]]
+        beginning = [
+            asyncio.create_task(frontend.begin(UnencodedRequest.of([text], SamplingParams()), 0.0))
+            for text in [*TEXTS[:2], ""]
+        ]
         while not tokenizer.batches:
             await asyncio.sleep(0)
         beginning[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await beginning[0]
-        assert front.door.num_requests == 2
+        assert frontend.admission.num_requests == 2
         tokenizer.may.set()
         (await beginning[1]).close()
         with pytest.raises(Refusal, match="the prompt is empty"):
             await beginning[2]
 
     asyncio.run(work())
-    assert len(engine.requests) == 1 and front.door.num_requests == front.door.num_completions == 0
+    assert len(engine.requests) == 1 and frontend.admission.num_requests == frontend.admission.num_completions == 0
 
 
 def test_too_little_memory_is_no_fault_of_a_prompt() -> None:

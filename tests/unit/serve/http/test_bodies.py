@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from engine_messages import run
-from fronts import NoEngine, WatchedTokenizer, make_front
+from fronts import NoEngine, WatchedTokenizer, make_frontend
 from tritonclient.grpc import service_pb2
 
 from launch.serve.admission.refusals import Refusal
@@ -19,7 +19,6 @@ from launch.serve.api.kserve import grpc_servicer
 from launch.serve.api.kserve.grpc_server import MESSAGE_OVERHEAD, MOST_MESSAGE_BYTES, GrpcServer, most_message_bytes
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
-from launch.serve.api.kserve.row_requests import ModelFacts
 from launch.serve.api.kserve.service import KServeService
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.application.http_server import HttpServer, listen, make_application
@@ -39,14 +38,14 @@ class Ports:
 
     def __init__(self, *keys: str) -> None:
         self.bodies = Bodies(MOST, TOGETHER)
-        self.front = make_front(WatchedTokenizer(), NoEngine())
-        service = KServeService(self.front, ModelFacts(self.front.tokenizer, 4096, (0,), 4), 8, 16)
-        routes = OpenAIApi(self.front, Keys(()), self.bodies).routes()
+        self.frontend = make_frontend(WatchedTokenizer(), NoEngine())
+        service = KServeService(self.frontend, 8, 16)
+        routes = OpenAIApi(self.frontend, Keys(()), self.bodies).routes()
         routes += KServeHttpApi(service, Keys(()), self.bodies).routes()
         self.listener = listen("127.0.0.1", 0, "server.http_port")
-        self.http = HttpServer(make_application(self.front, routes), self.listener, ServerSection(), 64)
+        self.http = HttpServer(make_application(self.frontend, routes), self.listener, ServerSection(), 64)
         servicer = KServeServicer(service, Keys(keys), self.bodies)
-        self.grpc = GrpcServer(servicer, ServerSection(grpc_port=0), self.front.metrics)
+        self.grpc = GrpcServer(servicer, ServerSection(grpc_port=0), self.frontend.metrics)
 
     async def begin(self, headers: str, body: bytes = b"", path: str = "/v1/completions") -> Stream:
         """Send the head of a request, and some of its body."""
@@ -115,7 +114,7 @@ def test_a_body_is_let_go_once_its_request_is_in_work() -> None:
         body = json.dumps({"model": "m", "prompt": "x", "user": "y" * 100_000, "stream": True}).encode()
         reader, writer = await ports.begin(f"Content-Length: {len(body)}", body)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        assert ports.front.door.num_requests == 1 and ports.bodies.num_bytes == 0
+        assert ports.frontend.admission.num_requests == 1 and ports.bodies.num_bytes == 0
         writer.close()
 
     with_ports(check)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from launch.serve.admission.stretches import MeasuredLoop
+from launch.serve.admission.event_loop_stalls import MeasuredLoop
 from launch.serve.application import http_server
 from launch.serve.application.http_server import HttpServer, listen
 from launch.serve.http import connections

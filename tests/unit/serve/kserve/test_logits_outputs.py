@@ -50,8 +50,8 @@ def test_a_token_that_is_left_out_has_no_logits() -> None:
         RowRequest("x", sampling, frozenset({9}), 0, True, False, False, False), 0, 0, [1, 1], None
     )
     delta = msgspec.structs.replace(delta_of((5, 6, 9), "stop"), generation_logits=Logits(2, (numbers(3).tobytes(),)))
-    gain = completion.take(delta)
-    assert gain.tokens == [5, 6] and np.array_equal(np.concatenate(gain.generation_logits), numbers(2))
+    update = completion.take(delta)
+    assert update.tokens == [5, 6] and np.array_equal(np.concatenate(update.generation_logits), numbers(2))
 
 
 @pytest.mark.parametrize("count", [0, 3, MOST_WHOLE_BYTES // 8 + 5])

@@ -135,7 +135,7 @@ async def call_and_stop(monkeypatch: Any, mine: Context, theirs: Context, reques
     monkeypatch.setattr(grpc_stream, "write_in_turns", write)
     keys = SimpleNamespace(check_header=lambda header: None)
     bodies = Bodies(1 << 20, 1 << 20)
-    servicer = KServeServicer(SimpleNamespace(front=SimpleNamespace(metrics=None)), keys, bodies)  # type: ignore[arg-type]
+    servicer = KServeServicer(SimpleNamespace(frontend=SimpleNamespace(metrics=None)), keys, bodies)  # type: ignore[arg-type]
     asked = service_pb2.ModelInferRequest(id=request_id)
     if is_streamed:
         asking = asyncio.create_task(servicer.ModelStreamInfer(messages_of(asked), mine))

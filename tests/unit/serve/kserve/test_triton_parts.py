@@ -17,7 +17,7 @@ from launch.serve.api.kserve.http_bodies import read_generate
 from launch.serve.api.kserve.models import MODELS
 from launch.serve.api.kserve.requests import check_request, find_model, read_word_list, write_word_lists
 from launch.serve.api.kserve.row_requests import UNSUPPORTED, ModelFacts, RowRequest, read_row_requests
-from launch.serve.api.kserve.runs import Gain, _Completion
+from launch.serve.api.kserve.runs import RowUpdate, _Completion
 from launch.serve.api.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import Request, TokenLogprobs
@@ -104,9 +104,9 @@ def test_gains_add_up_and_what_came_before_is_not_copied_for_each() -> None:
         def __add__(self, other: str) -> str:
             raise AssertionError("copied")
 
-    whole = Gain(0, 0, [1], [Watched("a")], [-0.5], -0.5, 3, 2)
+    whole = RowUpdate(0, 0, [1], [Watched("a")], [-0.5], -0.5, 3, 2)
     for number in range(3):
-        whole.add(Gain(0, 0, [number], [Watched("b")], [-1.0], -float(number), 4 + number, 2, number == 2))
+        whole.add(RowUpdate(0, 0, [number], [Watched("b")], [-1.0], -float(number), 4 + number, 2, number == 2))
     assert (whole.tokens, whole.text, whole.log_probs) == ([1, 0, 1, 2], "abbb", [-0.5, -1.0, -1.0, -1.0])
     assert (whole.sum_log_probs, whole.num_tokens, whole.is_last) == (-2.0, 6, True)
 
@@ -262,13 +262,13 @@ def test_where_a_completion_ends(
         gained, reason = append_tokens(in_engine, piece, LIMITS)
         if reason is None and place == len(pieces) - 1:
             reason = finish_reason
-        gain = completion.take(delta(gained, reason))
-        tokens += gain.tokens
-        assert gain.log_probs == [-float(token) for token in gain.tokens]
+        update = completion.take(delta(gained, reason))
+        tokens += update.tokens
+        assert update.log_probs == [-float(token) for token in update.tokens]
         if reason is not None:
             break
-    assert tokens == found and gain.is_last == completion.is_over == has_ended
-    assert gain.sum_log_probs == -sum(found) and gain.num_tokens == 2 + len(found)
+    assert tokens == found and update.is_last == completion.is_over == has_ended
+    assert update.sum_log_probs == -sum(found) and update.num_tokens == 2 + len(found)
 
 
 def test_a_stop_sequence_stays_though_its_last_token_is_one_that_ends() -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.api.kserve import grpc_server
 from launch.serve.api.kserve.grpc_messages import FINAL
 from launch.serve.api.kserve.grpc_server import GrpcServer
@@ -21,7 +21,7 @@ from launch.serve.api.kserve.models import DRAFT, MODELS
 from launch.serve.api.kserve.requests import InferResponse
 from launch.serve.api.kserve.service import NOTHING, Begun, Places
 from launch.serve.http.bodies import Bodies
-from launch.serve.metrics import FrontMetrics
+from launch.serve.metrics import FrontendMetrics
 from trtrun.configuration.server_config import ServerSection
 
 
@@ -91,11 +91,11 @@ def test_a_request_is_stopped_that_is_not_let_in_yet() -> None:
 
 def test_a_message_that_is_none_ends_itself_alone() -> None:
     long = service_pb2.ModelInferRequest(model_name=DRAFT, id="long")
-    long.parameters["x"].string_param = "y" * READ_HERE
-    refused = [b"\xff" * 10, b"\x0a" + b"\xff" * READ_HERE, long.SerializeToString()]
+    long.parameters["x"].string_param = "y" * PARSED_IN_LOOP_BYTES
+    refused = [b"\xff" * 10, b"\x0a" + b"\xff" * PARSED_IN_LOOP_BYTES, long.SerializeToString()]
 
     async def work() -> None:
-        context, works, metrics = Context(), [], FrontMetrics("m", 4)
+        context, works, metrics = Context(), [], FrontendMetrics("m", 4)
 
         async def messages() -> AsyncIterator[bytes]:
             for raw in (*[each async for each in requests("a")], *refused):
@@ -108,14 +108,14 @@ def test_a_message_that_is_none_ends_itself_alone() -> None:
             works.append(Work(message.id))
             return Begun(NOTHING, works[-1])
 
-        service: Any = SimpleNamespace(front=SimpleNamespace(metrics=metrics))
+        service: Any = SimpleNamespace(frontend=SimpleNamespace(metrics=metrics))
         stream = InferStream(service, begin, Bodies(1 << 20, 1 << 20), context, Places())
         await asyncio.wait_for(stream.run(messages()), 60)
         *errors, answer = context.written
         assert [told.infer_response.id for told in errors] == ["", "", "long"]
         assert all(told.infer_response.parameters[FINAL].bool_param for told in errors)
         assert ["no message" in told.error_message for told in errors] == [True, True, False]
-        assert f"{READ_HERE} bytes at most" in errors[-1].error_message
+        assert f"{PARSED_IN_LOOP_BYTES} bytes at most" in errors[-1].error_message
         assert answer.infer_response.id == "a" and not answer.error_message
         assert b'requests_refused_total{model_name="m",status="400"} 3' in metrics.render(None, None)
 
@@ -160,7 +160,7 @@ def test_a_call_ends_whose_client_has_vanished(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.gather(pass_on(reader, before), pass_on(behind, writer))
 
         servicer: Any = Servicer()
-        server = GrpcServer(servicer, ServerSection(grpc_port=0), FrontMetrics("m", 4))
+        server = GrpcServer(servicer, ServerSection(grpc_port=0), FrontendMetrics("m", 4))
         serving = asyncio.create_task(server.run_here())
         between = await asyncio.start_server(relay, "127.0.0.1", 0)
         address = f"127.0.0.1:{between.sockets[0].getsockname()[1]}"
@@ -183,7 +183,7 @@ def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -
 
     async def work() -> None:
         servicer: Any = Servicer()
-        server = GrpcServer(servicer, ServerSection(grpc_port=0), FrontMetrics("m", 4))
+        server = GrpcServer(servicer, ServerSection(grpc_port=0), FrontendMetrics("m", 4))
         serving = asyncio.create_task(server.run_here())
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # and no settings
@@ -227,7 +227,7 @@ def test_a_call_whose_client_is_gone_waits_to_be_cancelled() -> None:
 
 def test_clients_that_go_away_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
-        servicer, metrics = Servicer(), FrontMetrics("m", 4)
+        servicer, metrics = Servicer(), FrontendMetrics("m", 4)
         server = GrpcServer(servicer, ServerSection(grpc_port=0), metrics)  # type: ignore[arg-type]
         library = logging.getLogger("grpc._cython.cygrpc")
         library.error("ExecuteBatchError raised in core by servicer method [%s]", "x")

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.engine import messages
-from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
-from launch.serve.metrics.families import FrontTotals
+from launch.serve.metrics import FrontendMetrics, ModelRecorder, Stage
+from launch.serve.metrics.families import FrontendTotals
 from launch.serve.metrics.server_metrics import write_exposition
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -57,9 +57,9 @@ def samples_of(exposition: bytes) -> dict[str, float]:
     return found
 
 
-def busy_metrics() -> FrontMetrics:
+def busy_metrics() -> FrontendMetrics:
     """Of a server that has answered a request, refused another and lost an engine."""
-    metrics = FrontMetrics("pair", 4)
+    metrics = FrontendMetrics("pair", 4)
     metrics.count_refusal(429)
     metrics.count_restart()
     with metrics.models.begin("ensemble") as request:
@@ -76,7 +76,7 @@ def busy_metrics() -> FrontMetrics:
 
 
 def test_totals_go_on_over_engines_and_names_are_vllms() -> None:
-    metrics = FrontMetrics('a "model"', 4)
+    metrics = FrontendMetrics('a "model"', 4)
     observed = metrics.begin(10, 1, 40, 1.0)
     before = None
     for rounds, now in ((1, 1.5), (3, 2.0)):
@@ -207,7 +207,7 @@ def test_a_request_fails_once_for_the_reason_that_ended_it(error: BaseException,
 
 
 def test_a_request_that_is_given_up_is_no_whole_one_and_no_limit_is_no_size() -> None:
-    metrics = FrontMetrics("pair", 4)
+    metrics = FrontendMetrics("pair", 4)
     metrics.begin(10, 1, LARGEST_COUNT, 1.0).end(is_whole=False, now=2.0)
     samples = samples_of(metrics.render(READY, STATUS))
     assert samples["trtrun:requests_aborted_total"] == 1
@@ -252,7 +252,7 @@ def test_acceptance_lengths_are_a_histogram_of_rounds() -> None:
 
 def test_rounds_without_drafts_are_rounds_and_no_drafts() -> None:
     """vLLM's dashboards divide accepted tokens by drafts, whatever pacing leaves out."""
-    metrics, statistics = FrontMetrics("pair", 4), RequestStatistics()
+    metrics, statistics = FrontendMetrics("pair", 4), RequestStatistics()
     for drafted, accepted in ((4, 3), (0, 0), (0, 0), (2, 0), (0, 0)):
         statistics.record_round(drafted, accepted)
     delta = replace(delta_of((1, 2), "stop"), statistics=statistics)
@@ -313,13 +313,13 @@ def test_an_engine_in_a_long_round_is_up_and_as_full_as_it_last_said() -> None:
 
 
 def test_without_an_engine_only_what_the_front_knows_is_told() -> None:
-    samples = samples_of(FrontMetrics("pair", 0).render(None, None))
+    samples = samples_of(FrontendMetrics("pair", 0).render(None, None))
     assert samples["trtrun:engine_up"] == 0 and samples["trtrun:requests_aborted_total"] == 0
     assert not [name for name in samples if name.startswith(("nv_trt_llm_request", "trtrun:draft_hit_rate"))]
 
 
 def test_what_was_found_in_texts_is_counted_once() -> None:
-    totals, first = FrontTotals(), delta_of((3,))
+    totals, first = FrontendTotals(), delta_of((3,))
     totals.add(first, None)
     totals.add(delta_of((4,), rounds=2), first.statistics)
     assert (totals.num_suffix_draft_tokens, totals.num_accepted_suffix_draft_tokens) == (3, 1)

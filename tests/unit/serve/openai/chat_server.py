@@ -15,18 +15,20 @@ from unittest import mock
 import httpx
 import openai
 from checkpoints import make_checkpoint, make_tokenizer
-from fronts import HereReading
+from fronts import ParsersHere
 from pipelines import configuration, noisy_copy
 from starlette.applications import Starlette
 
 from launch.serve.application import parts
 from launch.serve.application.http_server import make_application
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.process import serve_front
+from launch.serve.engine.process import serve_frontend
 from launch.serve.http.requests import Keys
 from launch.serve.parsing.messages import Facts
+from launch.serve.parsing.parsers import LoopParser
 from trtrun import AsyncLLM
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import read_tokenizer
 
 T = TypeVar("T")
@@ -39,10 +41,10 @@ MARKS = (
 PATIENCE = 120.0
 
 
-class HereReaders(HereReading):
+class ServedParsers(ParsersHere):
     """Reads in this process, as a server's own readers are made."""
 
-    def __init__(self, facts: Facts, most_body_bytes: int) -> None:
+    def __init__(self, facts: Facts, most_body_bytes: int, in_loop: LoopParser) -> None:
         super().__init__(facts, None if facts.tokenizer is None else read_tokenizer(Path(facts.tokenizer)))
 
 
@@ -75,7 +77,7 @@ class ChatServer:
     async def _serve(self, llm: AsyncLLM) -> None:
         fronts, own = socket.socketpair()
         hearing = asyncio.create_task(self._engine.serve(*await asyncio.open_unix_connection(sock=fronts)))
-        await serve_front(llm, own)
+        await serve_frontend(llm, own)
         await hearing
 
     async def _wait_ready(self) -> None:
@@ -103,10 +105,10 @@ class ChatServer:
         if key not in self._applications:
             (self._config.target.model / "chat_template.jinja").write_text(template, encoding="utf-8")
             changed = self._config.model_copy(update={"server": self._config.server.model_copy(update=section)})
-            with mock.patch.object(parts, "Readers", HereReaders):
-                made = parts.make_parts(changed, Keys(()), self._engine)
-            made.front.door.is_open = True
-            self._applications[key] = make_application(made.front, made.routes)
+            with mock.patch.object(parts, "Parsers", ServedParsers):
+                made = parts.make_parts(JobSpec(changed), Keys(()), self._engine)
+            made.frontend.admission.is_open = True
+            self._applications[key] = make_application(made.frontend, made.routes)
         return self._applications[key]
 
     def ask(self, template: str, work: Callable[[openai.AsyncOpenAI], Awaitable[T]], **section: Any) -> T:

@@ -48,8 +48,8 @@ def test_calls_in_calls_that_do_not_end_are_looked_at_a_few_times(tools: str, pa
 
 @pytest.mark.parametrize(("tools", "reasoning"), [("hermes", ""), ("hermes", "qwen3"), ("qwen3_coder", "qwen3")])
 def test_what_is_moved_for_calls_that_are_none_is_in_proportion(tools: str, reasoning: str) -> None:
-    """An answer that comes whole: what is taken off its front, or handed to a parser of one call and taken back, must
-    not be all of the rest each time."""
+    """An answer that comes whole: what is taken off its frontend, or handed to a parser of one call and taken back,
+    must not be all of the rest each time."""
     text = "<tool_call>{x<function= " * 4000
     moved, take, feed = 0, Machine._take, CallObject.feed
 

@@ -9,7 +9,7 @@ import pytest
 
 from launch.serve.api.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta, PromptLogprobs

@@ -14,7 +14,7 @@ import templates
 from chat_server import MARKS
 from checkpoints import make_tokenizer
 
-from launch.serve.application.parser_worker import Reader
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.parsing.messages import Facts, Read, Refused, Reply, Task, pack
 from trtrun.tokens.text import read_tokenizer
 
@@ -131,13 +131,13 @@ def changed(body: Any, path: Steps, value: Any) -> Any:
     return body
 
 
-def make_readers(folder: Path) -> list[Reader]:
+def make_parsers(folder: Path) -> list[RequestParser]:
     """One for each of the forms."""
     make_tokenizer(folder, special=MARKS)
     tokenizer = read_tokenizer(folder)
     assert tokenizer is not None
     return [
-        Reader(
+        RequestParser(
             Facts(
                 tokenizer=None, template=getattr(templates, family), template_tokens={}, model_name="m",
                 vocab_size=tokenizer.vocab_size, eos_token_ids=(0,), draft_len=4, excludes_prompt=None,
@@ -154,14 +154,14 @@ def make_readers(folder: Path) -> list[Reader]:
 def test_what_is_odd_is_read_or_refused_in_a_line(
     kind: str, body: dict[str, Any], choice: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    readers = make_readers(tmp_path_factory.mktemp("tokenizer"))
+    parsers = make_parsers(tmp_path_factory.mktemp("tokenizer"))
     auto = {"type": "auto"} if kind == "message" else "auto"
     body = body if choice == "as it is" else {**body, "tool_choice": auto}
     draw, counts = random.Random(7), {Read: 0, Refused: 0}
     for path in paths(body):
         for value in draw.sample(ODD, 6):
             raw = json.dumps(changed(body, path, value)).encode()
-            result, blocks = draw.choice(readers).read(Task(kind=kind, seconds=1.0, most_tokens=1 << 20), raw)
+            result, blocks = draw.choice(parsers).read(Task(kind=kind, seconds=1.0, most_tokens=1 << 20), raw)
             pack(Reply(result=result, sizes=tuple(map(len, blocks))))  # it can travel
             assert isinstance(result, Read | Refused)
             counts[type(result)] += 1
@@ -180,7 +180,7 @@ def test_schemas_that_are_nested_deeply_are_refused_in_a_line(depth: int, tmp_pa
         f'{{"name": "f", "strict": true, "parameters": {schema}}}}}], "response_format": {{"type": "json_schema", '
         f'"json_schema": {{"name": "s", "schema": {schema}}}}}}}'
     )
-    for reader in make_readers(tmp_path):
+    for reader in make_parsers(tmp_path):
         result, _ = reader.read(Task(kind="chat", seconds=1.0, most_tokens=1 << 20), raw.encode())
         assert isinstance(result, Refused) and result.kind == "INVALID"
         assert "\n" not in result.reason and len(result.reason) < 500

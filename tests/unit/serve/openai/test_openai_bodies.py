@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI API on their way to the front: what is read beside the event loop."""
+"""Bodies of the OpenAI API on their way to the frontend: what is read beside the event loop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from engine_messages import delta_of, run
-from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front, request_of
+from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_frontend, request_of
 from starlette.requests import Request
 
-from launch.serve.admission.limits import READ_HERE
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import Refusal
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.frontend.front import Front
+from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 
@@ -32,10 +32,10 @@ class InboxEngine(NoEngine):
         return super().start(requests, inbox)
 
 
-def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str], Front]:
+def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str], Frontend]:
     """Send a request to whose completions nothing comes; returns which kinds of tasks were read elsewhere."""
-    front = make_front(WatchedTokenizer(), engine, "{{ messages[0].content }}")
-    api = OpenAIApi(front, Keys(()), Bodies(1 << 24, 1 << 24))
+    frontend = make_frontend(WatchedTokenizer(), engine, "{{ messages[0].content }}")
+    api = OpenAIApi(frontend, Keys(()), Bodies(1 << 24, 1 << 24))
     endpoint_of: Callable[[Request], Awaitable[Any]] = getattr(api, endpoint)
 
     async def send() -> None:
@@ -48,8 +48,8 @@ def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str
         await asyncio.gather(asking, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(send(), 60))
-    assert front.door.num_requests == 0
-    return [task.kind for task in front._readers.tasks], front  # type: ignore[attr-defined]
+    assert frontend.admission.num_requests == 0
+    return [task.kind for task in frontend._parsers.tasks], frontend  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -57,7 +57,8 @@ def test_a_long_completion_is_read_elsewhere_and_asks_for_the_same(is_long: bool
     engine = NoEngine()
     body = {
         "prompt": ["def main(", "x"], "max_tokens": 7, "seed": 3, "stop": ["a", "b"], "bad_words": ["os"],
-        "logit_bias": {"5": 1, "7": -2.5}, "stop_token_ids": [1, 2], "user": "u" * (READ_HERE if is_long else 1),
+        "logit_bias": {"5": 1, "7": -2.5}, "stop_token_ids": [1, 2],
+        "user": "u" * (PARSED_IN_LOOP_BYTES if is_long else 1),
     }  # fmt: skip
     kinds, _ = ask("completions", body, engine)
     assert kinds == (["completion"] if is_long else [])
@@ -71,11 +72,11 @@ def test_a_long_completion_is_read_elsewhere_and_asks_for_the_same(is_long: bool
 @pytest.mark.parametrize("endpoint", ["completions", "chat_completions"])
 def test_a_request_for_another_model_is_not_pending_and_counts_for_none(endpoint: str) -> None:
     body = {"model": "other", "prompt": "x"} if endpoint == "completions" else {"model": "other", "messages": []}
-    front = make_front(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
-    api = OpenAIApi(front, Keys(()), Bodies(1 << 24, 1 << 24))
+    frontend = make_frontend(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
+    api = OpenAIApi(frontend, Keys(()), Bodies(1 << 24, 1 << 24))
     with pytest.raises(Refusal, match='there is no model "other"'):
         asyncio.run(getattr(api, endpoint)(request_of(json.dumps(body).encode())))
-    totals = front.metrics.models.read("m")
+    totals = frontend.metrics.models.read("m")
     assert totals.num_pending == 0 and not totals.num_failures and not totals.num_successes
 
 
@@ -83,8 +84,8 @@ def test_a_request_for_another_model_is_not_pending_and_counts_for_none(endpoint
 def test_a_request_is_pending_until_its_first_token(streams: bool) -> None:
     async def check() -> None:
         engine = InboxEngine()
-        front = make_front(TOKENIZER, engine)
-        api = OpenAIApi(front, Keys(()), Bodies(1 << 24, 1 << 24))
+        frontend = make_frontend(TOKENIZER, engine)
+        api = OpenAIApi(frontend, Keys(()), Bodies(1 << 24, 1 << 24))
 
         async def answer() -> None:
             request = request_of(json.dumps({"prompt": [5], "stream": streams}).encode())
@@ -97,7 +98,7 @@ def test_a_request_is_pending_until_its_first_token(streams: bool) -> None:
         answering = asyncio.create_task(answer())
         while engine.inbox is None:
             await asyncio.sleep(0)
-        totals = front.metrics.models.read("m")
+        totals = frontend.metrics.models.read("m")
         assert totals.num_pending == 1
         engine.inbox.put(0, delta_of((7,)))
         while totals.num_pending and not answering.done():
@@ -112,9 +113,9 @@ def test_a_request_is_pending_until_its_first_token(streams: bool) -> None:
 
 def test_a_chat_is_read_elsewhere_however_short_it_is() -> None:
     engine = NoEngine()
-    kinds, front = ask("chat_completions", {"messages": [{"role": "user", "content": "def main("}]}, engine)
+    kinds, frontend = ask("chat_completions", {"messages": [{"role": "user", "content": "def main("}]}, engine)
     assert kinds == ["chat"]
-    assert list(engine.requests[0].prompt_token_ids) == front.tokenizer.encode("def main(", False)  # type: ignore[union-attr]
+    assert list(engine.requests[0].prompt_token_ids) == frontend.tokenizer.encode("def main(", False)  # type: ignore[union-attr]
 
 
 def test_a_prompt_that_is_too_long_is_refused_without_its_tokens() -> None:
@@ -137,15 +138,15 @@ def test_a_text_that_no_tokens_can_spell_is_refused_before_it_becomes_tokens() -
         ("completion", {"prompt": "x" * (length + 1)}),
         ("chat", {"messages": [{"role": "user", "content": "x" * (length + 1)}]}),
     ):
-        front = make_front(tokenizer, engine, "{{ messages[0].content }}")
+        frontend = make_frontend(tokenizer, engine, "{{ messages[0].content }}")
         with pytest.raises(Refusal, match=f"the prompt is too long: it has {length + 1} characters") as caught:
-            asyncio.run(front.read(kind, json.dumps(body).encode(), time.perf_counter()))
+            asyncio.run(frontend.read(kind, json.dumps(body).encode(), time.perf_counter()))
         assert caught.value.code == "context_length_exceeded" and not tokenizer.threads
 
 
 def test_a_chat_is_not_read_while_nobody_is_let_in() -> None:
-    front = make_front(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
-    front.door.is_open = False
+    frontend = make_frontend(WatchedTokenizer(), NoEngine(), "{{ messages[0].content }}")
+    frontend.admission.is_open = False
     with pytest.raises(Refusal, match="the engine is starting"):
-        asyncio.run(front.read("chat", b"{}", time.perf_counter()))
-    assert not front._readers.tasks  # type: ignore[attr-defined]
+        asyncio.run(frontend.read("chat", b"{}", time.perf_counter()))
+    assert not frontend._parsers.tasks  # type: ignore[attr-defined]

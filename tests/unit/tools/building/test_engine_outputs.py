@@ -12,7 +12,7 @@ from paged import PagedModel
 
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.models.config import read_model_config
-from trtrun.tools.building.engine_output import building
+from trtrun.tools.building.settings import building
 from trtrun.tools.conversion import staged_output
 
 

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from parallel.errors import ParallelError
 from trtrun.errors import TrtrunError
 from trtrun.models.config import read_model_config
-from trtrun.tools.conversion.hugging_face_writer import write_hugging_face
-from trtrun.tools.conversion.rank_writer import write_ranks
 from trtrun.tools.conversion.source import open_source
+from trtrun.tools.conversion.writers import write_hugging_face, write_ranks
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 SIZES = {"num_attention_heads": 4, "intermediate_size": 128}

@@ -20,10 +20,10 @@ from quantizing_runs import CPU, quantize, tensors_of, texts_of
 from safetensors.torch import load_file
 
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import read_model_config
+from trtrun.models.layer_plan import DecoderPlan
 from trtrun.tools.conversion.source import open_source
-from trtrun.tools.quantizing.known_layers import known_plans
+from trtrun.tools.quantizing.plain_layer import known_plans
 from trtrun.tools.quantizing.texts import CalibrationTexts
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]

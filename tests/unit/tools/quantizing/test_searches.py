@@ -15,11 +15,10 @@ from quantizing_runs import ON_CPU, quantize, tensors_of, texts_of
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import read_tokenizer
-from trtrun.tools.quantizing.awq import Awq, cut_ranges
+from trtrun.tools.quantizing.awq import Awq, Pair, cut_ranges, fold, linear_pairs, norm_pairs, smooth
 from trtrun.tools.quantizing.checkpoint_quantizer import CheckpointQuantizer
-from trtrun.tools.quantizing.folding import Pair, fold, linear_pairs, norm_pairs, smooth
+from trtrun.tools.quantizing.formats import nearest_int4, round_int8_tokens
 from trtrun.tools.quantizing.layer_quantizer import LayerQuantizer
-from trtrun.tools.quantizing.rounding import nearest_int4, round_int8_tokens
 from trtrun.tools.quantizing.settings import QuantizingSettings
 from trtrun.tools.quantizing.texts import read_texts
 

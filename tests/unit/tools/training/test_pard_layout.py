@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trtrun.tools.training.data import DataRow
-from trtrun.tools.training.methods.pard_layout import Layout, kept_places, lay_out
+from trtrun.tools.training.methods.pard import Layout, kept_places, lay_out
 
 MASK = 99
 ROWS = [

@@ -20,10 +20,9 @@ from trtrun.models.config import read_model_config
 from trtrun.tools.training.data import DataRow, batch_indexes, read_data
 from trtrun.tools.training.evaluation import measure, walk
 from trtrun.tools.training.loop import DivergedError, TrainingLoop
-from trtrun.tools.training.methods.pard_layout import lay_out
+from trtrun.tools.training.methods.pard import lay_out
 from trtrun.tools.training.methods.table import DraftTraining
-from trtrun.tools.training.optimizers import rate_factor
-from trtrun.tools.training.state import StateFile
+from trtrun.tools.training.state import StateFile, rate_factor
 
 Pair = tuple[Path, Path]
 

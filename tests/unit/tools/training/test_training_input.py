@@ -25,8 +25,8 @@ from trtrun.tools.training.loop import steps_within
 from trtrun.tools.training.methods.pard import find_pard_token
 from trtrun.tools.training.methods.table import METHODS, find_method
 from trtrun.tools.training.models import load_model
-from trtrun.tools.training.optimizers import rate_factor
 from trtrun.tools.training.settings import TrainingSettings
+from trtrun.tools.training.state import rate_factor
 
 GOOD = {"prompt_token_ids": [1, 2], "token_ids": [3, 4, 5], "temperature": 0.0, "error": None}
 

@@ -15,9 +15,8 @@ from parallel.transports import open_communicator
 from parallel.watchdog.activity import Activity
 from trtrun.tools.training.data import DataRow, read_data
 from trtrun.tools.training.loop import TrainingLoop
-from trtrun.tools.training.methods.context import MethodContext
 from trtrun.tools.training.methods.pard import PardMethod
-from trtrun.tools.training.methods.table import DraftTraining, find_method
+from trtrun.tools.training.methods.table import DraftTraining, MethodContext, find_method
 from trtrun.tools.training.models import Target
 from trtrun.tools.training.settings import TrainingSettings
 from trtrun.tools.training.state import StateFile

@@ -8,9 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.attention.attention_shares import merge
-from trtrun.kernels.triton.attention.attention_steps import step
-from trtrun.kernels.triton.attention.code_steps import lift, step_of_codes
+from trtrun.kernels.triton.attention.attention_steps import lift, merge, step, step_of_codes
 from trtrun.kernels.triton.attention.kv_codes import PLAIN
 from trtrun.kernels.triton.early_launch import begin
 
@@ -29,8 +27,8 @@ def attend_kernel(
     CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one.
-    Where the store has codes, elements are dealt with in two halves, of which `odd` is the second (code_steps.py); else
-    there is no second, and [1] zeros stand for it."""
+    Where the store has codes, elements are dealt with in two halves, of which `odd` is the second (attention_steps.py);
+    else there is no second, and [1] zeros stand for it."""
     begin(EARLY)
     # The last tile of a prompt sees most keys: it begins first.
     row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)

@@ -3,7 +3,7 @@ widened on the way from it.
 
 Codes are those of trtrun.kvcache.byte_codes. They are widened by moving bits, on any GPU: E4M3 moved up by 20 bits is
 a float32, and by 4 a bfloat16, divided by 2^120. It knows codes and scales. It does not know where they lie
-(paged_store.py, code_steps.py).
+(paged_store.py, attention_steps.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def to_codes(rows, scale, CODES: tl.constexpr):
     value = rows * tl.div_rn(1.0, scale)[:, None]
     value = tl.minimum(tl.maximum(value, -most), most)  # before a sum, so that no product is part of one
     if CODES == FP8:
-        # As in `fp8_rounding`: beside 1.5 * 2^20 times its power of two a number keeps 3 bits of mantissa.
+        # As in fused.py: beside 1.5 * 2^20 times its power of two a number keeps 3 bits of mantissa.
         exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
         magic = (exponent + 0x0A400000).to(tl.float32, bitcast=True)
         moved = (((value + magic) - magic) * _DOWN).to(tl.int32, bitcast=True)

@@ -13,9 +13,8 @@ from functools import cache
 
 import torch
 
-from trtrun.kernels.triton.attention import store_copies
 from trtrun.kernels.triton.attention.attend_kernel import attend_kernel
-from trtrun.kernels.triton.attention.attention_shares import combine_kernel
+from trtrun.kernels.triton.attention.attention_steps import combine_kernel
 from trtrun.kernels.triton.attention.attention_tiles import (
     LARGEST_TILE,
     MOST_PARTIAL_BYTES,
@@ -24,8 +23,8 @@ from trtrun.kernels.triton.attention.attention_tiles import (
     tiling_of_codes,
 )
 from trtrun.kernels.triton.attention.kv_codes import PLAIN, KeptNumbers
-from trtrun.kernels.triton.attention.paged_store import rotate_and_write
-from trtrun.kernels.triton.attention.prompts.suitability import is_chosen
+from trtrun.kernels.triton.attention.paged_store import copy_tokens, rotate_and_write
+from trtrun.kernels.triton.attention.prompt_suitability import is_chosen
 from trtrun.kernels.triton.early_launch import early
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 from trtrun.kvcache.formats import PLAIN as PLAIN_KV
@@ -61,7 +60,7 @@ class PagedAttention:
     ) -> None:
         """See AttentionBackend."""
         for part in self._format.parts(store):
-            store_copies.copy_tokens(part, source, target, offset)
+            copy_tokens(part, source, target, offset)
 
     def forward(
         self,
@@ -109,7 +108,7 @@ class PagedAttention:
         tile, is_split = tiling
         reach = 1 << 30 if window is None else window
         if tile is None:
-            from trtrun.kernels.triton.attention.prompts.attention import attend
+            from trtrun.kernels.triton.attention.prompt_attention import attend
 
             attend(query, store_layer, segment.block_tables, segment.positions, scale, reach, _SHARE, output)
             return

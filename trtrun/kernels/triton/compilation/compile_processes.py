@@ -2,7 +2,11 @@
 
 A kernel takes Triton up to four seconds, most of it on one core. The processes are programs of their own
 (compile_worker.py), which hold no GPU. Several jobs and ranks may compile the same kernel at the same time: Triton puts
-a finished file in its place in one step. It knows pipes and processes. It does not know kernels.
+a finished file in its place in one step.
+
+Triton 3.6 leaves out of a function's key what the functions that it calls take from their modules, unless their own
+keys were asked for before. So a kernel had one key where another kernel was launched first, and another where it was
+not, and was compiled twice: `settle_keys` makes them the same in every process.
 """
 
 from __future__ import annotations
@@ -93,3 +97,11 @@ def _close(pipe: IO[str] | None) -> None:
     if pipe is not None:
         with suppress(OSError):
             pipe.close()
+
+
+def settle_keys(module: Mapping[str, Any]) -> None:
+    """Ask for the keys of a module's functions in the order in which they stand there: what they call comes first. At
+    the end of each module whose functions take constants from it."""
+    for value in list(module.values()):
+        if hasattr(type(value), "cache_key"):
+            _ = value.cache_key

@@ -1,7 +1,10 @@
 """A program that compiles the kernels it is asked for, one after the other, and holds no GPU.
 
-Each line of its input is a request (JSON: module, name, data, target), each line of its output "done" or "failed". It
-knows how Triton writes a kernel's arguments down. It does not know who asks.
+Each line of its input is a request (JSON: module, name, data, target), each line of its output "done" or "failed".
+
+Kernels stand beside functions that use torch, and importing torch takes seconds, more where sixteen processes do it at
+once. A kernel's source needs none of it, so something of no use takes torch's place here. Where a process needs more it
+fails, and whoever launches the kernel compiles it.
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -19,7 +25,57 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trtrun.kernels.triton.compilation.absent_torch import replace_torch
+
+class _Thing:
+    """Whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _thing(name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """As a decorator it leaves a function as it is."""
+        is_decorator = len(arguments) == 1 and callable(arguments[0]) and not named
+        return arguments[0] if is_decorator else _Thing()
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return ()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return _thing(name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See MetaPathFinder."""
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torch" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """See Loader."""
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See Loader."""
+
+
+def _thing(name: str) -> Any:
+    if name.startswith("__") and name.endswith("__"):
+        raise AttributeError(name)
+    return _Thing()
+
+
+def replace_torch() -> None:
+    """From here on nobody in this process imports torch."""
+    sys.meta_path.insert(0, _Finder())
 
 
 def compile_request(request: Mapping[str, Any]) -> None:

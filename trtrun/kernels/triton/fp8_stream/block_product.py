@@ -18,21 +18,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.arguments import RoundedRows
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.fp8_stream.copying import (
+from trtrun.kernels.triton.fp8_stream.product import (
     GROUP,
     GROUPS,
     REGISTERS,
     ROWS,
     STAGES,
     TILE,
+    begin_group,
     copy_steps,
     describe,
     launch_next,
     wait_for_all,
 )
-from trtrun.kernels.triton.fp8_stream.product import begin_group
 from trtrun.kernels.triton.support import multiprocessors
 
 _WIDTH = gl.constexpr(32)

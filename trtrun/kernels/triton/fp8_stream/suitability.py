@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.kernels.rounded_rows import GROUP, RoundedRows
-from trtrun.kernels.triton.attention.collecting import is_collecting
+from trtrun.kernels.arguments import GROUP, RoundedRows
+from trtrun.kernels.triton.compilation.launches import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 from trtrun.kernels.triton.support import multiprocessors
 
@@ -81,8 +81,8 @@ def _make(codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def _compare(device: torch.device, dtype: torch.dtype, adds: bool, has_blocks: bool, reference: Product) -> bool:
-    from trtrun.kernels.triton.fp8_rounding import round_activations
-    from trtrun.kernels.triton.fp8_stream.copying import TILE
+    from trtrun.kernels.triton.fp8_stream.product import TILE
+    from trtrun.kernels.triton.fused import round_activations
 
     generator = torch.Generator(device).manual_seed(0)
 

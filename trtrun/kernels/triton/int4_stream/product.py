@@ -3,10 +3,10 @@
 For few rows it takes as long as the weight takes to read, if widening the codes keeps up. Each multiprocessor has one
 program, which goes from tile to tile of the weight and keeps most of the shared memory full of steps that are on their
 way. The first of them it asks for before the kernels before it have ended (early_launch.py): a weight depends on
-nothing (copying.py). Two or four groups of four warps widen codes (words.py) and multiply (sums.py), so that some widen
+nothing (sums.py). Two or four groups of four warps widen codes (words.py) and multiply (sums.py), so that some widen
 while the matrix units work for others.
 
-A result has the bits of the general kernel (trtrun.kernels.triton.matmul.int4_matmul): the matrix units sum up the
+A result has the bits of the general kernel (trtrun.kernels.triton.matmul.int_matmul): the matrix units sum up the
 inputs of a group, and groups are added up in float32, in the order of the inputs.
 
 It knows tensors; it does not know who takes it (suitability.py).
@@ -21,10 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trtrun.kernels.torch.int4 import GROUP, STEP, TILE, groups_of
+from trtrun.kernels.torch.integers import GROUP, STEP, TILE, groups_of
 from trtrun.kernels.triton import early_launch
-from trtrun.kernels.triton.int4_stream.copying import copy_rows, copy_weights
-from trtrun.kernels.triton.int4_stream.sums import multiply_few, multiply_many
+from trtrun.kernels.triton.int4_stream.sums import copy_rows, copy_weights, multiply_few, multiply_many
 from trtrun.kernels.triton.int4_stream.tiles import HEIGHTS, TURNS_AHEAD, Room, steps_at_once
 from trtrun.kernels.triton.int4_stream.words import LINE
 from trtrun.kernels.triton.support import multiprocessors
@@ -113,7 +112,7 @@ class StreamedProduct:
     """The product with one weight.
 
     Args:
-        words, scales: see trtrun.kernels.torch.int4; on CUDA.
+        words, scales: see trtrun.kernels.torch.integers; on CUDA.
         bias: [out] in the dtype of activations, or None.
     """
 

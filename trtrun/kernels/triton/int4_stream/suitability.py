@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.kernels.torch.int4 import GROUP, STEP, TILE, groups_of, pack
-from trtrun.kernels.triton.attention.collecting import is_collecting
+from trtrun.kernels.torch.integers import GROUP, STEP, TILE, groups_of, pack
+from trtrun.kernels.triton.compilation.launches import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 from trtrun.kernels.triton.int4_stream.tiles import height_of, steps_at_once
 from trtrun.kernels.triton.support import multiprocessors
@@ -20,7 +20,7 @@ _ALIGNED = 16
 """The copy engine reads rows that begin at a multiple of so many bytes."""
 
 General = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""The product by the general kernel, as `int4_matmul.chain_product`."""
+"""The product by the general kernel, as `int_matmul.chain_product`."""
 
 _chosen: dict[tuple[torch.device, torch.dtype, int, int, int, bool], bool] = {}
 
@@ -29,7 +29,7 @@ class Streamed:
     """The product with one weight by that kernel, for whom it is.
 
     Args:
-        words, scales: see trtrun.kernels.torch.int4.
+        words, scales: see trtrun.kernels.torch.integers.
         bias: [out] in the dtype of activations, or None.
         general: the kernel that it takes the place of.
     """

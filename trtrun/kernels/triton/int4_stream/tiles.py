@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from trtrun.kernels.torch.int4 import GROUP, TILE
+from trtrun.kernels.torch.integers import GROUP, TILE
 
 HEIGHTS = (8, 16, 32, 64, 128)
 """Rows of a tile that the kernel is compiled for. More rows have several tiles."""

@@ -1,6 +1,6 @@
 """Words of codes of 4 bits and their scales, in shared memory, to what the matrix units take from registers.
 
-Codes lie in the order in which threads hold them (trtrun.kernels.torch.int4): a thread reads its words, and each of
+Codes lie in the order in which threads hold them (trtrun.kernels.torch.integers): a thread reads its words, and each of
 them is four pairs of numbers after a mask and a product with a sum; nothing changes threads. It knows a tile and its
 layout. It does not know products.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from trtrun.kernels.torch.int4 import BFLOAT16_UNIT, FLOAT16_UNIT, GROUP, TILE
+from trtrun.kernels.torch.integers import BFLOAT16_UNIT, FLOAT16_UNIT, GROUP, TILE
 
 _TILE, _GROUP = gl.constexpr(TILE), gl.constexpr(GROUP)
 LINE = gl.constexpr(32)

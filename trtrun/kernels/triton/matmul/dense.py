@@ -20,8 +20,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from trtrun.kernels.library_speeds import Speeds, WeightSpeeds
-from trtrun.kernels.torch.cublas import forbid_split_sums
-from trtrun.kernels.torch.graph_capture import capturing
+from trtrun.kernels.torch.cuda import capturing, forbid_split_sums
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.rounded_rows import GROUP, Activations, RoundedRows, Rounding
+from trtrun.kernels.arguments import GROUP, Activations, RoundedRows, Rounding
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
-from trtrun.kernels.triton.fp8_rounding import round_activations
 from trtrun.kernels.triton.fp8_stream.suitability import Streamed
+from trtrun.kernels.triton.fused import round_activations
 from trtrun.kernels.triton.matmul.fp8_matmul import Tile, choose_tile
 
 _GROUP = tl.constexpr(GROUP)

@@ -1,6 +1,6 @@
 """The product with weights of 8 bits (E4M3) on CUDA, whose rows have the same bits in any company.
 
-Activations are rounded to E4M3, each row by its own largest number (fp8_rounding.py), and the matrix units multiply
+Activations are rounded to E4M3, each row by its own largest number (fused.py), and the matrix units multiply
 codes by codes; or they stay as they are, and weights are widened on the way. Each number of a result is one chain of
 sums over the inputs, in their order, in one kernel for any number of rows: nothing is split over programs, so neither
 the tile nor the number of rows can be seen in it. For few rows on compute capability 9.0 another kernel reads weights
@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.rounded_rows import Activations, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activations, RoundedRows, Rounding
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
-from trtrun.kernels.triton.fp8_rounding import round_activations
 from trtrun.kernels.triton.fp8_stream.suitability import Streamed
+from trtrun.kernels.triton.fused import round_activations
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 
 _GROUP = 128

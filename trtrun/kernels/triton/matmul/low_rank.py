@@ -1,12 +1,11 @@
 """What adapters add to a linear layer, as two Triton kernels for CUDA: lines of many adapters in one launch each.
 
-A program has a tile of lines of one slot (line_tiles.py): as many programs as slots and lines could need, of which
-those that are left over end at once. The first kernel multiplies with `down`, beside the layer's own product, the
-second with `up` and adds to the layer's result (the shrink and expand of Punica, arXiv:2310.18547). The inputs are cut
-into shares, so that few lines keep more than a few multiprocessors busy: how many follows from the layer's shape alone,
-and their sums add in order. A tile is always as large, so that a line has the same bits in any company.
-
-It knows tensors; it does not know when Triton can be used (see support.py).
+A program has a tile of lines of one slot. Tiles are found once a forward, by counting, so that nothing is sorted, and
+read by every layer: there are as many as slots and lines could need, and those that are left over end at once. The
+first kernel multiplies with `down`, beside the layer's own product, the second with `up` and adds to the layer's result
+(the shrink and expand of Punica, arXiv:2310.18547). The inputs are cut into shares, so that few lines keep more than a
+few multiprocessors busy: how many follows from the layer's shape alone, and their sums add in order. A tile is always
+as large, so that a line has the same bits in any company.
 """
 
 from __future__ import annotations
@@ -14,17 +13,84 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.line_slots import LineSlots
+from trtrun.kernels.arguments import LineSlots
+from trtrun.kernels.torch.cuda import beside
 from trtrun.kernels.torch.low_rank import LowRankShape, StackedFactors
-from trtrun.kernels.torch.side_branch import beside
 from trtrun.kernels.triton.early_launch import begin, early, lets_next_begin
-from trtrun.kernels.triton.matmul.line_tiles import LineTiles, tiles_of
+
+_CHUNK = 128
+"""Lines that a program looks at together."""
+
+
+class LineTiles(NamedTuple):
+    """Tiles of a forward's lines.
+
+    Attributes:
+        slots: [tiles] int32 on the device: the slot of a tile's lines, from 0; -1 where there are none.
+        lines: [tiles, size] int32 there: the lines, in their order; -1 behind them.
+    """
+
+    slots: torch.Tensor
+    lines: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _tiles_kernel(
+    slots, tile_slots, tile_lines, lines, num_slots,
+    SLOTS: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The slot of one tile, and its lines."""
+    begin(EARLY)
+    tile = tl.program_id(0)
+    number = tl.arange(0, SLOTS)
+    counts = tl.zeros((SLOTS,), dtype=tl.int32)
+    for start in range(0, lines, CHUNK):
+        line = start + tl.arange(0, CHUNK)
+        found = tl.load(slots + line, mask=line < lines, other=0).to(tl.int32)
+        counts += tl.sum((found[None, :] == number[:, None] + 1).to(tl.int32), axis=1)
+    counts = tl.where(number < num_slots, counts, 0)
+    tiles = (counts + SIZE - 1) // SIZE
+    slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), axis=0)
+    skipped = (tile - tl.sum(tl.where(number < slot, tiles, 0), axis=0)) * SIZE
+    left = tl.sum(tl.where(number == slot, counts, 0), axis=0) - skipped
+    place = tl.arange(0, SIZE)
+    theirs = tl.zeros((SIZE,), dtype=tl.int32)
+    before = -skipped
+    for start in range(0, lines, CHUNK):
+        line = start + tl.arange(0, CHUNK)
+        is_theirs = tl.load(slots + line, mask=line < lines, other=0).to(tl.int32) == slot + 1
+        at = before + tl.cumsum(is_theirs.to(tl.int32), 0) - 1
+        is_here = is_theirs[None, :] & (at[None, :] == place[:, None])
+        theirs += tl.sum(tl.where(is_here, line[None, :], 0), axis=1)
+        before += tl.sum(is_theirs.to(tl.int32), axis=0)
+    tl.store(tile_slots + tile, tl.where(slot < num_slots, slot, -1))
+    tl.store(tile_lines + tile * SIZE + place, tl.where(place < left, theirs, -1))
+
+
+def tiles_of(lines: LineSlots, num_slots: int, size: int) -> LineTiles:
+    """Tiles of `size` lines, a power of two, of slots 1 to `num_slots`. There is a line at least."""
+    return lines.once((num_slots, size), lambda slots: _find(slots, num_slots, size))
+
+
+def _find(slots: torch.Tensor, num_slots: int, size: int) -> LineTiles:
+    count = len(slots)
+    tiles = min(count, num_slots + count // size)
+    found = LineTiles(
+        torch.empty(tiles, dtype=torch.int32, device=slots.device),
+        torch.empty((tiles, size), dtype=torch.int32, device=slots.device),
+    )
+    _tiles_kernel[(tiles,)](
+        slots, found.slots, found.lines, count, num_slots,
+        SLOTS=triton.next_power_of_2(num_slots), SIZE=size, CHUNK=_CHUNK, num_warps=4, **early(slots),
+    )  # fmt: skip
+    return found
+
 
 _LINES = 16
 """What a tile of the tensor cores takes."""

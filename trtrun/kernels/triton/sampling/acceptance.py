@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.compilation.source_keys import settle_keys
+from trtrun.kernels.triton.compilation.compile_processes import settle_keys
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
     LOG_MIN_P,
@@ -27,8 +27,14 @@ from trtrun.kernels.triton.sampling.lines import (
     line_of,
     peak_of,
 )
-from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials, to_uniform
-from trtrun.kernels.triton.sampling.token_choice import best_of, inverse_total, sum_weights
+from trtrun.kernels.triton.sampling.token_choice import (
+    best_of,
+    inverse_total,
+    key_of,
+    log_exponentials,
+    sum_weights,
+    to_uniform,
+)
 
 _SEED = tl.constexpr(columns.SEED)
 

@@ -1,8 +1,9 @@
-"""Penalties in Triton for CUDA: how often a row's tokens occurred is counted once for all of its positions.
+"""Penalties and masks of tokens in Triton for CUDA.
 
-A row's counts are one int32 for each token: how often the output has it, and a bit that says whether the prompt does.
-Draft tokens before a position are added in registers. Sums of integers: the order does not matter. It knows tokens,
-logits and the tables of parameters (kernels/triton/sampling/columns.py); the arithmetic is sampling/penalties.py's.
+How often a row's tokens occurred is counted once for all of its positions. A row's counts are one int32 for each token:
+how often the output has it, and a bit that says whether the prompt does. Draft tokens before a position are added in
+registers. Sums of integers: the order does not matter. The arithmetic is sampling/penalties.py's, with the columns of
+kernels/triton/sampling/columns.py. A mask copies logits, and what a bit forbids becomes -inf (sampling/row_steps.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.compilation.source_keys import settle_keys
+from trtrun.kernels.triton.compilation.compile_processes import settle_keys
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import NUM_INTEGERS, NUM_NUMBERS, SMALL
 
@@ -102,6 +103,31 @@ def penalise_(
         logits, logits.stride(0), logits.stride(1), positions, vocabulary, members, rows, numbers, counts,
         drafts, drafts.stride(0), PIECE=_PIECE, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["vocabulary", "words"], do_not_specialize_on_alignment=["places", "bits"])
+def _mask_kernel(logits, places, bits, output, vocabulary, words, PIECE: tl.constexpr):
+    line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = piece * PIECE + tl.arange(0, PIECE)
+    inside = token < vocabulary
+    value = tl.load(logits + line * vocabulary + token, mask=inside, other=0.0)
+    place = tl.load(places + line).to(tl.int64)
+    is_masked = (tl.zeros_like(token) + place) >= 0
+    word = tl.load(bits + place * words + token // 32, mask=inside & is_masked, other=-1)
+    is_allowed = ((word >> (token % 32)) & 1) == 1
+    tl.store(output + line * vocabulary + token, tl.where(is_allowed, value, float("-inf")), mask=inside)
+
+
+def mask_tokens(logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """See TorchOperations.mask_tokens."""
+    logits, vocabulary = logits.contiguous(), logits.shape[-1]
+    output = torch.empty_like(logits)
+    lines = places.numel()
+    if lines:
+        _mask_kernel[(lines, triton.cdiv(vocabulary, _PIECE))](
+            logits, places.contiguous(), bits, output, vocabulary, bits.shape[1], PIECE=_PIECE, num_warps=4
+        )
+    return output
 
 
 settle_keys(globals())

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.compilation.source_keys import settle_keys
+from trtrun.kernels.triton.compilation.compile_processes import settle_keys
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
     IMPOSSIBLE,

@@ -2,7 +2,9 @@
 
 A sampled row takes the largest of minus distance plus keyed Gumbel noise among the tokens that its filters keep; a
 greedy row its largest logit, of equal ones the first (one that is not a number counts as the largest, so that whoever
-reads the logit sees it). It knows lines; it does not know what tokens are for.
+reads the logit sees it). The noise has the same integers as sampling/random.py, hence the same uniform numbers. The
+logarithms are the device's, and the one near 1 is a series here: noise may differ from torch's in the last bits.
+`likeliest` finds the few largest numbers of each row and reads a vocabulary of logits once.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.compilation.source_keys import settle_keys
-from trtrun.kernels.triton.likeliest import likeliest
+from trtrun.kernels.triton.compilation.compile_processes import settle_keys
+from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
     LOG_MIN_P,
@@ -27,7 +29,125 @@ from trtrun.kernels.triton.sampling.lines import (
     line_of,
     peak_of,
 )
-from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials
+
+_PIECE = 2048
+"""Numbers of which one program finds the largest."""
+
+
+@triton.jit
+def _keep_largest(value, position, kept, kept_positions, COUNT: tl.constexpr, WIDTH):
+    """Store the COUNT largest of `value` and the numbers of `position` beside them, the largest first."""
+    for rank in range(COUNT):
+        best, lane = tl.max(value, axis=0, return_indices=True)
+        taken = tl.arange(0, value.shape[0]) == lane
+        place = tl.sum(tl.where(taken, position, 0), axis=0)
+        tl.store(kept + rank, best)
+        # Where only -inf is left, lanes beyond the row are as good as any.
+        tl.store(kept_positions + rank, tl.minimum(place, WIDTH - 1))
+        value = tl.where(taken, float("-inf"), value)
+
+
+@triton.jit
+def _largest_of_pieces_kernel(
+    numbers, stride, width, values, positions, COUNT: tl.constexpr, PIECE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = piece * PIECE + tl.arange(0, PIECE)
+    value = tl.load(numbers + row * stride + position, mask=position < width, other=float("-inf")).to(tl.float32)
+    value = tl.where(value != value, float("inf"), value)  # else NaN would be passed over
+    at = (row * tl.num_programs(1) + piece) * COUNT
+    _keep_largest(value, position, values + at, positions + at, COUNT, width)
+
+
+@triton.jit
+def _largest_of_rows_kernel(
+    values, positions, candidates, width, best, found, COUNT: tl.constexpr, PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, PADDED)
+    value = tl.load(values + row * candidates + lane, mask=lane < candidates, other=float("-inf"))
+    position = tl.load(positions + row * candidates + lane, mask=lane < candidates, other=0)
+    _keep_largest(value, position, best + row * COUNT, found + row * COUNT, COUNT, width)
+
+
+def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the `count` largest numbers of each row stand, the largest first.
+
+    Args:
+        numbers: [rows, width] on CUDA, each row contiguous. NaN counts as infinite.
+        count: how many, at most `width`.
+
+    Returns:
+        [rows, count] int64. Among equal numbers the first come first; where fewer are above -inf, what follows them
+        may come twice.
+    """
+    rows, width = numbers.shape
+    found = torch.empty((rows, count), dtype=torch.int64, device=numbers.device)
+    if not rows:
+        return found
+    pieces = triton.cdiv(width, _PIECE)
+    values = torch.empty((rows, pieces * count), dtype=torch.float32, device=numbers.device)
+    positions = torch.empty((rows, pieces * count), dtype=torch.int64, device=numbers.device)
+    _largest_of_pieces_kernel[(rows, pieces)](
+        numbers, numbers.stride(0), width, values, positions, COUNT=count, PIECE=_PIECE, num_warps=4, **early(numbers)
+    )
+    best = torch.empty((rows, count), dtype=torch.float32, device=numbers.device)
+    _largest_of_rows_kernel[(rows,)](
+        values, positions, pieces * count, width, best, found,
+        COUNT=count, PADDED=triton.next_power_of_2(pieces * count), num_warps=4,
+        **early(numbers),
+    )  # fmt: skip
+    return found
+
+
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
+_LARGEST_INT64 = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+_SCALE = tl.constexpr(2.0**-63)
+
+
+@triton.jit
+def _mix(state):
+    """mix64 of uint64 `state`."""
+    state = (state ^ (state >> 30)) * tl.full((), _MULTIPLIER_1, tl.uint64)
+    state = (state ^ (state >> 27)) * tl.full((), _MULTIPLIER_2, tl.uint64)
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def key_of(seed, position, stream):
+    """uint64: the key of int64 seed and position, and a stream."""
+    gamma = tl.full((), _GAMMA, tl.uint64)
+    state = _mix(seed.to(tl.uint64) + tl.cast(stream + 1, tl.uint64) * gamma)
+    return _mix(state + (position + 1).to(tl.uint64) * gamma)
+
+
+@triton.jit
+def to_uniform(bits):
+    """float32 in the open interval (0, 1) of uint64 bits."""
+    odd = (bits & tl.full((), _LARGEST_INT64, tl.uint64)) | tl.full((), 1, tl.uint64)
+    return tl.minimum(odd.to(tl.int64).to(tl.float32) * _SCALE, _LARGEST_BELOW_ONE)
+
+
+@triton.jit
+def log_exponentials(key, token):
+    """float32: log of a standard exponential (minus a Gumbel number) of each of the token ids [n] under one key."""
+    gamma = tl.full((), _GAMMA, tl.uint64)
+    number = to_uniform(_mix(key + (token + 1).to(tl.uint64) * gamma))
+    # -log(1 - u). The fine end of u gives the large Gumbel numbers, which decide the maximum: a series there, as the
+    # logarithms of GPUs are good to an absolute error near 1.
+    series = 1.0 / 5.0 + number * (1.0 / 6.0 + number * (1.0 / 7.0))
+    series = 1.0 / 2.0 + number * (1.0 / 3.0 + number * (1.0 / 4.0 + number * series))
+    small = number + number * number * series
+    exponential = tl.where(number < 0.0625, small, -tl.log(1.0 - number))
+    return tl.log(exponential)
+
 
 _SEED = tl.constexpr(columns.SEED)
 UNIT = tl.constexpr(2.0**40)

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from trtrun.errors import RustLibrary
 from trtrun.tools.training.data import DataRow
-from trtrun.tools.training.methods.context import MethodContext
 from trtrun.tools.training.methods.head_batch import HeadBatch, check_long_enough, pad_rows, tables_of
+from trtrun.tools.training.methods.table import MethodContext
 from trtrun.tools.training.models import TargetOutput, check_attends_to_all, read_config, stored_dtype
 
 WEIGHTS = "medusa_lm_head.safetensors"

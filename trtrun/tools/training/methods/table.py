@@ -1,4 +1,4 @@
-"""The methods of training by name, and what each of them must do.
+"""The methods of training by name, what each of them must do, and what it is made from.
 
 A method is a module beside this one, with a function `make`, and an entry in METHODS. The table itself loads neither
 torch nor a method, so that a wrong name is told at once.
@@ -19,7 +19,30 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.tools.training.data import DataRow
-    from trtrun.tools.training.methods.context import MethodContext
+    from trtrun.tools.training.models import Target
+
+
+@dataclass(frozen=True)
+class MethodContext:
+    """Models and settings of a run.
+
+    Attributes:
+        settings: of the run.
+        device: to compute on.
+        target: frozen; None where the method does without it.
+        target_path: of its checkpoint.
+        target_vocab_size: tokens that it knows, padding included.
+        draft: checkpoint to start from, if there is one.
+        rows: to train on.
+    """
+
+    settings: TrainingSettings
+    device: torch.device
+    target: Target | None
+    target_path: Path
+    target_vocab_size: int
+    draft: Path | None
+    rows: Sequence[DataRow]
 
 
 class DraftTraining(Protocol):

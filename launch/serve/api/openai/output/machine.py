@@ -13,6 +13,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from typing_extensions import override
+
 
 class Text(NamedTuple):
     """Some of the answer."""
@@ -165,8 +167,8 @@ class CallMachine(Machine):
             self._events += events
             self._blanks, self._is_behind_call = "", True
 
+    @override
     def finish(self) -> list[Event]:
-        """See `Machine`."""
         found = super().finish()
         return joined([*found, Text(self._blanks)])
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from launch.serve.api.openai.answer_parts import tell_usage
 from launch.serve.api.openai.answers import ChatAnswer
@@ -17,7 +18,7 @@ from launch.serve.api.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.api.openai.output.machine import Text
 from launch.serve.api.openai.output.parsing import ChoiceParser
 from launch.serve.api.openai.responses.output import OutputItems, Told
-from launch.serve.frontend.front import Usage
+from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import event
 from trtrun.core.outputs import CompletionDelta
 
@@ -31,8 +32,8 @@ class ResponseAnswer(ChatAnswer):
     prefix = "resp_"
     last_words = ()
 
+    @override
     def prepare(self, answering: Answering) -> None:
-        """See `Answer`."""
         super().prepare(answering)
         parsing = answering.parsing
         self._parser = ChoiceParser(parsing)
@@ -43,36 +44,36 @@ class ResponseAnswer(ChatAnswer):
         self._reason: str | None = None
         self._num_events = 0
 
+    @override
     def keep(self, delta: CompletionDelta) -> None:
-        """See `Answer`."""
         self._take(delta)
 
+    @override
     def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
-        """See `Answer`."""
         yield _ENCODER.encode(self._response(self._status(), usage, draft_len))
 
+    @override
     def beginning(self) -> list[Told]:
-        """See `Answer`."""
         return [self._tell(name, "in_progress") for name in ("response.created", "response.in_progress")]
 
+    @override
     def chunks(self, delta: CompletionDelta) -> list[Told]:
-        """See `Answer`."""
         return list(map(self._numbered, self._take(delta)))
 
+    @override
     def ending(self, usage: Usage, draft_len: int) -> list[Told]:
-        """See `Answer`."""
         status = self._status()
         return [self._tell(f"response.{status}", status, usage, draft_len)]
 
+    @override
     def failure(self, error: Told) -> Told:
-        """See `Answer`."""
         code = error["error"]["code"] or "server_error"
         told = self._tell("response.failed", "failed")
         told["response"]["error"] = {"code": code, "message": error["error"]["message"]}
         return told
 
+    @override
     def event(self, told: Told) -> bytes:
-        """See `Answer`."""
         return f"event: {told['type']}\n".encode() + event(_ENCODER.encode(told))
 
     def _take(self, delta: CompletionDelta) -> list[Told]:

@@ -1,0 +1,76 @@
+"""Arguments of operations beside plain tensors: activations that are rounded already, and the adapter of each line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+GROUP = 128
+"""Numbers of a row that share a scale where it is rounded in groups."""
+
+Rounding = Literal["row", "group"]
+"""By the largest number of a whole row, or by that of each `GROUP` of its numbers."""
+
+
+class RoundedRows(NamedTuple):
+    """Rows of activations: row r is codes[r] * scale[r], or in groups its number i codes[r, i] * scale[r, i // GROUP].
+
+    Attributes:
+        codes: [rows, at least as many as there are inputs] E4M3, without gaps in a row.
+        scale: float32 [rows]; in groups [rows, groups], whose rows lie beside each other in memory, with room for a
+            multiple of 16 of them.
+        dtype: of the activations before they were rounded, and of what is made of them.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+
+Activations = torch.Tensor | RoundedRows
+"""What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""
+
+
+T = TypeVar("T")
+
+
+class LineGroup(NamedTuple):
+    """Lines of one slot: their indices [n] int64, or None for all lines."""
+
+    slot: int
+    lines: torch.Tensor | None
+
+
+class LineSlots:
+    """The slots of the lines of a forward's activations.
+
+    Attributes:
+        slots: [lines] int64 on the device of the activations, without gaps; 0 where a line has no adapter.
+    """
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        # Those of one row are a number that is repeated, of which torch may have one in memory; kernels read them all.
+        self.slots = slots.contiguous()
+        self._found: dict[Hashable, Any] = {}
+
+    def select(self, lines: torch.Tensor) -> LineSlots:
+        """Those of some `lines` [n] int64, in their order."""
+        return LineSlots(self.slots.index_select(0, lines))
+
+    def once(self, key: Hashable, find: Callable[[torch.Tensor], T]) -> T:
+        """What `find` makes of the slots, once for all layers of a forward. A key is always found the same way."""
+        if key not in self._found:
+            self._found[key] = find(self.slots)
+        found: T = self._found[key]
+        return found
+
+    @cached_property
+    def groups(self) -> list[LineGroup]:
+        """The lines of each slot above 0, by slot. It reads them on the host, so it is for CPUs."""
+        found = sorted(set(self.slots.tolist()))
+        if len(found) == 1:
+            return [LineGroup(found[0], None)] if found[0] else []
+        return [LineGroup(slot, (self.slots == slot).nonzero()[:, 0]) for slot in found if slot]

@@ -1,0 +1,119 @@
+"""The dense families: Llama (1 to 3), Mistral, Qwen2 (and 2.5) and Qwen3.
+
+They differ in biases, in windows, and in the norm of queries and keys. A family of another kind is a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtrun.models.config import ModelFamily, read_flag, read_window, windows_by_layer_type
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.registry import MODEL_FAMILIES
+
+
+def _plan_llama(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    has_bias, mlp_bias = read_flag(values, "attention_bias"), read_flag(values, "mlp_bias")
+    return [
+        DecoderPlan(
+            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, qkv_bias=has_bias, output_bias=has_bias),
+            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape, has_bias=mlp_bias),
+        )
+        for index in range(shape.num_layers)
+    ]
+
+
+LLAMA = MODEL_FAMILIES.register("LlamaForCausalLM")(
+    ModelFamily(
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "eos_token_id": 2},
+        plan_layers=_plan_llama,
+        model_type="llama",
+    )
+)
+
+
+def _plan_mistral(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    window = read_window(values)
+    return [
+        DecoderPlan(
+            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, window),
+            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape),
+        )
+        for index in range(shape.num_layers)
+    ]
+
+
+MISTRAL = MODEL_FAMILIES.register("MistralForCausalLM")(
+    ModelFamily(
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+        plan_layers=_plan_mistral,
+        model_type="mistral",
+    )
+)
+
+
+def _plan_qwen2(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    return [
+        DecoderPlan(
+            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, window, qkv_bias=True),
+            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape),
+        )
+        for index, window in enumerate(windows_by_layer_type(values))
+    ]
+
+
+QWEN2 = MODEL_FAMILIES.register("Qwen2ForCausalLM")(
+    ModelFamily(
+        defaults={
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        plan_layers=_plan_qwen2,
+        model_type="qwen2",
+    )
+)
+
+
+def _plan_qwen3(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    has_bias = read_flag(values, "attention_bias")
+    return [
+        DecoderPlan(
+            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, window, has_bias, has_bias, head_norm=True),
+            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape),
+        )
+        for index, window in enumerate(windows_by_layer_type(values))
+    ]
+
+
+QWEN3 = MODEL_FAMILIES.register("Qwen3ForCausalLM")(
+    ModelFamily(
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        plan_layers=_plan_qwen3,
+        model_type="qwen3",
+    )
+)
