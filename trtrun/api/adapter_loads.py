@@ -27,7 +27,7 @@ class _Load:
 
 
 class AdapterLoads:
-    """Those that were asked for and are not there yet.
+    """Loads of adapters that were asked for and are not done yet.
 
     Args:
         table: of the adapters that are there.
@@ -78,6 +78,6 @@ class AdapterLoads:
         load.on_end(error)
 
     def end_all(self, error: TrtrunError) -> None:
-        """Nothing is loaded any more, and everybody is told why."""
+        """End all loads and tell everybody why."""
         while self._loads:
             self._loads.popleft().on_end(error)

@@ -20,7 +20,7 @@ _LISTED = 20
 
 
 class AdapterTable:
-    """Who is in which slot.
+    """The adapters and their slots.
 
     Args:
         names: of those that are loaded at the start, in the order of their slots.
@@ -36,7 +36,7 @@ class AdapterTable:
 
     @property
     def names(self) -> list[str]:
-        """Those that requests may name."""
+        """Names that requests may give."""
         return list(self._by_name)
 
     def find_slot(self, name: str, in_use: Collection[int]) -> int:

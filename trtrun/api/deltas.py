@@ -72,7 +72,7 @@ def new_text(completion: Completion, gained: Sequence[int]) -> str:
 
 
 def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
-    """Those of its prompt, once, as soon as it is read."""
+    """Log probabilities of the prompt, once, as soon as it is read."""
     scores = completion.scores
     if scores is None or not scores.is_whole or completion.statistics.first_token is None:
         return None
@@ -81,7 +81,7 @@ def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
 
 
 def _prompt_logits(completion: Completion) -> Logits | None:
-    """Those of its prompt that have come and were not told."""
+    """Logits of the prompt that have come and were not sent yet."""
     return None if completion.logits is None else completion.logits.take_new()
 
 
@@ -99,7 +99,8 @@ def _why_failed(completion: Completion, vocab_size: int) -> str:
 def _asked_logprobs(
     completion: Completion, logprobs: Sequence[TokenLogprobs], count: int
 ) -> tuple[TokenLogprobs, ...] | None:
-    """As many alternatives as the request asked for: the verdict is as wide as the widest of its rows."""
+    """Log probabilities with as many alternatives as the request asked for: the verdict is as wide as the widest of its
+    rows."""
     wanted = completion.request.sampling.logprobs
     if wanted is None:
         return None

@@ -72,7 +72,7 @@ class Recipient(ABC):
         self.is_over = self._num_going_on == 0
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing will come any more, and why not: None where it was aborted."""
+        """End it: nothing more will come, for this reason; None if it was aborted."""
         self._keep_error(error)
         self.is_over = True
 
@@ -317,7 +317,7 @@ class EngineThread:
         flush(news)
 
     def _end(self, over: TrtrunError) -> None:
-        """Nothing is done any more from here on, and everybody is told why."""
+        """End all work and tell everybody why."""
         with self._has_orders:
             self._over = over
             orders, self._orders = self._orders, deque()

@@ -58,7 +58,7 @@ so that other rows do not wait for long."""
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One request: its id, and its completions that go on, by their ids in the scheduler."""
+    """A request: its id, and its completions that go on, by their ids in the scheduler."""
 
     request_id: RequestId
     num_completions: int
@@ -156,7 +156,7 @@ class LLMEngine:
 
     @property
     def activity(self) -> Activity:
-        """Where the thread that takes the steps says what it is doing."""
+        """The record of what the thread that takes the steps is doing."""
         return self.orchestrator.activity
 
     @property
@@ -237,7 +237,7 @@ class LLMEngine:
         group: Hashable,
         owner: Hashable = None,
     ) -> RequestId:
-        """The same for a request whose prompt is tokens that can run, with parameters that the model can follow: its
+        """Add a request whose prompt is tokens that can run, with parameters that the model can follow: its
         caller has checked them by `PromptReader` and `SchedulerLimits`.
 
         Raises:
@@ -314,7 +314,7 @@ class LLMEngine:
         return some_have_ended or any(map(self.scheduler.has_begun, request.going_on))
 
     def step(self) -> list[CompletionDelta]:
-        """One heartbeat: keep the ranks supplied with plans, take one verdict in. Where all that is left is an adapter
+        """Keep the ranks supplied with plans, and take one verdict in. If all that is left is an adapter
         that ranks read, it waits for it a moment.
 
         Returns:
@@ -438,7 +438,8 @@ class LLMEngine:
         return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size, gain.logits, text)
 
     def _recover(self) -> None:
-        """After an exception from the middle of a round: forget all requests, so that the next one finds all whole.
+        """Recover from an exception in the middle of a round: forget all requests, so that the next one finds all
+        whole.
 
         The requests end with an error, which the next step tells.
         """

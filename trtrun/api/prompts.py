@@ -40,11 +40,11 @@ class Vocabulary(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """See above."""
+        """The number of the model's tokens."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See above."""
+        """Tokens that end a text."""
 
 
 class PromptReader:
@@ -162,7 +162,7 @@ class PromptReader:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Of the model: those that end a text."""
+        """Tokens of the model that end a text."""
         return self._model.eos_token_ids
 
     def check(self, sampling: SamplingParams) -> None:
@@ -197,7 +197,7 @@ class PromptReader:
             )
 
     def ids_in_guides(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of some texts that grammars cannot spell, as they are special tokens to them, each with its id.
+        """Ids of the texts that grammars cannot spell, because these are special tokens to them.
 
         Raises:
             InvalidRequestError: this model's texts cannot be guided.

@@ -49,7 +49,7 @@ _PROBE = {
 
 
 class ChatTemplate:
-    """One checkpoint's template, compiled, with the special tokens that it may write.
+    """The template of a checkpoint, compiled, with the special tokens that it may write.
 
     Attributes:
         source: of the template.
@@ -207,8 +207,8 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As in transformers, whose templates these are; but what a template computes of constants it computes when it is
-    rendered, where that is bounded, and not when it is compiled."""
+    """Make the environment as transformers does, whose templates these are; but what a template computes of constants
+    it computes when it is rendered, where that is bounded, and not when it is compiled."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

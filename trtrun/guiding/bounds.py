@@ -200,7 +200,7 @@ def _parted(grammar: str) -> tuple[str, list[Any]]:
 
 
 def _check_multiples(numbers: Iterable[str]) -> None:
-    """Of all together, as one text may have to be a multiple of each of them."""
+    """Check all multiples together, as one text may have to be a multiple of each of them."""
     common = 1
     for number in numbers:
         try:

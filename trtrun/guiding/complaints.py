@@ -141,7 +141,7 @@ def _escaped(key: str) -> str:
 
 
 def _error_of(schema: Mapping[str, Any]) -> str:
-    """Why a schema cannot be followed, in words; nothing where it can."""
+    """The reason why a schema cannot be followed; empty if it can."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         is_wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())

@@ -198,7 +198,7 @@ def _may_be(name: str, names: Mapping[str, Any], allowed: list[str] | None) -> b
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    """One pattern of names, empty where they are listed, or may be any; None where it would take several."""
+    """The pattern of names, empty if they are listed, or may be any; None if it would take several."""
     least, most = names.get("minLength", 0), names.get("maxLength", "")
     if "const" in names or "enum" in names:
         return ""

@@ -158,7 +158,7 @@ class IncrementalDetokenizer:
         self._num_of_prompt = len(self._of_prompt)  # of them, or to be expected
 
     def copied(self) -> IncrementalDetokenizer:
-        """One that goes on by itself: completions of one prompt need not read it again."""
+        """Make a copy that goes on by itself: completions of one prompt need not read it again."""
         other = copy(self)
         other._chain = self._chain.copied()
         return other
@@ -229,7 +229,7 @@ class _ThoughtEnd:
         self.is_certain, self.is_behind = not begin, False
 
     def pass_thoughts(self, text: str, place: int) -> int:
-        """Where in a text, from `place` on, the next character stands that is none of the thoughts'. What may become
+        """Find in a text, from `place` on, the next character that is not part of the thoughts. What may become
         their mark is asked for again."""
         if not self.is_certain:
             begun = text[place:].lstrip()
@@ -280,7 +280,7 @@ class CompletionText:
         self._thoughts = None if thoughts is None else _ThoughtEnd(*thoughts)
 
     def copied(self) -> CompletionText:
-        """One that goes on by itself."""
+        """Make a copy that goes on by itself."""
         other = copy(self)
         other._detokenizer = self._detokenizer.copied()
         other._thoughts = copy(self._thoughts)
@@ -337,7 +337,7 @@ class CompletionText:
         return False
 
     def end_tokens(self) -> None:
-        """No token follows: what may have become a character is text after all."""
+        """Take note that no token follows: what may have become a character is text after all."""
         if not self._is_over:
             try:
                 self._pending += self._detokenizer.flush()

@@ -54,7 +54,7 @@ class Respeller:
         return tokens
 
     def num_bytes(self, token: int) -> int:
-        """That a token stands for."""
+        """The number of bytes that a token stands for."""
         return len(self._vocabulary.of_token.get(token, b""))
 
     def _of_text(self, text: str, data: bytes, is_start: bool) -> list[int]:
@@ -73,8 +73,8 @@ class Respeller:
     def _behind(
         self, tokens: Sequence[int], anchor: bytes, data: bytes, *, keeps_space: bool = False
     ) -> list[int] | None:
-        """Those of `tokens` that stand for `data` behind `anchor`; None where they stand for something else, or a token
-        for both. A space that is not the text's may stand in front, and is left there with `keeps_space`."""
+        """Tokens of `tokens` that stand for `data` behind `anchor`; None where they stand for something else, or a
+        token for both. A space that is not the text's may stand in front, and is left there with `keeps_space`."""
         texts = [self._vocabulary.of_token.get(token, b"") for token in tokens]
         whole = b"".join(texts)
         if not all(texts) or not whole.endswith(anchor + data) or whole not in (anchor + data, b" " + anchor + data):
@@ -105,7 +105,7 @@ class Respeller:
 
 
 def _lengths_by_begin(pieces: Iterable[bytes]) -> dict[bytes, list[int]]:
-    """Of pieces that begin with the same bytes, which lengths there are above 1, longest first."""
+    """Lengths above 1 of pieces that begin with the same bytes, longest first."""
     found: defaultdict[bytes, set[int]] = defaultdict(set)
     for piece in pieces:
         if len(piece) > 1:

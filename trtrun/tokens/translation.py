@@ -53,7 +53,7 @@ class Vocabularies:
 
     @cached_property
     def special_of_draft(self) -> dict[int, int]:
-        """Of the draft's special tokens that mean something to the target, the target's."""
+        """The target's tokens for special tokens of the draft that mean something to it."""
         return {d: t for t, d in self.common.draft_of.items() if d in self.draft.special}
 
     def to_target(self, behind: Sequence[int], drafted: Sequence[int]) -> list[int]:
@@ -204,7 +204,7 @@ class TranslatedText:
             self._tail, self._is_start = self._tail[ends[count - 1] :], False
 
     def _settle_bytes(self) -> None:
-        """The same where the draft lacks some of the bytes, so that tokens do not tell where their ends are."""
+        """Settle bytes if the draft lacks some of them, so that tokens do not tell where their ends are."""
         last = len(self._tail) - _KEPT_BYTES
         end = self._tail.rfind(b" ", 0, last + 1)
         while end > 0 and not _begins_word(self._tail, end):
@@ -269,7 +269,7 @@ def read_vocabularies(
 
 @lru_cache(maxsize=1)
 def _read_both(target: Path, draft: Path, hashes: tuple[str, str]) -> list[tuple[TokenBytes, Respeller]]:
-    """Once for the contents of files, which `hashes` stand for: a start needs them several times."""
+    """Read both vocabularies, once for the contents that `hashes` stand for: a start needs them several times."""
     found: list[tuple[TokenBytes, Respeller]] = []
     for path, role in ((target, "target"), (draft, "draft")):
         tokenizer = read_tokenizer(path)

@@ -68,7 +68,7 @@ class Owner:
 
 @dataclass
 class Owners:
-    """Those who want places now, or did not long ago."""
+    """Owners who want places now, or did not long ago."""
 
     _known: OrderedDict[str, Owner] = field(default_factory=OrderedDict)
 
@@ -285,6 +285,6 @@ class LogitsPlace:
         limit.num_bytes += num_bytes
 
     def leave(self) -> None:
-        """Its client has read its answer, or will not; calling it again does nothing."""
+        """Make room, once the client has read its answer or will not; calling it again does nothing."""
         self._limit.num_bytes -= self._num_bytes
         self._num_bytes = 0

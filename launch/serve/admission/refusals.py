@@ -1,5 +1,5 @@
-"""Why a request is not answered, in no protocol's words: a kind and one line. Protocols give each kind their number,
-those over HTTP the same one.
+"""Refusals, whatever the protocol: why a request is not answered, as a kind and one line. Protocols give each kind
+their number, those over HTTP the same one.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _CHANGED_LINE = "the tokenizer's files have changed since the server has read th
 
 
 def main() -> None:
-    """Read on."""
+    """Parse requests until the frontend is gone."""
     parent = int(sys.argv[1])
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _make_parser(facts: Facts) -> RequestParser | None:
-    """Who reads; None where the tokenizer's files are not those that the frontend has read."""
+    """Make the parser; None if the tokenizer's files are not the ones that the frontend has read."""
     if facts.tokenizer is None:
         return RequestParser(facts, None)
     directory = Path(facts.tokenizer)
@@ -75,7 +75,7 @@ def _make_parser(facts: Facts) -> RequestParser | None:
 
 
 def _read_on(frontend: socket.socket, parser: RequestParser | None, facts: Facts) -> None:
-    """A task after the other."""
+    """Do one task after the other."""
     has_at_first = _pages()[0]
     _bound_memory(facts.most_bytes)
     while head := _receive(frontend, HEAD_BYTES):

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one server.
+    """Parts of one server.
 
     Attributes:
         frontend: a request's way.
@@ -135,7 +135,7 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
 
 
 def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:
-    """In which chats' texts have calls and thoughts, as the section says, or the template shows.
+    """Formats of calls and thoughts in chats' texts, as the section says, or the template shows.
 
     Raises:
         ConfigError: there is none of that name.

@@ -64,7 +64,7 @@ METRICS_PATH = "/metrics"
 
 
 def metrics_route(frontend: Frontend, keys: Keys) -> Route:
-    """For an application.
+    """The route of the metrics, for an application.
 
     Args:
         frontend: whose metrics they are.
@@ -111,7 +111,7 @@ class StatusBoard:
         self._told: tuple[Ready, Status] | None = None
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The board's routes, for the application."""
         return [Route("/status", self.status, methods=["GET"])]
 
     async def status(self, request: Request) -> Response:
@@ -198,8 +198,8 @@ class StatusBoard:
 
 
 def describe_phases(standings: Sequence[Standing], *, with_words: bool = False) -> list[dict[str, Any]]:
-    """In which phase each process of the engine is, and for how long: for anybody, or with words, which may have names
-    of adapters, for who has a key."""
+    """Describe in which phase each process of the engine is, and for how long: for anybody, or with words, which may
+    have names of adapters, for who has a key."""
     return [
         {"rank": one.rank, "phase": one.phase, "seconds": round(one.seconds, 3)}
         | ({"doing": one.doing, "still_seconds": round(one.still_seconds, 3)} if with_words else {})

@@ -96,7 +96,7 @@ class EngineClient:
         return len(self._requests)
 
     def standings(self) -> list[Standing]:
-        """In which phase each process of the engine is, and since when, as it has last told."""
+        """The phase of each process of the engine, and since when it is in it, as last reported."""
         now = time.monotonic()
         if self.ready is None:
             since = now - self._absent_since
@@ -182,7 +182,7 @@ class EngineClient:
         return {name for opened in self._requests.values() if (name := opened.request.sampling.lora_name) is not None}
 
     def _take_change(self, answer: AdapterChanged) -> None:
-        """What came of the first change that was not answered."""
+        """Take the outcome of the first change that was not answered."""
         change, done = self._changes.popleft()
         if done is None:  # nobody has asked for it: an engine is told what the one before had
             self.adapters.note_loaded(change.lora_name)
@@ -257,7 +257,7 @@ class EngineClient:
                 self._writer.write(data)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One engine's connection, from its first message to its end."""
+        """Serve the connection of one engine, from its first message to its end."""
         try:
             messages = MessageStream(reader)
             ready = await messages.read()

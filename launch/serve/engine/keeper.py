@@ -65,11 +65,11 @@ class EngineWatch:
         self._last, self._heard = beat, self._clock()
 
     def forget(self) -> None:
-        """It is over; another one may start now."""
+        """Forget an engine that is over; another one may start now."""
         self._last, self._begun = None, self._clock()
 
     def find_fault(self) -> str | None:
-        """Why the engine has to be ended, once it hangs. Called about once a beat."""
+        """Find out why the engine has to be ended, once it hangs. Called about once a beat."""
         now, before = self._clock(), self._looked
         self._looked = now
         # The frontend was stopped, or busy: that is no news of the engine.
@@ -146,7 +146,7 @@ class RestartLimit:
 
     @property
     def engines(self) -> list[int | None]:
-        """Those whose ends are counted."""
+        """Engines whose ends are counted."""
         return [engine for _, engine in self._restarts]
 
     def __str__(self) -> str:
@@ -154,7 +154,8 @@ class RestartLimit:
 
 
 class EngineKeeper:
-    """One engine at a time, in a child process. An engine that ends before one was ever up is not started again."""
+    """Keeps one engine at a time, in a child process. An engine that ends before one was ever up is not started
+    again."""
 
     def __init__(
         self,

@@ -189,7 +189,7 @@ class Status(_Message, frozen=True, tag="status"):
 
     @property
     def drafts_foreseen(self) -> int:
-        """Of these, those that were there before their verdict."""
+        """The number of these that were ready before their verdict."""
         return sum(self.totals.get("foresight", {}).get("foreseen_by_place", ()))
 
     @property
@@ -199,7 +199,7 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a thread of a rank stands.
+    """The state of a thread of a rank.
 
     Attributes:
         rank: world rank.

@@ -31,7 +31,7 @@ from trtrun.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt to complete.
+    """A prompt to complete.
 
     Attributes:
         prompt_token_ids: checked against the model and the engine's limits.
@@ -63,7 +63,7 @@ class Inbox:
             self._end_completion()
 
     def end(self, error: Refusal) -> None:
-        """Nothing will come any more, of any request."""
+        """End all requests: nothing more will come."""
         self._error = self._error or error
         self._has_news.set()
 
@@ -267,7 +267,7 @@ class Suspects:
         return None
 
     def _had(self, requests: Mapping[str, OpenRequest]) -> list[OpenRequest]:
-        """Those that the engine has got so far."""
+        """Requests that the engine has got so far."""
         waiting = set(self._waiting)
         return [opened for opened in requests.values() if opened.request_id not in waiting]
 

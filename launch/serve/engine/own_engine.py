@@ -23,7 +23,7 @@ from trtrun.start.job_spec import JobSpec
 
 
 class OwnEngine:
-    """The same as a `RestartedEngine` to the server.
+    """An engine in this process, with the interface of a `RestartedEngine`.
 
     Attributes:
         engine: for requests.
@@ -63,7 +63,7 @@ class OwnEngine:
         self.engine.close()
 
     def kill(self) -> None:
-        """Nothing: the ranks end with this process."""
+        """Do nothing: the ranks end with this process."""
 
     def is_abandoned(self) -> bool:
         """Whether the launcher has died, which this process is told by SIGTERM."""

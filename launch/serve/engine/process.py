@@ -68,7 +68,7 @@ async def describe_engine(llm: AsyncLLM) -> Ready:
 
 
 def describe_ranks(llm: AsyncLLM) -> Beat:
-    """Where the engine's threads stand. In any thread. Ranks of a job are watched by each other."""
+    """Describe the states of the engine's threads, in any thread. Ranks of a job are watched by each other."""
     is_alone, limit = is_watched(llm.config), llm.config.launch.heartbeat_seconds
     standings = []
     for rank, doing in llm.engine.orchestrator.look().items():
@@ -112,7 +112,7 @@ def read_status(engine: LLMEngine) -> Status:
 
 
 def play_engine(spec: JobSpec, socket_name: str) -> int:
-    """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the frontend until that ends.
+    """Play this rank's part: workers serve rank 0 until the job is over, rank 0 serves the frontend until that ends.
 
     Raises:
         TrtrunError: the ranks do not fit together, or a model cannot be loaded.
@@ -164,7 +164,7 @@ async def serve_frontend(llm: AsyncLLM, connection: socket.socket) -> None:
 
 
 class _Served:
-    """One frontend's requests. What comes of them, the engine's thread sends itself."""
+    """Serves one frontend's requests. The engine's thread itself sends what comes of them."""
 
     def __init__(self, llm: AsyncLLM, outbox: Outbox) -> None:
         self._llm = llm
@@ -177,7 +177,7 @@ class _Served:
         self._held: set[str] = set()
 
     async def follow(self, messages: MessageStream) -> None:
-        """See `serve_frontend`."""
+        """Serve the frontend's messages until it ends; see `serve_frontend`."""
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
         changing = asyncio.create_task(self._change_adapters())
@@ -232,7 +232,7 @@ class _Served:
             self._changing[change.lora_name] -= 1
 
     async def _load(self, change: LoadAdapter) -> TrtrunError | None:
-        """Why an adapter cannot be loaded; None once requests may name it."""
+        """Load an adapter. Returns why it cannot be loaded; None once requests may name it."""
         ended: asyncio.Future[TrtrunError | None] = self._loop.create_future()
 
         def tell(error: TrtrunError | None) -> None:
@@ -277,7 +277,7 @@ class _Served:
             pass  # it is closed
 
     def _begin(self, requests: Sequence[Generate]) -> None:
-        """One that names an adapter which is being changed waits for that, and no other does."""
+        """Begin requests; one that names an adapter which is being changed waits for that, and no other does."""
         beginning = []
         for request in requests:
             name = request.sampling.get("lora_name")
@@ -305,7 +305,7 @@ class _Served:
             self._llm.deliver(arrivals)
 
     def _hear_failure(self, error: RankFailedError) -> None:
-        """In the engine's thread."""
+        """Pass a failure on to the event loop; called in the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: another request's failure has ended it
             self._loop.call_soon_threadsafe(self._fail, error)
 

@@ -48,7 +48,7 @@ class RestartedEngine:
     """
 
     def __init__(self, config: RuntimeConfig, command: Sequence[str]) -> None:
-        """Nothing is started yet.
+        """Set the engine up; nothing is started yet.
 
         Args:
             config: of the ranks, and the limits of restarts.

@@ -32,7 +32,7 @@ _MOST_WAITING = 16
 
 @dataclass
 class AdapterDesk:
-    """Who loads and drops them: one after the other.
+    """Loads and drops adapters, one after the other.
 
     Attributes:
         frontend: that takes requests.
@@ -49,7 +49,7 @@ class AdapterDesk:
 
     @classmethod
     def of(cls, frontend: Frontend, section: ServerSection) -> AdapterDesk:
-        """That of a server.
+        """Make the desk of a server.
 
         Raises:
             ConfigError: there is no such directory.

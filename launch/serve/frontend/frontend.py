@@ -62,7 +62,7 @@ class Usage:
 
 
 class Generation:
-    """One request in work. Iterating it yields its pieces; `close` has to be called, however that ends.
+    """A request in work. Iterating it yields its pieces; `close` has to be called, however that ends.
 
     Attributes:
         prompts: the tokens of each prompt.
@@ -350,7 +350,7 @@ class Frontend:
         return self._limits().max_prompt_length
 
     def _limits(self) -> SchedulerLimits:
-        """Of the engine; raises a Refusal where it is gone, and its limits with it."""
+        """The engine's limits; raises a Refusal if it is gone, and its limits with it."""
         self.admission.check_open()
         assert self.client.limits is not None
         return self.client.limits

@@ -41,7 +41,7 @@ class _PartsResponse(Response):
         self._let_go = let_go
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Send the answer; ASGI's interface."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             yield_timer = YieldTimer()
@@ -123,7 +123,7 @@ class EventStream(Response):
         self._pinging: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Send the answer; ASGI's interface."""
         streaming = asyncio.current_task()
         assert streaming is not None
         watching = asyncio.create_task(self._watch(receive, streaming))

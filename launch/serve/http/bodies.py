@@ -148,7 +148,7 @@ class Bodies:
 
 
 class Body:
-    """One body. A context, at whose end it is let go.
+    """A body. It is a context, at whose end the body is let go.
 
     Attributes:
         content: its bytes; empty where it came another way, and once it is let go.
@@ -162,7 +162,7 @@ class Body:
         self._num_counted = 0
 
     def count(self, num_bytes: int) -> None:
-        """It has so many bytes by now.
+        """Count the bytes that it has by now.
 
         Raises:
             Refusal: there is no room for them.
@@ -173,7 +173,7 @@ class Body:
             self._num_counted = num_bytes
 
     def let_go(self) -> None:
-        """Nothing needs it any more; calling it again does nothing."""
+        """Let the body go; calling it again does nothing."""
         self._all.num_bytes -= self._num_counted
         self._num_counted, self.content = 0, b""
 

@@ -80,7 +80,7 @@ class Connections:
     mark: Callable[[], object] = lambda: None
 
     def protocol(self) -> type[BoundedProtocol]:
-        """For uvicorn, which makes one for each connection."""
+        """The protocol's class, of which uvicorn makes one for each connection."""
         return type("BoundedProtocol", (BoundedProtocol,), {"bounds": self})
 
     def now(self) -> float:
@@ -88,7 +88,7 @@ class Connections:
         return self.clock() if self.clock is not None else asyncio.get_running_loop().time()
 
     def make_room(self) -> None:
-        """Where no more may be open, end the one that has gone longest without a request, if there is one."""
+        """End the connection that has gone longest without a request, if no more may be open."""
         if len(self.open) >= self.most and self.idle:
             oldest = next(iter(self.idle))
             self.leave(oldest)
@@ -100,7 +100,7 @@ class Connections:
         return max(SPARE, self.most - len(self.open))
 
     def leave(self, protocol: BoundedProtocol) -> None:
-        """One that is closed counts no more."""
+        """Stop counting a connection that is closed."""
         self.open.discard(protocol)
         self.idle.pop(protocol, None)
 
@@ -135,7 +135,7 @@ class _Flow(FlowControl):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """A connection within bounds."""
 
     bounds: Connections
 
@@ -274,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """As uvicorn calls it: the request is answered as it stands, and the log has no two lines for each."""
+        """Warn of nothing: the request is answered as it stands, and the log has no two lines for each."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         answer: Any = self.bounds.refuse if self._is_spare else app
@@ -283,14 +283,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, answer)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """As asyncio calls it: true keeps the connection for what has to be sent."""
+        """Return true to keep the connection for what has to be sent."""
         if self.pipeline or not may_be_half_closed(self.transport, self.cycle):
             return None
         HalfClosed(self.transport, self.cycle)
         return True
 
     def resume_writing(self) -> None:
-        """As asyncio calls it, where the client has read most of what there was for it. (As much may lie there again
+        """Note that the client has read most of what there was for it. (As much may lie there again
         at the next look.)"""
         self._unread_since = self.bounds.now()
         super().resume_writing()

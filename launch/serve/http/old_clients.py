@@ -24,7 +24,7 @@ _CLOSED = 7
 
 
 def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """The same application, whose answers of unknown length end with the connection."""
+    """Wrap an application so that answers of unknown length end with the connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = True

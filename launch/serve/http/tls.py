@@ -102,7 +102,7 @@ class TlsPort:
 
     @property
     def num_handshakes(self) -> int:
-        """That there are."""
+        """The number of handshakes that are going on."""
         return len(self._shaking)
 
     def close(self) -> None:

@@ -173,7 +173,7 @@ class Numbers:
 
     @property
     def round_seconds(self) -> dict[str, float]:
-        """Of each phase of rounds."""
+        """Seconds of each phase of rounds."""
         return {phase: self.total(f"{phase}_s") for phase in PHASES}
 
     @property
@@ -198,7 +198,7 @@ class Numbers:
         return self.total("drafts_foreseen") / due if due else None
 
     def row_rounds(self) -> list[int]:
-        """Those that kept 0, 1, … draft tokens, up to draft_len."""
+        """Rounds of rows that kept 0, 1, … draft tokens, up to draft_len."""
         counts = self.totals.acceptance_histogram
         return [*counts, *[0] * (self.draft_len + 1 - len(counts))]
 

@@ -50,7 +50,7 @@ class MessagesApi:
         self._bodies = bodies
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The API's routes, for the application."""
         return [
             Route(PREFIX, Endpoint(self.messages), methods=["POST"]),
             Route(f"{PREFIX}/count_tokens", Endpoint(self.count_tokens), methods=["POST"]),

@@ -138,7 +138,8 @@ async def read_message(context: Context, seconds: float) -> Any:
 
 
 def caller_of(context: Context) -> tuple[str, str]:
-    """Who calls: the connection, and the key, as a proxy may bring calls of several clients through one connection."""
+    """The name of a caller: the connection, and the key, as a proxy may bring calls of several clients through one
+    connection."""
     return context.peer(), _texts_of(context).get("authorization", "")
 
 
@@ -239,12 +240,12 @@ class KServeServicer:
 
     @_call()
     async def ModelConfig(self, message: Any, context: Context) -> Any:
-        """The same as Triton's configuration has them."""
+        """A model's inputs and outputs, as Triton's configuration has them."""
         return write_config(find_model(message.name, message.version), self._service.max_batch_size)
 
     @_call()
     async def ModelStatistics(self, message: Any, context: Context) -> Any:
-        """Of one model, or of all."""
+        """Statistics of one model, or of all."""
         models = [find_model(message.name, message.version)] if message.name else list(MODELS.values())
         return write_statistics(self._service.statistics(models))
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class _ClientGoneError(Exception):
-    """Nothing can be written any more: the call is about to be cancelled."""
+    """The client is gone and nothing can be written: the call is about to be cancelled."""
 
 
 async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
@@ -53,12 +53,12 @@ async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
 
 
 async def _read_responses(answer: ParsedAnswer) -> AsyncIterator[tuple[Any, bool]]:
-    """The same of one that is answered already."""
+    """Yield the one response of a request that is answered already."""
     yield service_pb2.ModelInferResponse.FromString(answer.content), True
 
 
 class InferStream:
-    """One stream's requests: each has a task that writes what comes of it."""
+    """Requests of one stream: each has a task that writes what comes of it."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Model:
-    """One model.
+    """A model, as its clients see it.
 
     Attributes:
         inputs, outputs: by name.
@@ -60,7 +60,7 @@ class Model:
         return self.name in (PREPROCESSING, POSTPROCESSING)
 
     def metadata(self) -> dict[str, Any]:
-        """As KServe has it; the first size of each shape is the batch's."""
+        """The model's metadata, as KServe has it; the first size of each shape is the batch's."""
         return {
             "name": self.name,
             "versions": [VERSION],

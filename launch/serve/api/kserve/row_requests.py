@@ -64,7 +64,7 @@ _RENAMED: Mapping[str, str] = {"top_k": "runtime_top_k", "top_p": "runtime_top_p
 
 @dataclass(frozen=True)
 class RowRequest:
-    """One row of a request.
+    """A row of a request.
 
     Attributes:
         prompt: a text or token ids.

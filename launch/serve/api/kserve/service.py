@@ -44,7 +44,7 @@ class Place:
             stop()
 
     def stop(self) -> None:
-        """Its client wants no more of it, be it at work or not let in yet."""
+        """Stop the request, be it at work or not let in yet."""
         self._is_stopped = True
         if self._stop is not None:
             self._stop()
@@ -94,7 +94,7 @@ class Places:
 
 
 class PlacesByCaller:
-    """The same for each of many callers, as long as they have calls."""
+    """Places of each of many callers, as long as they have calls."""
 
     def __init__(self) -> None:
         self._callers: defaultdict[Hashable, Places] = defaultdict(Places)
@@ -175,7 +175,7 @@ class KServeService:
         return True
 
     def server_metadata(self) -> dict[str, Any]:
-        """As KServe has it."""
+        """The server's metadata, as KServe has it."""
         return {"name": "trtrun", "version": __version__, "extensions": list(EXTENSIONS)}
 
     def index(self, ready_only: bool) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ class OpenAIApi:
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The API's routes, for the application."""
         return [
             Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self.chat_completions), methods=["POST"]),
@@ -84,7 +84,7 @@ class OpenAIApi:
         return await self.answer_aside(request, "response", ResponseAnswer)
 
     async def response(self, request: Request) -> Response:
-        """None is kept."""
+        """Refuse to find an earlier response: none is kept."""
         self._keys.check(request)
         line = "responses are not kept here: send the whole conversation as input, to /v1/responses"
         raise Refusal(Kind.UNKNOWN_MODEL, line, code="unsupported_endpoint")
@@ -119,7 +119,7 @@ class OpenAIApi:
             raise
 
     async def _answer(self, request: Request, kind: str, answer_type: type[Answer]) -> Response:
-        """From a body to its answer, counted as a request for the one model."""
+        """Make a body's answer, counted as a request for the one model."""
         self._keys.check(request)
         counted = self._frontend.metrics.models.begin(self._frontend.model_name)
         try:
@@ -166,7 +166,7 @@ class OpenAIApi:
     async def _events(
         self, generation: Generation, answer: Answer, counted: ModelRequest
     ) -> AsyncGenerator[bytes, None]:
-        """One event for each piece, what the request took, and the end. An error is an event, too: the status is
+        """Yield an event for each piece, the usage, and the end. An error is an event, too: the status is
         out."""
         if beginning := answer.beginning():
             yield b"".join(map(answer.event, beginning))

@@ -69,7 +69,7 @@ class Answering:
     call_items: Mapping[str, CallItem] = field(default_factory=dict)
 
     def with_draft(self, token_ids: Sequence[int]) -> Answering:
-        """The same with a draft for its choices, where it has none of its own and may be drafted for."""
+        """Return it with a draft for its choices, if it has none of its own and may have one."""
         sampling = self.sampling
         if not token_ids or sampling.draft_token_ids or sampling.draft_len == 0:
             return self

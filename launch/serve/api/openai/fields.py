@@ -18,7 +18,7 @@ OPENAI, VLLM, SGLANG, LLAMA_CPP, OTHERS, OWN = "OpenAI", "vLLM", "SGLang", "llam
 
 
 class Endpoint(Enum):
-    """Which requests may have a field."""
+    """Kinds of requests that may have a field."""
 
     COMPLETIONS = "completions"
     CHATS = "chats"
@@ -39,7 +39,7 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """One name.
+    """A field of requests.
 
     Attributes:
         name: as JSON has it.
@@ -74,7 +74,7 @@ def _only(owner: str, /, **neutral: tuple[Any, ...]) -> Iterator[Field]:
 
 
 def _instead(owner: str, says: str, /, **neutral: tuple[Any, ...]) -> Iterator[Field]:
-    """The same, where another field does what they ask for."""
+    """Fields that are taken at some values alone; another field does what they ask for."""
     return (Field(name, owner, Treatment.NEUTRAL, says, values) for name, values in neutral.items())
 
 
@@ -300,5 +300,5 @@ BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
 
 @cache
 def fields_of(endpoint: Endpoint) -> Mapping[str, Field]:
-    """Those that a body may have, by name."""
+    """Fields that a body may have, by name."""
     return {field.name: field for field in FIELDS if field.endpoint in (None, endpoint)}
