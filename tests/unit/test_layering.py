@@ -77,7 +77,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kvcache"}),
         frozenset({"wire", "timing", "configuration", "registry"}),
         frozenset({"tokens"}),
-        frozenset({"core", "environment", "first_uses", "garbage", "module_patterns", "tensors", "threads"}),
+        frozenset({"core", "environment", "warmup_misses", "garbage", "module_patterns", "tensors", "threads"}),
         frozenset({"errors"}),
     ),
     "trtrun.api": (

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from parallel.watchdog.activity import Phase
-from parallel.watchdog.heartbeat_server import beat_seconds
+from parallel.watchdog.heartbeat_server import heartbeat_interval
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
 from trtrun.core.outputs import CompletionDelta, RequestId
@@ -259,7 +259,7 @@ class EngineThread:
     def _do_orders(self, engine: LLMEngine) -> bool:
         """Do what is ordered, once there is something to do; whether the engine goes on. Without anything to do it
         still says now and then that it is there: one that hangs does not."""
-        tick = beat_seconds(engine.config.launch.heartbeat_seconds)
+        tick = heartbeat_interval(engine.config.launch.heartbeat_seconds)
         with self._has_orders:
             while not (self._orders or self._is_closing or engine.has_work):
                 self._has_orders.wait(tick)

@@ -40,7 +40,7 @@ from launch.serve.engine.messages import (
     Status,
 )
 from launch.serve.engine.outbox import Outbox, Sending
-from parallel.watchdog.heartbeat_server import beat_seconds
+from parallel.watchdog.heartbeat_server import heartbeat_interval
 from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
 from trtrun.api.engine_thread import Arrival
@@ -266,7 +266,7 @@ class _Served:
                 faulthandler.dump_traceback()  # before the frontend hears it, and may end this process
             was_hanging = is_hanging
             self._outbox.offer(beat)
-            await asyncio.sleep(beat_seconds(limit))
+            await asyncio.sleep(heartbeat_interval(limit))
 
     async def _tell_status(self) -> None:
         try:

@@ -25,6 +25,7 @@ from trtrun import SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.core.nouns import Request, RoundPlan
 from trtrun.core.token_lists import TokenLists
+from trtrun.engine.forwards import EngineShape
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError
@@ -89,7 +90,7 @@ class Rounds:
         )
         shape = (model.config.num_layers, num_blocks, model.kv_heads, block_size, model.config.head_dim)
         rows = RowState(MAX_ROWS, context, block_size, draft_len, vocab, CPU)
-        engine = Engine(model, KVStore(*shape, torch.float32, CPU), rows, most_masked=draft_len)
+        engine = Engine(model, KVStore(*shape, torch.float32, CPU), rows, EngineShape(most_masked=draft_len))
         self.drafter = ParallelDrafter(engine, vocab, use_logits, MASK)
         if not known:  # as on a GPU, which the host does not wait for
             self.drafter._unfed = lambda row_list, rows, lacking: lacking  # type: ignore[method-assign]
