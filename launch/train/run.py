@@ -26,7 +26,7 @@ from parallel.communicator import Communicator
 from parallel.mpi_rank import find_mpi_rank
 from parallel.transports import open_communicator
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.blame import FIRST_STEP
+from parallel.watchdog.fault_attribution import FIRST_STEP
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files
 from trtrun.tools.training.curves import draw_curves

@@ -15,6 +15,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.engine.forwards import EngineShape
 from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture, capture_for
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.engine.heads.head_rows import HeadRows
@@ -235,11 +236,8 @@ class EngineMaker:
         most_graphs = max(MOST_GRAPHS, num_made)  # all that a start makes are kept: which rounds need them is not known
         if role != "target":
             masked = config.draft_len if shape.in_parallel else 0
-            return Engine(model, store, rows, capture, most_masked=masked, most_graphs=most_graphs)
-        return Engine(
-            model,
-            store,
-            rows,
+            return Engine(model, store, rows, EngineShape(capture, most_masked=masked, most_graphs=most_graphs))
+        asked = EngineShape(
             capture,
             shape.verified_tokens,
             target_taps(config, model.config, self.heads),
@@ -247,6 +245,7 @@ class EngineMaker:
             max_tokens=config.scheduler.max_num_tokens,
             most_graphs=most_graphs,
         )
+        return Engine(model, store, rows, asked)
 
 
 def _do_nothing() -> None:

@@ -30,7 +30,7 @@ from parallel.mpi_rank import find_mpi_rank, is_lost_peer
 from parallel.probe import verify_groups
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.blame import CLOSED_SECONDS
+from parallel.watchdog.fault_attribution import CLOSED_SECONDS
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.core.outputs import RankReport, StartReport
@@ -276,7 +276,7 @@ def _run_worker(spec: JobSpec, control: ControlPlane, world: MPI.Intracomm, may_
             control, lambda told: RankStartup(spec.told_by(told), world.rank, groups, activity, is_lost)
         )
         if worker is not None:
-            heartbeat.beat()
+            heartbeat.send_now()
             with leaving_out_what_is():
                 serve(control, worker)
             worker.close()  # NCCL's communicators wait for graphs that hold their operations

@@ -287,7 +287,7 @@ class RankStartup:
         self._kernels.finish(self._working_bytes)
         self._cache.finish()
         self._lap("all kernels once, graphs")
-        worker.first_uses.take()  # from here on somebody may wait
+        worker.warmup_misses.take()  # from here on somebody may wait
         self._activity.rest()
         return worker, self._report(num_blocks)
 

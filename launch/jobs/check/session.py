@@ -128,7 +128,7 @@ class Session:
         logger.info("check: %s", title)
         self._activity.check(title)
         if isinstance(self._heartbeat, HeartbeatClient):
-            self._heartbeat.beat()  # with the next regular beat it might be too late
+            self._heartbeat.send_now()  # with the next regular heartbeat it might be too late
 
     # Rank 0.
 

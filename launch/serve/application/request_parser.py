@@ -1,7 +1,5 @@
 """Parses requests of all protocols, from bytes to prompts and checked parameters: short ones in the frontend's event
 loop, others in a parser worker, by the same functions.
-
-It knows bodies, the tokenizer and the chat template. It does not know who asks, or what becomes of a request.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The frontend starts it as a child: alone where one slot does everything, else as the parent of mpirun, as in `trtrun
 run`. Rank 0 loads the models and then calls the frontend. Texts are made here, because a stop string ends its row in
-the round in which it is whole. It does not know HTTP, prompts as text, or who reads what it sends.
+the round in which it is whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from launch.serve.engine.messages import (
     Status,
 )
 from launch.serve.engine.outbox import Outbox, Sending
-from parallel.watchdog.heartbeat_server import beat_seconds
+from parallel.watchdog.heartbeat_server import heartbeat_interval
 from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
 from trtrun.api.engine_thread import Arrival
@@ -266,7 +266,7 @@ class _Served:
                 faulthandler.dump_traceback()  # before the frontend hears it, and may end this process
             was_hanging = is_hanging
             self._outbox.offer(beat)
-            await asyncio.sleep(beat_seconds(limit))
+            await asyncio.sleep(heartbeat_interval(limit))
 
     async def _tell_status(self) -> None:
         try:
