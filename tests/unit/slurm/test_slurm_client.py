@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import cli
-from launch.commands.slurm import count_rows, describe
+from launch.commands.slurm_status import count_rows, describe
 from launch.jobs.slurm import follow as slurm_follow
 from launch.jobs.slurm.client import SEPARATOR, SlurmError, SlurmJob, check_name, find_jobs, read_job, submit
 from launch.jobs.slurm.follow import Tail, describe_end, describe_state, follow
