@@ -42,7 +42,7 @@ _TRANSLATED_LOGITS = 8
 """Copies of a round's logits in another vocabulary: as they are, changed, and the temporaries of choosing."""
 
 _ROUNDS_UNDER_WAY = 2
-"""Of the largest, whose hidden states may be on their way to a head on a rank of its own."""
+"""Rounds, of the largest, whose hidden states may be on their way to a head on a rank of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class HiddenKind:
 
     @classmethod
     def of(cls, config: RuntimeConfig, target: ModelConfig, heads: HeadsPlan | None) -> HiddenKind | None:
-        """Of a configuration; None without such a head."""
+        """Find the kind of a configuration; None without such a head."""
         if heads is None or not config.heads_apart:
             return None
         return cls((len(heads.taps), target.hidden_size), resolve_dtype(config.target, target))
@@ -325,6 +325,6 @@ def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dt
 
 
 def _kv_bytes(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype, layers: int) -> int:
-    """Of one block, in so many layers."""
+    """Bytes of one block, in so many layers."""
     kv_heads, size = max(1, model.num_kv_heads // tp_size), config.kv_cache.block_size
     return KVStore.bytes_per_block(layers, kv_heads, size, model.head_dim, dtype, kv_format_of(config, model))

@@ -200,7 +200,7 @@ def _graph_bytes(
 
 
 def _most_positions(shape: RoundShape) -> int:
-    """Of a row, with those that are scratch behind it."""
+    """Most positions of a row, with those that are scratch behind it."""
     return shape.max_seq_len + shape.draft_len + 2 + shape.block_size
 
 

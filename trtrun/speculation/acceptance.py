@@ -111,7 +111,7 @@ class PlaceAcceptance:
         return self._tokens(_USUAL, _TRUST_IN_USUAL)
 
     def least_tokens(self) -> list[float]:
-        """The same, of one who takes drafts for bad until they were seen to be good."""
+        """Expect the tokens as one who takes drafts for bad until they were seen to be good."""
         return self._tokens(0.0, _MISTRUST)
 
     def _tokens(self, rate: float, trust: float) -> list[float]:
@@ -138,7 +138,7 @@ _OFTEN = 0.4
 
 
 class AcceptanceWatch:
-    """Of one job."""
+    """Watches the acceptance of one job."""
 
     def __init__(self, most_drafted: int, to_check: str) -> None:
         """Watch drafts of up to `most_drafted` tokens; `to_check` is what may be wrong with a drafter that is seldom

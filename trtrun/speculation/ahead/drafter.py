@@ -379,5 +379,5 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
 
 def _without_chosen(tokens: Sequence[int], ranked: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of each place of a draft the candidates beside its token; `ranked` may have more places."""
+    """List the candidates beside the token at each position of a draft; `ranked` may have more places."""
     return [[one for one in every if one != token] for token, every in zip(tokens, ranked, strict=False)]

@@ -52,7 +52,7 @@ class HeadChains(Generic[PreparedStep]):
     """Runs them with one head."""
 
     def __init__(self, heads: FeatureHeads[PreparedStep], vocab_size: int, space: GuessSpace) -> None:
-        """Of `heads`, whose rows and store have `space` for guesses."""
+        """Run `heads`, whose rows and store have `space` for guesses."""
         self._heads = heads
         self._rows = rows = heads.rows
         self._space = space
@@ -64,7 +64,7 @@ class HeadChains(Generic[PreparedStep]):
 
     @property
     def num_candidates(self) -> int:
-        """Of each place, beside the draft's token."""
+        """Candidates at each position, beside the draft's token."""
         return self._num_ranked - 1
 
     def warm_up(self, count: int) -> None:
@@ -187,7 +187,7 @@ class HeadText:
 
 
 class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
-    """See ApartEagleDrafter; it foresees, too."""
+    """An EAGLE head on a rank of its own that drafts ahead, too."""
 
     drafts_ahead = True
 

@@ -147,8 +147,8 @@ NEVER = 1 << 30
 
 _NUM_SAMPLES = 9
 _SHARE_OF_VERIFYING = 0.9
-"""Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel. As
-much of what a fresh draft in each round takes is drafting."""
+"""Share of the time of a verification that drafting ahead may take before the target waits: verdict and draft travel.
+As much of what a fresh draft in each round takes is drafting."""
 
 _FEWEST_SAMPLES = 4
 """Before that a number of guesses, or a fresh draft, is still being tried: the first time, kernels are made."""
