@@ -39,7 +39,7 @@ class DraftRecord:
     """What runs have seen of a pair's drafts.
 
     Attributes:
-        offered, accepted: see PlaceAcceptance.
+        offered, accepted: see PositionAcceptance.
         stake: what drafts may cost beyond what they gain, in rounds without any.
         pays: whether drafting was worth while at the end.
     """
@@ -51,7 +51,7 @@ class DraftRecord:
 
 
 @dataclass
-class PlaceAcceptance:
+class PositionAcceptance:
     """How often the token at each place of a draft was accepted, for drafts of up to a number of tokens.
 
     Attributes:
@@ -63,7 +63,7 @@ class PlaceAcceptance:
     accepted: list[float] = field(default_factory=list)
 
     @classmethod
-    def unknown(cls, most: int) -> PlaceAcceptance:
+    def unknown(cls, most: int) -> PositionAcceptance:
         """The record of drafts of up to `most` tokens that nobody has seen."""
         return cls([0.0] * most, [0.0] * most)
 

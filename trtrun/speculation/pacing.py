@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-from trtrun.speculation.acceptance import DraftRecord, PlaceAcceptance
+from trtrun.speculation.acceptance import DraftRecord, PositionAcceptance
 from trtrun.speculation.round_costs import NUM_SAMPLES, Load, RoundCosts, estimate_between, rounded
 
 _FIRST_TRIAL, _FIRST_TRIAL_OF_KNOWN = 8, 16
@@ -88,7 +88,7 @@ class Pacer:
         self._num_drafts = 0
         self._rounds_without = 0
         self._loads: dict[tuple[int, int], Load] = {}
-        self._acceptance = PlaceAcceptance.unknown(draft_len)
+        self._acceptance = PositionAcceptance.unknown(draft_len)
         self._stake = _STAKE
         self._is_known = record is not None
         if record is not None:
