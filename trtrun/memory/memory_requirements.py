@@ -26,12 +26,13 @@ from trtrun.linear.layer import AdapterSpace
 from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
 from trtrun.memory.window_rings import ring_space
-from trtrun.memory.working_memory import RoundShape, head_rank_bytes, working_bytes
+from trtrun.memory.working_memory import EngineForm, RoundShape, head_rank_bytes, working_bytes
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
 from trtrun.speculation.ahead.policy import GuessSpace
 from trtrun.tensors import DTYPES
+from trtrun.weights.weight import Share
 
 MOST_GUESSES = 128
 MOST_GUESSES_WITH_PROBABILITIES = 32
@@ -208,11 +209,9 @@ def engine_working_bytes(
         beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
     if role == "draft":
         beside += translation_bytes(config, models)
-    return beside + working_bytes(
-        round_shape(config, models),
+    form = EngineForm(
         model,
-        tp_rank,
-        len(section.devices),
+        Share(tp_rank, len(section.devices)),
         dtype,
         device.type,
         verifies=role == "target",
@@ -222,6 +221,7 @@ def engine_working_bytes(
         kv_in_place=reads_in_place(config, model, device.type, dtype),
         heads=heads_here,
     )
+    return beside + working_bytes(round_shape(config, models), form)
 
 
 def translation_bytes(config: RuntimeConfig, models: JobModels) -> int:
@@ -244,15 +244,16 @@ def head_working_bytes(config: RuntimeConfig, models: JobModels, heads: HeadsPla
     blocks = head_space(config, 0).num_blocks + guess_space(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, heads.stored, 1, dtype) + speculation.search_bytes
     beside += speculation.kept_bytes(models.target.vocab_size, config.scheduler.max_batch_size)
-    return beside + head_rank_bytes(
-        round_shape(config, models),
+    form = EngineForm(
         models.target,
-        heads,
+        Share(0, 1),
         dtype,
         device.type,
         graphs=config.cuda_graphs and device.type == "cuda",
         kv_in_place=reads_in_place(config, heads.stored, device.type, dtype),
+        heads=heads,
     )
+    return beside + head_rank_bytes(round_shape(config, models), form)
 
 
 def store_bytes_per_block(
