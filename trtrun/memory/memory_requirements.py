@@ -13,31 +13,27 @@ import torch
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.engine.draft_paths import PathSpace
-from trtrun.engine.heads.head_rows import HeadSpace
 from trtrun.engine.rows import RowState
 from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
-from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
-from trtrun.linear.layer import AdapterSpace
 from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
-from trtrun.memory.window_rings import ring_space
+from trtrun.memory.spaces import (
+    adapter_space,
+    guess_space,
+    head_space,
+    path_space,
+    ring_space,
+)
 from trtrun.memory.working_memory import EngineForm, RoundShape, head_rank_bytes, working_bytes
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
-from trtrun.speculation.ahead.policy import GuessSpace
 from trtrun.tensors import DTYPES
 from trtrun.weights.weight import Share
-
-MOST_GUESSES = 128
-MOST_GUESSES_WITH_PROBABILITIES = 32
-"""Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
-weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
 
 _TRANSLATED_LOGITS = 8
 """Copies of a round's logits in another vocabulary: as they are, changed, and the temporaries of choosing."""
@@ -71,13 +67,6 @@ def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
     return DTYPES[resolve_dtype_name(section, config)]
 
 
-def adapter_space(config: RuntimeConfig, role: str) -> AdapterSpace | None:
-    """Room for adapters of an engine; None without any."""
-    if not (config.num_adapter_slots if role == "target" else config.draft_adapters):
-        return None
-    return AdapterSpace(config.num_adapter_slots, config.adapter_slots.max_rank)
-
-
 def adapter_slots_bytes(
     config: RuntimeConfig, role: str, section: ModelSection, model: ModelConfig, tp_rank: int
 ) -> int:
@@ -86,67 +75,6 @@ def adapter_slots_bytes(
     if space is None:
         return 0
     return adapter_bytes(model, tp_rank, len(section.devices), space, resolve_dtype(section, model))
-
-
-def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
-    """Blocks beyond which running requests could use no more (see `kvcache.sizing.useful_blocks`)."""
-    return useful_blocks(
-        config.scheduler.max_batch_size,
-        context,
-        config.kv_cache.block_size,
-        config.draft_len,
-        config.plans_ahead,
-    )
-
-
-def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
-    """What of the draft's engine belongs to guesses, behind its rows and the `num_blocks` blocks that both engines
-    have."""
-    size, draft_len = config.kv_cache.block_size, config.draft_len
-    most = MOST_GUESSES_WITH_PROBABILITIES if config.speculation.use_logits else MOST_GUESSES
-    return GuessSpace(
-        most_guesses=min(most, 4 * (draft_len + 1) * config.scheduler.max_batch_size) if config.drafts_ahead else 0,
-        first_row=config.scheduler.max_batch_size,
-        first_block=num_blocks + (head_space(config, 0).num_blocks if config.heads_apart else 0),
-        # A guess begins anywhere in its first block, and feeds a token of a verdict and all but the last of a draft.
-        blocks_per_guess=(size + draft_len - 2) // size + 1,
-    )
-
-
-def path_space(config: RuntimeConfig, num_blocks: int) -> PathSpace:
-    """What of the target's store belongs to paths of draft trees, behind the `num_blocks` blocks that both engines
-    have."""
-    size = config.kv_cache.block_size
-    return PathSpace(
-        most_paths=config.max_paths,
-        max_rows=config.scheduler.max_batch_size,
-        first_block=num_blocks,
-        # A path begins anywhere in its first block, with the row's newest token.
-        blocks_per_path=(size + config.draft_len - 1) // size + 1,
-        sizes=tuple(config.draft_size(length) for length in range(config.draft_len + 1)),
-    )
-
-
-def head_space(config: RuntimeConfig, num_blocks: int) -> HeadSpace:
-    """What of the store of heads belongs to draft trees while they grow, behind the `num_blocks` blocks of rows."""
-    size = config.kv_cache.block_size
-    return HeadSpace(
-        most_fed=config.speculation.most_fed,
-        max_rows=config.scheduler.max_batch_size,
-        first_block=num_blocks,
-        # The first token is fed anywhere in its block, and the last of a path not at all.
-        blocks_per_path=(size + config.draft_len - 2) // size + 1,
-    )
-
-
-def guess_steps(config: RuntimeConfig) -> list[int]:
-    """Numbers of guesses that a round may have: few on GPUs, where each is a graph and most cost the same."""
-    most = guess_space(config, 0).most_guesses
-    factor = 4 if config.target.devices[0].rpartition("/")[2].startswith("cuda") else 2
-    steps = [most]
-    while steps[-1] >= 4 * factor:
-        steps.append(steps[-1] // factor)
-    return sorted(steps) if most else []
 
 
 def round_shape(config: RuntimeConfig, models: JobModels) -> RoundShape:
