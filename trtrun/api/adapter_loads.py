@@ -1,7 +1,5 @@
 """Adapters that are being loaded, one after the other: ranks read one beside the rounds, and it is put into its slot
 between two of them.
-
-It knows names, slots and who is told. It does not know requests, files, or how ranks read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Adapters by name, as rank 0 knows them: which slot each has, and which requests go on with it.
 
-A name that is dropped is not found by new requests; its slot is free once the last of those that have it has ended. It
-knows names, slots and counts. It does not know files, tensors or ranks.
+A name that is dropped is not found by new requests; its slot is free once the last of those that have it has ended.
 """
 
 from __future__ import annotations

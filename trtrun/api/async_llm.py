@@ -6,9 +6,7 @@
 
 The engine core is opened, stepped and closed by a thread of its own (`engine_thread`): a round must not wait for an
 event loop, nor the loop for a round. Readers never slow the rounds: what a reader has not taken yet is kept for it, a
-delta a round, which is never more than the tokens that it asked for, and is handed over as one delta.
-
-This module knows event loops. It does not know rounds, ranks or who reads the texts.
+delta a round, which is never more than the tokens that it asked for, and comes as one delta.
 """
 
 from __future__ import annotations

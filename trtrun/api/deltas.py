@@ -1,7 +1,4 @@
-"""What a round gave one completion, as the delta that its caller gets: text, log probabilities, why it ended.
-
-It knows completions, their text and what was asked for. It does not know requests' state, rounds or ranks.
-"""
+"""What a round gave one completion, as the delta that its caller gets: text, log probabilities, why it ended."""
 
 from __future__ import annotations
 

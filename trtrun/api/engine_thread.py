@@ -2,7 +2,7 @@
 
 The engine core belongs to one thread, and so do the device and the threads of CPU kernels that it was opened on. Any
 thread may order something; what comes of a request is put into its recipient, and once a round every way out, an
-outlet, is told, whatever the number of its recipients. It does not know who reads, or how a round runs.
+outlet, is told, whatever the number of its recipients.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 T = TypeVar("T")
 
 GATHER_SECONDS = 0.0002
-"""After a rest the first round begins once no request has come for so long: those that are handed over one right after
-the other come in less. A frontend hands over together what came together."""
+"""After a rest the first round begins once no request has come for so long: requests that are sent one right after the
+other come in less. A frontend sends together what came together."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
 
 MOST_SECONDS = 0.005
-"""Of the thread's time for requests that come, before rows have their next round: the rest is added behind it."""
+"""The most of the thread's time for requests that come, before rows have their next round: the rest is added behind
+it."""
 
 logger = logging.getLogger(__name__)
 

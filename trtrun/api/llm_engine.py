@@ -6,9 +6,8 @@
         for delta in engine.step():
             print(delta.text, end="")
 
-LLM, the command line and the benchmark are thin over it. It knows requests, their text and what became of them. It does
-not know how a round runs (`roles.orchestrator`), models or devices, nor threads and signals: one thread calls it at a
-time (see `llm`).
+LLM, the command line and the benchmark are thin over it. It does not know how a round runs (`rounds.orchestrator`),
+models or devices, nor threads and signals: one thread calls it at a time (see `llm`).
 """
 
 from __future__ import annotations

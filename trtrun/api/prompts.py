@@ -1,7 +1,7 @@
 """What becomes of a prompt: its tokens, checked, and the requests that complete it.
 
-This is the door of the engine core: what gets through can be carried by the wire and computed by the engines. It knows
-the tokenizer and the model's vocabulary. It does not run anything.
+Everything that the engine core takes passes through here: what gets through can be carried by the wire and computed by
+the engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Prompt = str | Sequence[int]
 
 _KEPT_WORD_LISTS = 16
 _LAST_TOKENS = 16
-"""Of a prompt, in which thoughts may begin."""
+"""Tokens at a prompt's end in which thoughts may begin."""
 
 
 class Vocabulary(Protocol):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RENDERING_FIELDS = (
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents", "reasoning_effort",
 )  # fmt: skip
-"""Of a request, that `read_rendering` reads."""
+"""Fields of a request that `read_rendering` reads."""
 
 _RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",

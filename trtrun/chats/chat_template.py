@@ -35,7 +35,8 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Where a message ends that is gone on with. Its space tells whether the template trims messages."""
 
 MOST_LETTERS = 1 << 24
-"""That a template may write: as many as the largest body has bytes, unless that is set otherwise."""
+"""The most characters that a template may write: as many as the largest body has bytes, unless that is set
+otherwise."""
 
 
 _USER = {"role": "user", "content": "hi"}

@@ -1,7 +1,5 @@
-"""Tools of a request: which there are, and whether one must be called; read, checked, and as chat templates see them.
-
-It knows JSON values. It does not know how models write calls.
-"""
+"""Tools of a request: which there are, and whether one must be called; read, checked, and as chat templates see
+them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What is wrong with a guide, in one line; of a JSON schema also where: a pointer to the innermost part of which the
 grammar engine says by itself what it says of the whole.
-
-It knows guides and the grammar engine's errors. It does not know vocabularies or rows.
 """
 
 from __future__ import annotations

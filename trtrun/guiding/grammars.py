@@ -128,10 +128,10 @@ def _unescaped(text: str) -> str:
 
 _MOST_KEPT = 64
 _MOST_SECONDS_KEPT = 4.0
-"""Which those that are kept took to build: what takes long takes much memory, too, some 200 MB a second."""
+"""The most seconds that kept grammars took to build: what takes long takes much memory, too, some 200 MB a second."""
 _MOST_FORCED = 8192
 _MOST_SECONDS = 2.0
-"""Of processor time, to build what is let in: the target builds it again, and rows wait for it there."""
+"""The most processor time to build what is let in: the target builds it again, and rows wait for it there."""
 
 
 @lru_cache(maxsize=2)

@@ -1,4 +1,4 @@
-"""What a device has, on its way to the host: nothing waits for it until somebody asks. It knows tensors and drafts."""
+"""What a device has, on its way to the host: nothing waits for it until somebody asks."""
 
 from __future__ import annotations
 

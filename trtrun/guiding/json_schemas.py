@@ -235,7 +235,7 @@ _FORMATS = frozenset({
     *_DATES, "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
 })  # fmt: skip
-"""Those that JSON Schema knows, 2020-12. The engine does not follow all of them, and refuses the others."""
+"""Formats that JSON Schema knows, 2020-12. The engine does not follow all of them, and refuses the others."""
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "example", "examples")
 _NEEDS_ESCAPES = re.compile(r'\\u00[01]|\x7f|"patternProperties"')

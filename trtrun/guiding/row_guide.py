@@ -276,7 +276,7 @@ class GuideBuilds:
                 # passes it depends on the others.
                 matcher = self.grammars.matcher(start.guide, anew=True)
                 found = _behind(matcher, start.output, words, Shares.FEW, follow)
-        except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
+        except InvalidRequestError:  # which checks have let nobody in with; the row ends with an error
             return Begun()
         except BaseException:  # among them the grammar engine's own panics; no other row is to lose by it
             logger.exception("a guide could not be built")

@@ -4,8 +4,6 @@ A matcher follows what its row has gained, as verdicts tell it. Masks of a draft
 nothing has to be rolled back. On a GPU all of this is done while the target computes: the verdict of the round before
 and the round's own draft are copied to the host behind what is launched anyway, and the masks are on the device before
 the logits are.
-
-It knows plans, grammars and bits. It does not know models, how tokens are chosen, or what the draft was made of.
 """
 
 from __future__ import annotations

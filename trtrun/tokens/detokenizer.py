@@ -6,8 +6,6 @@ end of what came so far that begins a sequence. What a step costs depends neithe
 how long they are, but for a search among them where a state is reached for the first time; so the automaton of a
 request is made at once, and its completions share it.
 
-It knows tokenizers and stop strings. It does not know when a completion ends for other reasons, or who reads the text.
-
 Source: A. V. Aho, M. J. Corasick, "Efficient string matching: an aid to bibliographic search", 1975.
 """
 

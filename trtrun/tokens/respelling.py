@@ -1,7 +1,4 @@
-"""Makes tokens of bytes, as a tokenizer would make them of the text, wherever in a text the bytes stand.
-
-It knows a tokenizer and what its tokens stand for. It does not know whose bytes these are.
-"""
+"""Makes tokens of bytes, as a tokenizer would make them of the text, wherever in a text the bytes stand."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _ANCHORS = ("\n", "a")
 Hardly any token begins with a line's end, or with a letter and what follows no word."""
 
 _BEGIN_BYTES = 2
-"""Of a piece, by which it is looked for."""
+"""Bytes of a piece by which it is looked for."""
 
 _RUNS = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
 """Bytes that are no characters, as they are decoded, and characters."""

@@ -1,7 +1,5 @@
 """Translates a growing text from one vocabulary's tokens into another's; and reads the vocabularies of a target and a
 draft, and how drafts get from one to the other.
-
-It knows tokenizers. It does not know the configuration, rows, models or drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _MOST_BYTES = 128
 word begins, at least the first from the end."""
 
 _ENDLESS_BYTES = 1024
-"""After which a text in which no word begins is parted between any two tokens."""
+"""Bytes after which a text in which no word begins is parted between any two tokens."""
 
 _LOOKED_BACK = 16
 """Tokens of a text that are spelled again together with what is put behind it."""
@@ -226,7 +224,8 @@ def _begins_word(text: bytes | bytearray, place: int) -> bool:
 Way = Literal["same", "intersection", "text"]
 
 _LARGE_SHARE = 0.5
-"""Of the target's tokens, from which the draft chooses among the common ones: the rest could never be proposed."""
+"""The share of the target's tokens from which the draft chooses among the common ones: the rest could never be
+proposed."""
 
 
 def choose_way(target: Path, draft: Path) -> Way:

@@ -30,7 +30,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.queue import has_share
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
-"""Of the request that is worked for; empty where nobody has said."""
+"""The owner of the request that is worked for; empty if nobody has said."""
 
 WANTING_SECONDS = 30.0
 """How long somebody counts as one who wants places, behind a request that had one or was refused."""

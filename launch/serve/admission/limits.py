@@ -25,8 +25,8 @@ SHORT_BODY = 1 << 16
 
 
 MOST_OF_ALL_PROMPTS = 1 << 20
-"""Of one request, over its prompts: characters of words and guides, and tokens that parameters name. Each prompt goes
-to the engine with its own."""
+"""The most that one request may name over its prompts: characters of words and guides, and tokens that parameters name.
+Each prompt goes to the engine with its own."""
 
 
 def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
@@ -80,7 +80,7 @@ def named_length(sampling: SamplingParams) -> int:
 
 
 MOST_PROMPTS = 1024
-"""Of one request."""
+"""The most prompts of one request."""
 
 
 def check_counts(prompts: Sized, sampling: Sequence[SamplingParams]) -> None:

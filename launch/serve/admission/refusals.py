@@ -55,7 +55,7 @@ HTTP_STATUS: Mapping[Kind, int] = {
     Kind.UNAVAILABLE: 503,
     Kind.TIMEOUT: 504,
 }
-"""Of each kind, in every protocol over HTTP; metrics count all protocols' refusals by it."""
+"""The status of each kind, in every protocol over HTTP; metrics count all protocols' refusals by it."""
 
 
 class Refusal(TrtrunError):
@@ -101,10 +101,10 @@ def refusing() -> Iterator[None]:
 
 
 RETRY_SECONDS = 1
-"""After which a client that was turned away may try again: a queue moves with every completion that ends."""
+"""Seconds after which a client that was turned away may try again: a queue moves with every completion that ends."""
 
 RESTART_RETRY_SECONDS = 5
-"""The same while the engine starts, or hangs, and while the server ends: another may stand in for it."""
+"""Seconds to wait while the engine starts, or hangs, and while the server ends: another may stand in for it."""
 
 
 def engine_starting() -> Refusal:

@@ -6,8 +6,7 @@ and checked parameters, one request after the other, until the frontend is gone.
 What it makes of them is what the frontend's event loop makes of short ones, by the same functions. The kernel bounds
 it: the processor time of a task, and the memory that it may have. A task that goes beyond ends the process, or is
 refused; the frontend starts another one. It ends with the frontend, and with nothing else that a terminal or a batch
-system sends to all, as it has a session of its own: then requests are still read. It knows bodies, the tokenizer and
-the chat template. It does not know who asks, or what becomes of it.
+system sends to all, as it has a session of its own: then requests are still read.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=os.dup(0)) as frontend:
-        facts = unpack(_read(frontend, HEAD_BYTES), Facts)
+        head = _receive(frontend, HEAD_BYTES)
+        facts = unpack(_receive(frontend, int.from_bytes(head, "big")), Facts)
         os.nice(facts.niceness)
         parser = _make_parser(facts)
         if parser is not None:
@@ -117,10 +117,6 @@ def _pages() -> tuple[int, int]:
     """Bytes of this process that are in memory, and of its address space."""
     size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
     return int(resident) * resource.getpagesize(), int(size) * resource.getpagesize()
-
-
-def _read(frontend: socket.socket, head_bytes: int) -> bytes:
-    return _receive(frontend, int.from_bytes(_receive(frontend, head_bytes), "big"))
 
 
 def _receive(frontend: socket.socket, count: int) -> bytes:

@@ -46,10 +46,10 @@ from trtrun.loading.model_settings import describe_generation_defaults
 from trtrun.start.job_spec import JobSpec
 
 METRICS_CONNECTIONS = 64
-"""That may be open on the metrics port."""
+"""Connections that may be open on the metrics port."""
 
 ERROR_SECONDS = 1.0
-"""For the last words to streams that are cut off."""
+"""Seconds for the last words to streams that are cut off."""
 
 if TYPE_CHECKING:  # the frontend of an engine in processes of its own does without torch
     from launch.serve.engine.own_engine import OwnEngine

@@ -1,8 +1,7 @@
 """Adapters that the engine has to have: those of the configuration, and what was loaded and dropped since.
 
 An engine that is started again has those of the configuration; it is told the rest before it gets the requests that go
-on. An adapter that was dropped while requests have it is loaded once more for them, and dropped when they are gone. It
-knows names, directories and messages. It does not know connections.
+on. An adapter that was dropped while requests have it is loaded once more for them, and dropped when they are gone.
 """
 
 from __future__ import annotations

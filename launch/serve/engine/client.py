@@ -1,10 +1,10 @@
 """The frontend's side of the engine, wherever that runs: behind a socket, of another process or of this one.
 
 A request is sent to the engine that is there, together with those of the same turn of the event loop, and begins with
-them. Whatever comes back is kept: its tokens, as long as it goes on. When
-the engine's connection ends, the request waits; the next engine gets it with those tokens and goes on behind them, and
-its reader sees a pause (`open_requests`). Requests that may be what ends engines are given up, too. It knows
-the messages. It does not know how engines are started (`keeper`), or what prompts and texts are for.
+them. Whatever comes back is kept: its tokens, as long as it goes on. When the engine's connection ends, the request
+waits; the next engine gets it with those tokens and goes on behind them, and its reader sees a pause (`open_requests`).
+Requests that may be what ends engines are given up, too. It does not know how engines are started (`keeper`), or what
+prompts and texts are for.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Keeps an engine running: starts it, sees whether it gets on, hears that it has ended, starts it again, and gives up
 when it ends too often.
 
-An engine tells about once a second where each of its threads stands, in rounds and outside of them. It hangs where
-it is silent, or where a thread stands still for longer than its phase may take, and where it is not up after
+An engine tells about once a second where each of its threads stands, in rounds and outside of them. It hangs where it
+is silent, or where a thread stands still for longer than its phase may take, and where it is not up after
 launch.start_seconds. The ranks of a job watch each other (`parallel.watchdog`): of these the frontend asks only that
-rank 0 goes on telling. It knows processes, times and how often engines may end. It does not know what an engine does
-(`process`) or what it is told (`client`).
+rank 0 goes on telling. It does not know what an engine does (`process`) or what it is told (`client`).
 """
 
 from __future__ import annotations

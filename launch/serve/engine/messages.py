@@ -3,9 +3,8 @@
     4 bytes, big-endian: length │ {"kind": "begin", "requests": […]}
 
 The frontend sends Begin, Abort, AskStatus, LoadAdapter, DropAdapter and Close; the engine sends Ready, Deltas, Ended,
-AdapterChanged, Status and Beat. They are
-plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. It does
-not know who sends what when.
+AdapterChanged, Status and Beat. They are plain values, checked as they are read: a field that is missing, unknown or of
+another type ends the connection.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from trtrun.errors import TrtrunError, one_line
 from trtrun.scheduling.limits import SchedulerLimits
 
 MOST_BYTES = 1 << 28
-"""Of one message: many times the tokens of the longest request."""
+"""The most bytes of one message: many times the tokens of the longest request."""
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 18

@@ -9,7 +9,7 @@ engine without a token in between is suspected:
   has ended, so that a third loss shows which one it was.
 
 Requests that came together, the prompts of one client's request, are one: they are alone together, and given up
-together. It knows requests, deltas and numbers of engines. It does not know connections, or who reads.
+together.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ _COUNTERS = (
     "num_accepted_suffix_draft_tokens",
     "num_preemptions",
 )
-"""Those of a completion that go on with its next engine; cached tokens and times are those of the first."""
+"""Statistics of a completion that go on with its next engine; cached tokens and times are those of the first."""
 
 
 def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics:
@@ -185,7 +185,8 @@ LOSSES_ALONE = 2
 """Engines in a row that a request may lose without a token in between, and without another one in work."""
 
 MOST_LOSSES = 3
-"""The same beside other requests. No more than the restarts that a server has by default: the others go on."""
+"""The most engines that a request may lose beside other requests. No more than the restarts that a server has by
+default: the others go on."""
 
 _END = "it is not tried again"
 

@@ -1,7 +1,7 @@
 """An engine in this process: rank 0 of a job that a user's own mpirun or srun has started holds the frontend, too.
 
 Both sides speak as elsewhere, over a pair of sockets. Nothing restarts it: the launcher ends the job with the first
-rank that it needs. It does not know HTTP.
+rank that it needs.
 """
 
 from __future__ import annotations

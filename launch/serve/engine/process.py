@@ -2,7 +2,7 @@
 
 The frontend starts it as a child: alone where one slot does everything, else as the parent of mpirun, as in `trtrun
 run`. Rank 0 loads the models and then calls the frontend. Texts are made here, because a stop string ends its row in
-the round in which it is whole. It does not know HTTP, prompts as text, or who reads what it sends.
+the round in which it is whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Adapters that clients load and drop while the server runs: which names and directories are let in.
 
-A path comes from outside: only what lies below one directory is looked at, links followed, those of its files, too. It
-knows names and paths, and no protocol.
+A path comes from outside: only what lies below one directory is looked at, links followed, those of its files, too.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ MOST_LETTERS = 1 << 16
 """Characters of a batch: the tokens of a few requests do not wait for those of very many."""
 
 MOST_THREADS = 8
-"""Of the tokenizer: each keeps the words that it has met, and may keep a core from a rank."""
+"""Threads of the tokenizer: each keeps the words that it has met, and may keep a core from a rank."""
 
 _THREADS_SETTING = "RAYON_NUM_THREADS"
 
@@ -142,7 +142,8 @@ MOST_SECONDS = 0.02
 """How long a request may wait here: in this time some tens are parsed."""
 
 _TURNS = 2
-"""Of the event loop, after which what its sockets had is read: one looks at them, the next one reads the requests."""
+"""Turns of the event loop after which what its sockets had is read: one looks at them, the next one reads the
+requests."""
 
 
 class RequestCoalescer:

@@ -2,8 +2,7 @@
 
 The way of a request: its prompts become tokens here, beside the rounds, or are tokens already where it was long; what
 the model cannot follow is refused; admission lets it in; the engine's client has it completed, over as many engines as
-it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`. It
-knows no HTTP and no process.
+it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`.
 """
 
 from __future__ import annotations

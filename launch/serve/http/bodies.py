@@ -5,7 +5,7 @@ Each body has a limit, but so many connections may each send the largest one at 
 are counted, from the moment that they are read until their request is in work or refused: a client that announces more
 than there is room for is told at once, and one that sends more is told then. Short bodies are not counted, so that long
 ones never keep them out; there are no more of them than connections. Of compressed bytes a few may become many, so no
-more is ever made than may be. It knows HTTP through Starlette. It does not know what bodies hold.
+more is ever made than may be.
 
 JSON is read strictly: a key that stands twice is refused, because one of the two would be lost.
 """

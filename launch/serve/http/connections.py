@@ -2,7 +2,7 @@
 
 Requests are bounded behind their heads: by their bodies' size and time, by admission, by the time that they may take.
 This bounds what comes before and behind: connections that send nothing, heads that do not end, answers that nobody
-reads. It knows uvicorn's protocol over httptools. It does not know what is asked for.
+reads.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ HEAD_SECONDS = 20.0
 """How long a connection may be open, or a request have begun, without the end of a request's head."""
 
 MOST_HEAD_BYTES = 1 << 16
-"""Of the head of a request that has not come to its end. (One that comes whole may be a little longer.)"""
+"""The most bytes of the head of a request that has not come to its end. (One that comes whole may be a little
+longer.)"""
 
 MOST_FRAMING_BYTES = 1 << 16
-"""Of a body, beside its content and as much again for each of its bytes: lengths of chunks and what may stand by them,
-and what follows the last one."""
+"""The most bytes of a body, beside its content and as much again for each of its bytes: lengths of chunks and what may
+stand by them, and what follows the last one."""
 
 FRAMING_A_BYTE = 8
 """Such bytes for each of the content: chunks of one byte take six."""
@@ -50,7 +51,7 @@ MOST_HEADERS = 256
 """Fields of a request's head, each of which is looked at several times."""
 
 FED_BYTES = 1 << 12
-"""That are parsed before the next look at the clock."""
+"""Bytes that are parsed before the next look at the clock."""
 
 _SWEEP_SECONDS = 1.0
 _OTHER_FILES = 256

@@ -1,7 +1,6 @@
 """What every HTTP request goes through before and after its endpoint: an id, a key, a look at who is gone.
 
-It knows HTTP through Starlette. It does not know what endpoints do, or any protocol's errors: those that it raises are
-Refusals, which the application turns into answers.
+Errors raised here are Refusals, which the application turns into answers of each protocol.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server's own metrics, one table: names, help and where each number is read when somebody asks for it.
 
-Names that begin with `vllm:` are vLLM's, for dashboards that know them. It knows numbers and the Prometheus format.
+Names that begin with `vllm:` are vLLM's, for dashboards that know them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING = RequestStatistics()
 
 
 BUCKETS = (10, 50, 100, 500, 1000)
-"""Of numbers of tokens, as Triton has them."""
+"""Bounds of buckets for numbers of tokens, as Triton has them."""
 
 
 class Sizes:
@@ -280,7 +280,7 @@ COUNTERS = (
     ),
     ("trtrun:engine_restarts", "How often the engine was started again.", "totals.num_restarts"),
 )
-"""As of the gauges."""
+"""Names, help and sources, as of the gauges."""
 
 LABELS = {
     "round_seconds": "phase",
@@ -290,7 +290,7 @@ LABELS = {
     "totals.num_ended": "finished_reason",
     "totals.num_refused": "status",
 }
-"""Of those that are several numbers."""
+"""Metrics that are several numbers."""
 
 
 class Families(Collector):

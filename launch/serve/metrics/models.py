@@ -8,7 +8,7 @@
         …                                   # the answer
 
 A request counts for the model that the client has named, and for the parts of that model: what reads has the time of
-reading, what generates the time with the engine, what writes the rest. It knows names and times, and no protocol.
+reading, what generates the time with the engine, what writes the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from launch.serve.admission.refusals import Kind, Refusal
 
 VERSION = "1"
-"""Of every model: there is one."""
+"""The version of every model: there is one."""
 
 PREFIX = "nv_inference_"
 

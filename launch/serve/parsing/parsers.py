@@ -2,7 +2,7 @@
 
 Short requests and long ones have processes of their own, so that a chat does not wait behind megabytes. One is there
 from the start; another one is started when all are busy, up to the most (`pool`). A request that its client has given
-up has its process ended, where that is not done with it soon. It does not know what is in requests.
+up has its process ended, where that is not done with it soon.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
 
 LONG_NICENESS = 10
-"""Of processes that read long requests: the rounds go first."""
+"""Niceness of processes that read long requests: the rounds go first."""
 
 _BASE_SECONDS, _SECONDS_A_MIB = 10.0, 4.0
 _BASE_BYTES, _BYTES_A_BYTE = 1 << 30, 64

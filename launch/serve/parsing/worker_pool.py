@@ -1,7 +1,7 @@
 """Processes that read, as the frontend has them: started, given a request, ended; and who waits for one. A request has
 a process to itself, and one that is lost is replaced.
 
-What they run is `launch.serve.application.parser_worker`. It knows no requests.
+What they run is `launch.serve.application.parser_worker`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _environment() -> dict[str, str]:
 
 
 RETRY_SECONDS = 5.0
-"""After which another try to start a process makes sense, where the system had no room for one."""
+"""Seconds after which another try to start a process makes sense, where the system had no room for one."""
 
 
 class WorkerPool:

@@ -2,7 +2,7 @@
 
 What is certain of a text depends on the kind of decoder: a character is when its last byte is there (ByteLevel), bytes
 that are tokens of their own are when another token ends them (ByteFallback), a last token is when the next one is there
-(BPEDecoder), and the rest at once. It knows token ids and their names, no tokenizer and no request.
+(BPEDecoder), and the rest at once.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Anchors(dict[int, bool]):
 
 
 _NUM_LOOKED_AT = 64
-"""Of many bytes, those whose characters go through the other steps to be counted: what these cut off is at the
+"""The bytes, of many, whose characters go through the other steps to be counted: what these cut off is at the
 beginning."""
 
 

@@ -1,7 +1,7 @@
 """Steps of a decoder that give strings for strings: each token's, until something joins them.
 
 Each step does what the decoder of the same kind in `tokenizers` does with all strings at once, with those that come,
-and gives what is certain of the result. It knows strings, and neither tokens nor what the other steps do.
+and gives what is certain of the result.
 
 Source: huggingface/tokenizers, tokenizers/src/decoders and src/pre_tokenizers/metaspace.rs.
 """

@@ -1,6 +1,6 @@
 """Anthropic's Messages API over the frontend: /v1/messages, /v1/messages/count_tokens, and errors in its shape.
 
-Answers are made as OpenAI's are. It knows HTTP through Starlette, and nothing of engines.
+Answers are made as OpenAI's are.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 happens within: an id, a key, a log line, and errors as statuses.
 
 A call reads as it works: message → tensors → a run → messages. A client that cancels, or goes away, cancels its call,
-which lets its rows go. It knows gRPC, and nothing of engines.
+which lets its rows go.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""KServe's bidirectional stream: any number of requests at work at once, each with any number of responses.
-
-It knows gRPC's streams and their messages. It does not know how a request is begun.
-"""
+"""KServe's bidirectional stream: any number of requests at work at once, each with any number of responses."""
 
 from __future__ import annotations
 
@@ -36,8 +33,9 @@ MOST_AT_ONCE = 1024
 """Requests of one stream that are at work, or whose responses the client has not read: it is read no further then."""
 
 _GONE_SECONDS = 5.0
-"""For the library to cancel a call to whose client nothing can be written any more. A call that ends by itself before
-would be told how it ended, which fails, and the library logs that as an error: a client could fill the log so."""
+"""Seconds for the library to cancel a call to whose client nothing can be written any more. A call that ends by itself
+before would be told how it ended, which fails, and the library logs that as an error: a client could fill the log
+so."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
 """KServe's protocol over HTTP: the endpoints below /v2, Triton's extensions among them, and errors in its shape.
 
-An endpoint reads as it works: body → tensors → a run → a response, or one event for each. It knows HTTP through
-Starlette, and nothing of engines.
+An endpoint reads as it works: body → tensors → a run → a response, or one event for each.
 """
 
 from __future__ import annotations

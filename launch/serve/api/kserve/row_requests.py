@@ -1,7 +1,7 @@
 """What the rows of a request ask for: inputs of the four generating models, read as prompts and sampling parameters.
 
 Names differ between the models (`top_k`, `runtime_top_k`), meanings do not: those of TensorRT-LLM. What has no meaning
-here is refused when it asks for something. It knows inputs and SamplingParams, and no protocol.
+here is refused when it asks for something.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ EXTENSIONS = (
     "parameters",
     "statistics",
 )
-"""Of the protocol, that are here."""
+"""Extensions of the protocol that are here."""
 
 NOTHING = InferBody("", (), (), frozenset(), False)
 """What a request says on which its answer does not hang."""

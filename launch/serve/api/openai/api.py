@@ -1,8 +1,7 @@
 """The OpenAI API over the frontend: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, and errors in its
 shape.
 
-An endpoint reads as it works: body → call → generation → answer, or one event for each piece. It knows HTTP through
-Starlette, and nothing of engines.
+An endpoint reads as it works: body → call → generation → answer, or one event for each piece.
 """
 
 from __future__ import annotations

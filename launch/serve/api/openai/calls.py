@@ -1,7 +1,4 @@
-"""What requests of the OpenAI API ask for, once they are read: plain data.
-
-It knows prompts, sampling parameters and tools, and no template.
-"""
+"""What requests of the OpenAI API ask for, once they are read: plain data."""
 
 from __future__ import annotations
 

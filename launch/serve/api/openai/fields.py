@@ -1,9 +1,8 @@
 """The fields of requests of the OpenAI API, one table: whose each is, what it does, or at which values it is taken.
 
 Clients were written for several servers, and send what these know. null is nothing, whatever the name. A field that has
-its effect is read by `types`. One that changes no text is passed over. One that would change the answer, and is
-not supported, is taken at the values that change nothing, and refused by name at others.
-docs/serve.md shows the table. It knows names and values, and no body.
+its effect is read by `types`. One that changes no text is passed over. One that would change the answer, and is not
+supported, is taken at the values that change nothing, and refused by name at others. docs/serve.md shows the table.
 """
 
 from __future__ import annotations

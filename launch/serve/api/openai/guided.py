@@ -1,6 +1,6 @@
 """What a request of the OpenAI API asks its text to be, under the names of several servers: one guide, or none.
 
-It knows the fields' names and forms. What schemas and grammars mean is checked behind it.
+What schemas and grammars mean is checked behind it.
 """
 
 from __future__ import annotations

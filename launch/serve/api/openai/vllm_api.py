@@ -70,7 +70,7 @@ class TokenApi:
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"load_inplace": (False,)}
-"""Of vLLM, at values that ask for nothing."""
+"""Fields of vLLM, with the values that ask for nothing."""
 
 _IGNORED = ("lora_int_id",)
 

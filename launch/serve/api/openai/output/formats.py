@@ -1,6 +1,6 @@
 """The forms in which families of models write calls and thoughts: by name, and by what their chat templates hold.
 
-It knows names, marks and parsers. What grammars make a model write them is in `grammars`.
+What grammars make a model write them is in `grammars`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _WORDS = {
     "null": ("null", "null"),
     "none": ("null", "null"),
 }
-"""Of JSON, and as chat templates write Python's."""
+"""Words of JSON, and as chat templates write Python's."""
 
 _MOST_STEPS = 16
 """References that are followed, one behind the other."""
