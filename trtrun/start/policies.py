@@ -27,7 +27,7 @@ from trtrun.environment import PACING_FOLDER
 from trtrun.heads.heads import HEADS_FILES
 from trtrun.kernels.cpu.object_cache import cache_folder
 from trtrun.lora.lora_config import hash_adapter_files
-from trtrun.memory.memory_requirements import guess_steps
+from trtrun.memory.spaces import guess_steps
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
