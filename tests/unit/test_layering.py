@@ -102,7 +102,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.memory": (
         frozenset({"largest_round", "memory_requirements"}),
-        frozenset({"working_memory", "window_rings"}),
+        frozenset({"working_memory", "spaces"}),
     ),
     "trtrun.loading": (
         frozenset({"model_settings", "loading"}),
