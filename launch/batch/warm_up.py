@@ -18,7 +18,7 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": ""}
 
 
 def without_weights(config: RuntimeConfig) -> RuntimeConfig:
-    """The same job with made-up weights, which are in no file."""
+    """A job like this one whose weights are made up, so that no file has to be there."""
     made_up = {"load_format": "dummy"}
     sections = {"target": config.target, "draft": config.draft}
     changes = {name: section.model_copy(update=made_up) for name, section in sections.items() if section is not None}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
@@ -104,8 +105,8 @@ class RuntimeConfig(Section):
         return placed
 
     @classmethod
+    @override
     def known_keys(cls) -> list[str]:
-        """See Section."""
         return [key for key in cls.model_fields if key != "heads"]
 
     @property
@@ -299,8 +300,8 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     values = parse_yaml(text, str(file))
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
-    for override in overrides:
-        apply_override(values, override)
+    for change in overrides:
+        apply_override(values, change)
     return values
 
 

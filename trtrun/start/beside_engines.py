@@ -157,12 +157,12 @@ class RankHeads:
 
     @property
     def plan_here(self) -> HeadsPlan | None:
-        """Of heads that this rank has."""
+        """Plan of the heads that this rank has; None without."""
         return self.plan if self.are_here else None
 
     @property
     def plan_apart(self) -> HeadsPlan | None:
-        """Of heads that this rank has, and nothing else."""
+        """Plan of the heads that this rank has and nothing else; None elsewhere."""
         return self.plan_here if self.spec.config.heads_apart else None
 
     @property
@@ -195,7 +195,7 @@ class RankHeads:
         self.report = LoadReport(self.report.bytes_read + ends.bytes_read, size)
 
     def hashes(self) -> list[str]:
-        """Of the files that this rank has read: the heads', and where it has nothing else the target's."""
+        """Hashes of the files that this rank has read: the heads', and where it has nothing else the target's."""
         if self.plan_here is None:
             return []
         section = self.spec.config.target
