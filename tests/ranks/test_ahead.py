@@ -19,7 +19,7 @@ from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.rounds.exchange import message_exchange
-from trtrun.speculation.ahead.policy import NEVER, AheadPolicy, FanOut
+from trtrun.speculation.ahead.policy import NEVER, AheadPolicy, CandidateBudget
 from trtrun.speculation.ahead.row_texts import Guesses
 from trtrun.start import policies
 
@@ -179,7 +179,7 @@ def test_auto_guesses_where_ranks_have_cores(
         llm.generate(prompts(), SamplingParams(max_tokens=COUNT))
         policy = llm.engine.orchestrator._ahead
         assert policy is not None
-        return llm.statistics(), list(policy._hit_chances) != FanOut(3).hit_chances(3)
+        return llm.statistics(), list(policy._hit_chances) != CandidateBudget(3).hit_chances(3)
 
     speculation = {"draft_len": 3, "ahead": ahead}
     found = run_job(job_configuration(folder, HERE[name], speculation=speculation), use)

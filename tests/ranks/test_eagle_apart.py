@@ -25,7 +25,7 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.kernels.triton.sampling import columns
 from trtrun.rounds.exchange.hidden_link import HiddenLink
 from trtrun.speculation.ahead.heads import AheadEagleDrafter
-from trtrun.speculation.ahead.policy import AheadPolicy, FanOut
+from trtrun.speculation.ahead.policy import AheadPolicy, CandidateBudget
 from trtrun.speculation.drafters.eagle import ApartEagleDrafter
 
 pytestmark = pytest.mark.mpi
@@ -217,7 +217,9 @@ def test_a_head_drafts_ahead_what_its_own_states_say(folder: Path, name: str, mo
     """Greedy rows and sampled ones, with blocks of three tokens, so that guesses begin anywhere in one."""
     guesses = record_guesses(monkeypatch)
     monkeypatch.setattr(AheadPolicy, "num_guesses", lambda *_: 20)
-    monkeypatch.setattr(FanOut, "allocate", lambda fan, drafted, budget: [1 + (budget > drafted)] * (drafted + 1))
+    monkeypatch.setattr(
+        CandidateBudget, "allocate", lambda fan, drafted, budget: [1 + (budget > drafted)] * (drafted + 1)
+    )
     head, path = make_head(folder / "target", boundaries=(0, 1, 2)), folder / "apart random"
     if MPI.COMM_WORLD.rank == 0:
         write_head(path, head, "specforge", folder / "target")

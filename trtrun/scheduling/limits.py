@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting.draft_trees import read_sizes
 from trtrun.configuration.drafting.drafting_methods import METHODS
-from trtrun.configuration.drafting.lookahead_windows import read_sizes
 from trtrun.configuration.drafting.speculation_section import MatchRule
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
@@ -176,7 +176,7 @@ class SchedulerLimits:
         return self.num_behind == 0
 
     def most_unfed(self, draft_len: int) -> int:
-        """See the function of this name; heads lack what the target itself does."""
+        """Most tokens that a draft store lacks (`most_unfed`); heads lack what the target itself does."""
         if self.num_behind:
             return 1
         return most_unfed(draft_len, drafts_in_parallel=self.drafts_in_parallel)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtrun.configuration.drafting.dynamic_tree import DynamicTree
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, DynamicTree
 from trtrun.core.nouns import RoundPlan
 from trtrun.sampling.distributions import Distributions, distributions_of
 from trtrun.sampling.filters import likeliest
@@ -29,7 +28,7 @@ class HeadTrees:
     """Draws up the trees of rows."""
 
     def __init__(self, rows: Rows, heads: FeatureHeads[Any], tree: ChoiceTree | DynamicTree) -> None:
-        """Of `rows`, with `heads`: of one shape, or with bounds."""
+        """Draw trees for `rows` with `heads`: of one shape, or with bounds."""
         self._rows = rows
         self._heads = heads
         self._tree = tree

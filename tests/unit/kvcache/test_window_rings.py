@@ -15,7 +15,7 @@ from trtrun import SamplingParams
 from trtrun.errors import ConfigError
 from trtrun.kvcache.segments import ContextGroup
 from trtrun.memory.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
-from trtrun.memory.window_rings import describe_rings, most_chunk, ring_space
+from trtrun.memory.spaces import describe_rings, most_chunk, ring_space
 from trtrun.models.config import read_model_config
 from trtrun.start.job_spec import JobSpec
 

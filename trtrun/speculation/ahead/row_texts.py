@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.suffixes.search import SuffixSearch
 from trtrun.tensors import inference
@@ -158,7 +158,7 @@ class Guesses:
 
 
 class _Texts:
-    """See protocols.Texts; on the host."""
+    """Texts on the host (`protocols.Texts`)."""
 
     def __init__(self, max_rows: int, columns: int) -> None:
         self.token_ids = torch.zeros((max_rows, columns), dtype=torch.int32)
@@ -176,7 +176,7 @@ class HostTexts:
         self._search = SuffixSearch.of_options(options, self._texts)
 
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
+        """Look once more at rows that the plan drops."""
         self._search.release_rows(plan)
 
     @inference
