@@ -74,8 +74,7 @@ class PredictedOutputs:
         Returns:
             tokens: [decode_rows, draft_len] int64 on the rows' device.
             is_given: [decode_rows, draft_len] bool: which of them are from a predicted output, or must follow, in each
-            row
-                the first ones; the others are any token.
+                row the first ones; the others are any token.
             None where no row of the plan can have one.
         """
         given = self._of_requests(plan)
