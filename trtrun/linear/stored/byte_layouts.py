@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import FLOATS, STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
-from trtrun.linear.quantization.fp8_block import BLOCK
+from trtrun.linear.quantization.quantizations import BLOCK
 from trtrun.linear.stored.layout import Codes, StoredLinear, cut_groups, cut_words, stored_as
 from trtrun.linear.stored.settings import Activations, ModuleNames, everywhere, read_names, refuse
 

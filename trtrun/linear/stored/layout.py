@@ -2,8 +2,8 @@
 
 A layout (byte_layouts.py and others here) says which tensors a matrix is stored in and which form they make. What that
 form is held in is the same for all: on GPUs E4M3 codes with a scale for each output feature go as they are to the
-products of trtrun.linear.quantization.fp8, those with a scale for each block to that of fp8_block there, and codes of 4
-bits in groups to that of int4; everything else becomes dense as it is read. It does not know configurations.
+products of trtrun.linear.quantization.quantizations, those with a scale for each block to that of fp8_block there, and
+codes of 4 bits in groups to that of int4; everything else becomes dense as it is read. It does not know configurations.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from trtrun.linear.quantization.base import (
     TensorSpec,
     WeightSource,
 )
-from trtrun.linear.quantization.fp8 import has_fp8_products
-from trtrun.linear.quantization.fp8_block import BLOCK
-from trtrun.linear.quantization.int4 import FEATURES, INPUTS, Int4, has_int4_products, int4_group
+from trtrun.linear.quantization.quantizations import (
+    BLOCK,
+    FEATURES,
+    INPUTS,
+    Int4,
+    has_fp8_products,
+    has_int4_products,
+    int4_group,
+)
 
 if TYPE_CHECKING:
     import torch
