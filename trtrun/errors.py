@@ -83,7 +83,7 @@ class RustLibrary(ContextDecorator):
 
 
 class QueueFullError(InvalidRequestError):
-    """As many requests wait as may wait; the same request is welcome later."""
+    """The queue holds as many requests as may wait; the same request is welcome later."""
 
 
 class RankFailedError(TrtrunError):

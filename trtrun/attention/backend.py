@@ -48,7 +48,6 @@ class GatherAttention:
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         for part in self._format.parts(store):
             operations_of(store.device.type).copy_tokens(part, source, target, offset)
 
@@ -63,7 +62,6 @@ class GatherAttention:
         window: int | None,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend."""
         num_blocks, kv_heads = store_layer.shape[1:3]
         head_dim = query_key.shape[-1]
         rotated = rotate(query_key, *angles)
@@ -241,7 +239,7 @@ class HostAttention:
     reads_forks = False
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
-        """For a model of `dtype` with heads of `head_dim` numbers."""
+        """Choose a backend for a model of `dtype` with heads of `head_dim` numbers."""
         self._gather = GatherAttention()
         self._native: AttentionBackend | None = operations_of("cpu").attention(dtype, head_dim)
 
@@ -256,14 +254,13 @@ class HostAttention:
         window: int | None,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
+        """Attend by the kernel of the store: kernels lay its tiles out differently, so it must always meet the same."""
         backend = self._choose(store_layer.shape[3])
         return backend.forward(query_key, value, angles, store_layer, batch, scale, window)
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         self._choose(store.shape[4]).copy_tokens(store, source, target, offset)
 
     def _choose(self, block_size: int) -> AttentionBackend:

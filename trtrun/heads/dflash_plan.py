@@ -122,23 +122,21 @@ class DFlashPlan:
 
     @property
     def files(self) -> Checkpoint:
-        """See HeadsPlan."""
         return self.ends.files
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
-        """See HeadsPlan."""
         ends = [*self.ends.weights(), *(() if self.markov is None else self.markov.weights())]
         norms = (self.context_norm.weight, self.final_norm.weight)
         return [*ends, *self.fc.weights(), *norms, *(weight for layer in self.layers for weight in layer.weights())]
 
     def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        """See HeadsPlan."""
         return self.ends.of_target(target)
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
-        """See HeadsPlan: states at the taps as they are gathered and laid side by side, and what a layer holds, whose
-        queries and keys are rotated by themselves, too."""
+        """Bytes of states at the taps as they are gathered and laid side by side, and of what a layer holds, whose
+        queries and keys are rotated by themselves, too.
+        """
         shape, taken = self.stored, len(self.taps) * self.target_hidden_size
         rotated = len(shape.queries.held(share)) + 2 * len(shape.keys.held(share))
         return (3 * taken + 6 * shape.hidden_size + 3 * rotated) * item_bytes + self.layers[0].token_bytes(
@@ -146,7 +144,6 @@ class DFlashPlan:
         )
 
     def describe(self) -> str:
-        """See HeadsPlan."""
         count = len(self.layers)
         layers = "1 layer" if count == 1 else f"{count} layers"
         markov = "" if self.markov is None else " and a Markov head"
@@ -154,7 +151,7 @@ class DFlashPlan:
         return f"{self.name} head of {layers}{markov}, {known}, reading {self.reads}"
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> DFlashHead:
-        """See HeadsPlan.
+        """Make the head on this rank.
 
         Raises:
             CheckpointError: d2t and t2d do not agree, or name what is no token.

@@ -60,7 +60,6 @@ class JoinedLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FirstLayer."""
         stream = self.fc(torch.cat((embedded, hidden), dim=1))
         read = stream if self.input_norm is None else self.input_norm(stream)
         attended = self.attention(read, angles, batch, store_layer)
@@ -86,7 +85,6 @@ class FusedLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FirstLayer."""
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_norm(embedded), normed), dim=1)
         attended = self.attention(both, angles, batch, store_layer)

@@ -179,24 +179,22 @@ class EaglePlan:
 
     @property
     def files(self) -> Checkpoint:
-        """See HeadsPlan."""
         return self.ends.files
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
-        """See HeadsPlan."""
         ends = list(self.ends.weights())
         ends += [] if self.fusion is None else self.fusion.weights()
         ends += [] if self.final_norm is None else [self.final_norm.weight]
         return [*ends, *self.first.weights(), *(weight for layer in self.layers for weight in layer.weights())]
 
     def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        """See HeadsPlan."""
         return self.ends.of_target(target)
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
-        """See HeadsPlan: states at the taps as they are gathered, normed and laid side by side; its embedding, normed
-        and beside the hidden state; and what a layer holds."""
+        """Bytes of states at the taps as they are gathered, normed and laid side by side; of its embedding, normed
+        and beside the hidden state; and what a layer holds.
+        """
         hidden, taken = self.stored.hidden_size, len(self.taps) * self.target_hidden_size
         held = 3 * taken + 12 * hidden
         held += self.first.attention.token_numbers(share) + self.first.mlp.token_numbers(share)
@@ -206,13 +204,12 @@ class EaglePlan:
         return held * item_bytes + norms_in_float32
 
     def describe(self) -> str:
-        """See HeadsPlan."""
         count = 1 + len(self.layers)
         layers = "1 layer" if count == 1 else f"{count} layers"
         return f"{self.name} head of {layers} and {self.ends.describe()}, reading {self.reads}"
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> EagleHead:
-        """See HeadsPlan.
+        """Make the head on this rank.
 
         Raises:
             CheckpointError: d2t and t2d do not agree, or name what is no token.

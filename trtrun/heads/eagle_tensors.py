@@ -33,24 +33,24 @@ _LAYER = re.compile(
     re.ASCII,
 )
 _LEFT_BY_TRAINERS = re.compile(r"(verifier_\w+|.*rotary_emb)\.(weight|inv_freq)", re.ASCII)
-"""Of the target, and what follows from config.json."""
+"""Names of tensors that are the target's, or follow from config.json."""
 
 _OTHER_NAMES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 _NESTED = ("transformer_layer_config", "model")
 """Where speculators' config.json has the sizes of the layer, and where vLLM's."""
 
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-"""Those of a Llama's config class."""
+"""Defaults of a Llama's config class."""
 
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
-"""Of the kinds, by the methods that draft with them."""
+"""Names of the kinds of heads, by the methods that draft with them."""
 
 TOLD = {"eagle": "EAGLE-1 or EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash or DSpark"}
 """What tensors tell apart, by one of the methods."""
 
 
 def find_eagle_method(path: Path) -> str:
-    """Which method of EAGLE's a directory is for, by its tensors; `eagle3` where they do not say."""
+    """Name of the EAGLE method that a directory is for, by its tensors; `eagle3` where they do not say."""
     try:
         files = Checkpoint(path, what="head")
         return "eagle" if find_method(files, sort_names(files)) == "eagle" else "eagle3"
@@ -79,7 +79,8 @@ def sort_names(files: Checkpoint) -> dict[str, str]:
 
 
 def find_method(files: Checkpoint, names: Mapping[str, str]) -> str | None:
-    """Which method drafts with tensors of such names, as `TOLD` has it; None where they are no such head's."""
+    """Name of the method that drafts with tensors of such names, as `TOLD` has it; None where they are no such
+    head's."""
     queries, output = (names.get(f"layers.0.self_attn.{name}_proj.weight") for name in "qo")
     if "fc.weight" not in names or queries is None or output is None:
         return None
@@ -139,7 +140,7 @@ class HeadTensors:
         self.left_out = set[str]()
 
     def shape(self, name: str, dimensions: int = 1) -> tuple[int, ...]:
-        """Of a tensor of so many dimensions.
+        """Shape of a tensor of so many dimensions.
 
         Raises:
             CheckpointError: it is not there, or has others.
@@ -209,7 +210,7 @@ class HeadTensors:
         return parse_rope(self._of_layer, min(self._whole("max_position_embeddings"), MOST_POSITIONS), shape.head_dim)
 
     def norm(self, name: str, shape: ModelShape) -> NormPlan:
-        """Of states of the head."""
+        """Plan of a norm of the head's states."""
         self.shape(f"{name}.weight")
         return NormPlan(stem(self.names[f"{name}.weight"]), shape.hidden_size, shape.rms_norm_eps)
 
@@ -298,5 +299,5 @@ class HeadTensors:
 
 
 def stem(name: str) -> str:
-    """Of a weight's name, as plans of norms have it."""
+    """Beginning of a weight's name, as plans of norms have it."""
     return name.removesuffix(".weight")

@@ -66,7 +66,7 @@ class HeadEnds:
         return Weight((StoredTensor(name, (lines, Axis(self.hidden_size))),))
 
     def weights(self) -> Sequence[Weight]:
-        """Of their own."""
+        """Weights of their own."""
         return [weight for weight in (self.embedding_weight, self.head_weight) if weight is not None]
 
     def of_target(self, target: ModelConfig) -> Sequence[Weight]:
@@ -75,7 +75,7 @@ class HeadEnds:
         return [weight for own, weight in borrowed if own is None]
 
     def describe(self) -> str:
-        """For people: which tokens they know."""
+        """Describe in words which tokens they know."""
         return f"{self.num_lines} of {self.target_vocab_size} tokens"
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> BuiltEnds:

@@ -1,4 +1,4 @@
-"""Which drafting method heads of a directory are for, told from names and shapes of tensors: for messages, where a
+"""Tells which drafting method the heads of a directory are for, from names and shapes of tensors: for messages, where a
 directory stands beside another method.
 
 It does without torch.

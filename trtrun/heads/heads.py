@@ -39,12 +39,12 @@ class HeadsTarget(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its activations."""
+        """Dtype of its activations."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Of its weights."""
+        """Device of its weights."""
         ...
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class HeadsPlan(Protocol):
         ...
 
     def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        """Of the target's own weights those that they compute with, too: its embedding, its head."""
+        """Weights of the target that they compute with, too: its embedding, its head."""
         ...
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
@@ -95,7 +95,7 @@ class HeadsPlan(Protocol):
         ...
 
     def describe(self) -> str:
-        """For people, such as "5 Medusa heads"."""
+        """Describe them in words, such as "5 Medusa heads"."""
         ...
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> object:

@@ -57,7 +57,7 @@ class LineSlots:
         self._found: dict[Hashable, Any] = {}
 
     def select(self, lines: torch.Tensor) -> LineSlots:
-        """Those of some `lines` [n] int64, in their order."""
+        """Slots of some `lines` [n] int64, in their order."""
         return LineSlots(self.slots.index_select(0, lines))
 
     def once(self, key: Hashable, find: Callable[[torch.Tensor], T]) -> T:

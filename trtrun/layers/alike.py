@@ -42,7 +42,7 @@ def _is_alike(one: Any, other: Any, depth: int) -> bool:
 
 
 def _tensors(one: torch.Tensor, other: torch.Tensor, depth: int) -> bool:
-    """Of one kind and place; what they hold does not matter, as no kernel is chosen by it."""
+    """Whether tensors are of one kind and place; what they hold does not matter, as no kernel is chosen by it."""
     kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (one, other)]
     if kinds[0] != kinds[1]:
         return False
@@ -75,7 +75,7 @@ def _structures(one: ctypes.Structure, other: ctypes.Structure, depth: int) -> b
 
 
 def _functions(one: Any, other: Any, depth: int) -> bool:
-    """Of one definition, with like things around it."""
+    """Whether functions are of one definition, with uniform things around it."""
     if one.__code__ is not other.__code__:
         return False
     try:

@@ -37,8 +37,8 @@ class RMSNorm:
         return self._operations.normalise(x, self.weight, self._eps)
 
     def rounded(self, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding) -> RoundedRows:
-        """As `add`, or the norm of `hidden` where `delta` is None, rounded for a layer that takes rows that are rounded
-        so; on CUDA with Triton."""
+        """Do as `add`, or return the norm of `hidden` where `delta` is None, rounded for a layer that takes rows that
+        are rounded so; on CUDA with Triton."""
         return self._operations.normalise_rounded(hidden, self.weight, self._eps, delta, rounding)
 
     def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,6 @@ class Attention:
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
-        """See Linear."""
         return self.qkv.takes_rounded_rows
 
     def __call__(
@@ -107,7 +106,6 @@ class RowParallelLinear:
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
-        """See Linear."""
         return self._linear.takes_rounded_rows
 
     def __call__(self, x: Activations) -> torch.Tensor:
@@ -133,7 +131,6 @@ class GatedMLP:
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
-        """See Linear."""
         return self._gate_up.takes_rounded_rows
 
     def __call__(self, x: Activations) -> torch.Tensor:
@@ -146,7 +143,7 @@ class GatedMLP:
 
 @dataclass
 class DecoderLayer:
-    """See the module; `attend` and `feed_forward` are its halves, between which tokens may be left out."""
+    """A layer of most decoders; `attend` and `feed_forward` are its halves, between which tokens may be left out."""
 
     input_norm: RMSNorm
     attention: Attention
@@ -161,12 +158,10 @@ class DecoderLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> torch.Tensor:
-        """See Layer."""
         normed = _normalise(self.input_norm, hidden, delta, self.attention.takes_rounded_rows)
         return self.attention(normed, angles, batch, store_layer)
 
     def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """See Layer."""
         delta = self.attention.output(attended)
         return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
 

@@ -18,7 +18,8 @@ from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
 
 _DEVIATION = 0.02
-"""Of the numbers of a matrix: what transformers initialises models with, unless their configuration says otherwise."""
+"""Deviation of a matrix's numbers: what transformers initialises models with, unless their configuration says
+otherwise."""
 
 _FIRST_OUTPUT, _LEAST_OUTPUT = 4.0, 0.03
 """Factors of what the first layer adds, halved from layer to layer, and of what any layer adds."""

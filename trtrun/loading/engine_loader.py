@@ -40,7 +40,7 @@ def held_tensors(
 
 
 class EngineLoader:
-    """See WeightLoader.
+    """The `WeightLoader` of an engine directory.
 
     Args:
         path: of the engine.
@@ -100,11 +100,9 @@ class EngineLoader:
 
     @property
     def bytes_read(self) -> int:
-        """See WeightLoader."""
         return self._read
 
     def load(self, weight: Weight, present: torch.Tensor | None = None) -> Tensors:
-        """See WeightLoader."""
         if present is not None:
             return {"weight": present}
         cut, held = weight.cut(self.share), self.held(weight)
@@ -119,11 +117,9 @@ class EngineLoader:
         return loaded
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """See WeightLoader."""
         return self._take(stored_name(weight))
 
     def kv_scales(self, attention: str, num_heads: int, heads: range) -> torch.Tensor:
-        """See WeightLoader."""
         found = self._kv_scales.get(attention, ())
         if [len(scales) for scales in found] != [num_heads] * 2 or not all(0 < one < inf for one in chain(*found)):
             raise CheckpointError(
@@ -133,11 +129,10 @@ class EngineLoader:
         return torch.tensor(found)[:, heads.start : heads.stop]
 
     def release_buffer(self) -> None:
-        """See WeightLoader."""
         self._buffer.release()
 
     def close(self) -> None:
-        """See WeightLoader.
+        """Close the files and report completion.
 
         Raises:
             CheckpointError: a weight is not what was built.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""The largest header that the safetensors library reads."""
 
 METADATA = "__metadata__"
 
@@ -77,7 +77,7 @@ def read_places(path: Path, engine: EngineDescription, rank: int) -> dict[str, P
 
 
 def describe_rank(rank: int, size: int) -> str:
-    """Whose a shard is, in its header."""
+    """The rank that a shard is for, as its header says it."""
     return f"{rank} of {size}"
 
 
@@ -140,7 +140,7 @@ _ROWS_AT_A_TIME = 1024
 
 
 class EngineEnds:
-    """See WeightFiles.
+    """The `WeightFiles` of embedding and vocabulary head in an engine.
 
     Args:
         path: of the engine.
@@ -164,7 +164,8 @@ class EngineEnds:
     def check(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
     ) -> int:
-        """See Checkpoint; behind the rows that there are, ranks may have padding."""
+        """Check a tensor by its header, as a checkpoint does; behind the rows that there are, ranks may have
+        padding."""
         found = [shard[name] for shard in self._shards if name in shard]
         kinds = {TORCH_NAMES.get(place.dtype) for place in found}
         dtype = next(iter(kinds), None)
@@ -177,7 +178,6 @@ class EngineEnds:
         return ITEM_BYTES[dtype]
 
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint."""
         import torch
 
         from trtrun.loading.device_reading import bytes_of, read_piece

@@ -155,8 +155,8 @@ def _open_loader(
     load_format: LoadFormat,
     progress: Progress | None,
 ) -> WeightLoader:
-    """Of an engine's shard, a checkpoint's files, or made-up weights. Every name, shape and dtype is checked before the
-    first byte of a weight is read."""
+    """Open the loader of an engine's shard, of a checkpoint's files, or of made-up weights. Every name, shape and dtype
+    is checked before the first byte of a weight is read."""
     quantization_of = partial(config.quantization_of, default=default)
     is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
     engine = None if is_made_up else read_engine(path)
@@ -221,7 +221,7 @@ _WHOLE = Share(0, 1)
 
 @dataclass(frozen=True)
 class TargetEnds:
-    """See `heads.HeadsTarget`; of what was not asked for there is nothing.
+    """A `heads.HeadsTarget` without layers; what was not asked for is not there.
 
     Attributes:
         dtype, device: of the target's activations, and of the weights.

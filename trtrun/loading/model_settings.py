@@ -126,7 +126,7 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(config: RuntimeConfig) -> dict[str, Any]:
-    """Those of a job's target, unless the configuration leaves them out (`server.generation_config`).
+    """Sampling defaults of a job's target, unless the configuration leaves them out (`server.generation_config`).
 
     Raises:
         CheckpointError: as of `read_generation_defaults`.

@@ -23,7 +23,7 @@ from trtrun.weights.weight import HeldWeight, Share
 from trtrun.weights.weight_loader import is_finite
 
 _SHARES_BYTES = 32 * 4
-"""Of a number of `down`'s result on GPUs, in float32."""
+"""Bytes of a number of `down`'s result on GPUs, in float32."""
 
 
 def load_adapter(model: CausalLM, slot: int, path: Path) -> None:

@@ -43,9 +43,9 @@ TORCH_NAMES = {
     "I8": "int8",
     "U8": "uint8",
 }
-"""Of the format, and torch's names."""
+"""Names of dtypes in the format, and torch's names."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of the dtypes that plain weights may have, by torch's names."""
+"""Bytes of a number in the dtypes that plain weights may have, by torch's names."""
 _ALL_BYTES = {**ITEM_BYTES, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e8m0fnu": 1}
 
 _LIBRARY = RustLibrary("safetensors")
@@ -225,11 +225,11 @@ class Checkpoint:
         return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """Shape of a tensor that is there."""
         return self._shapes[name]
 
     def dtype_code(self, name: str) -> str:
-        """Of a tensor that is there, as the format writes it: "BF16"."""
+        """Dtype of a tensor that is there, as the format writes it: "BF16"."""
         return self._dtypes[name]
 
     def file(self, name: str) -> Path:

@@ -87,7 +87,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return tuple(axis.size * axis.unit for axis in self.axes)
 
     @property
@@ -204,13 +204,13 @@ class WeightFiles(Protocol):
     def check(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
     ) -> int:
-        """See Checkpoint."""
+        """Check a tensor by its header, as `Checkpoint.check` does."""
         ...
 
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint; pieces may be on the device that they are for."""
+        """Read a tensor in pieces, as `Checkpoint.pieces` does; they may be on the device that they are for."""
         ...
 
     def close(self) -> None:
-        """See Checkpoint."""
+        """Close the files."""
         ...

@@ -33,7 +33,8 @@ from trtrun.kvcache.segments import AttentionBatch
 
 _NO_WINDOW = 1 << 30
 _READ_NS, _MULTIPLY_NS = 0.4, 0.04
-"""That one thread needs for a key's number and its value's: to read them, and for each query; about, on a Xeon."""
+"""Nanoseconds that one thread needs for a key's number and its value's: to read them, and for each query; about, on a
+Xeon."""
 
 
 class NativeAttention:
@@ -61,7 +62,7 @@ class NativeAttention:
         window: int | None,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionBackend`; for blocks that `takes_blocks` takes."""
+        """Attend over a store whose blocks `takes_blocks` accepts."""
         kv_heads, block_size = store_layer.shape[2:4]
         rotated = rotate(query_key, *angles)
         query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
@@ -147,7 +148,7 @@ class NativeAttention:
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See `AttentionBackend`: a token's numbers lie scattered over its tile."""
+        """Copy tokens, whose numbers lie scattered over their tiles."""
         layers, _, blocks, kv_heads, block_size, head = store.shape
         shape, together = (layers, 2, blocks, kv_heads, block_size // TILE_TOKENS), self._form.together
         keys = store.view(*shape, head // together, TILE_TOKENS, together)[:, 0]
@@ -180,7 +181,7 @@ def takes_blocks(block_size: int) -> bool:
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
-    """From one row to the next."""
+    """Bytes from one row to the next."""
     return tensor.stride(0) * tensor.itemsize
 
 

@@ -98,7 +98,7 @@ class WeightSource(Protocol):
 
     @property
     def weight(self) -> LinearWeight:
-        """Which weight it is."""
+        """The weight that is loaded."""
         ...
 
     def dense(self) -> torch.Tensor:
@@ -116,7 +116,7 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         ...
 
     @property
@@ -126,11 +126,11 @@ class WeightSource(Protocol):
 
     @property
     def device_type(self) -> str:
-        """Of the device that will multiply with them: that of `device`, unless they are made for another host."""
+        """Type of the device that will multiply with them: that of `device`, unless they are made for another host."""
         ...
 
     def place(self) -> torch.Tensor:
-        """As `dense`, not filled yet: for weights that become dense as they are read."""
+        """Memory as `dense` returns it, not filled yet: for weights that become dense as they are read."""
         ...
 
     def put(self, name: str, place: torch.Tensor, values: torch.Tensor) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from typing_extensions import override
+
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization.base import (
     QUANTIZATIONS,
@@ -52,14 +54,10 @@ class Layout(Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """See the class."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def rounds_activations(self) -> bool:
-        """See the class."""
-        ...
+    def rounds_activations(self) -> bool: ...
 
     def codes(self, part: TensorSlice) -> Codes | None:
         """What the form of a slice of a matrix is, of what GPUs hold as it is; None where it becomes dense."""
@@ -84,7 +82,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class StoredLinear:
+class StoredLinear(Quantization):
     """Linear layers whose weights are stored in a layout; see `Quantization`."""
 
     layout: Layout
@@ -113,7 +111,7 @@ class StoredLinear:
         return codes
 
     def why_dense(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> str | None:
-        """In words, what keeps a rank from holding a weight as others of its format; None where it is nothing of the
+        """Say in words what keeps a rank from holding a weight as others of its format; None where it is nothing of the
         weight's own."""
         parts = [part for part in weight.parts if len(part.ranges[0])]
         if not self.can_keep(dtype, device_type) or {self.layout.codes(part) for part in parts} != {"fp8_block"}:
@@ -132,24 +130,25 @@ class StoredLinear:
             return QUANTIZATIONS.get("fp8_block")
         return QUANTIZATIONS.get("fp8" if self.layout.rounds_activations else "fp8_weight_only")
 
+    @override
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """See `Quantization`: some may be dense."""
+        """Answer for weights that become dense, as some may."""
         return QUANTIZATIONS.get("none").keeps_dense(dtype, device)
 
+    @override
     def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
-        """See `Quantization`."""
         return [stored for part in weight.parts for stored in self.layout.slices(part).values()]
 
+    @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
-        """See `Quantization`."""
         return self._held(weight, dtype, device_type).create(weight, dtype, device_type)
 
+    @override
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
-        """See `Quantization`."""
         return self._held(weight, dtype, device_type).working_bytes(weight, rows, dtype, device_type)
 
+    @override
     def load(self, source: WeightSource) -> Tensors:
-        """See `Quantization`."""
         if source.is_made_up:
             return self._held(source.weight, source.dtype, source.device_type).load(source)
         codes = self.codes(source.weight, source.dtype, source.device_type)
@@ -159,8 +158,8 @@ class StoredLinear:
             return self._load_groups(source, codes)
         return self._load_blocks(source) if codes == "fp8_block" else self._load_codes(source)
 
+    @override
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
-        """See `Quantization`."""
         held = QUANTIZATIONS.get("none")
         if "words" in tensors:
             held = Int4(INPUTS)
@@ -194,7 +193,7 @@ class StoredLinear:
         return {"weight": place}
 
     def _load_codes(self, source: WeightSource) -> Tensors:
-        """As they are; the scale of a whole tensor becomes that of each of its output features."""
+        """Load codes as they are; the scale of a whole tensor becomes that of each of its output features."""
         import torch
 
         from trtrun.linear.stored.forms import Fp8Weight
@@ -213,7 +212,7 @@ class StoredLinear:
         return {"codes": codes, "scale": scale}
 
     def _load_blocks(self, source: WeightSource) -> Tensors:
-        """As they are, with the parts' blocks one behind the other."""
+        """Load codes as they are, with the parts' blocks one behind the other."""
         import torch
 
         from trtrun.linear.stored.forms import Fp8Weight
@@ -279,7 +278,7 @@ def stored_as(part: TensorSlice, end: str) -> str:
 
 
 def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
-    """Which groups of `size` numbers a slice takes of an axis of a matrix, 0 for `out` and 1 for `in`: whole ones, or a
+    """Groups of `size` numbers that a slice takes of an axis of a matrix, 0 for `out` and 1 for `in`: whole ones, or a
     piece of one.
 
     Raises:
@@ -293,7 +292,7 @@ def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
 
 
 def cut_words(part: TensorSlice, axis: int, places: int) -> range:
-    """As `cut_groups`, of words that hold `places` numbers each and are never cut.
+    """Cut as `cut_groups` does, but words that hold `places` numbers each and are never cut.
 
     Raises:
         CheckpointError: the slice, or the axis, ends within one.

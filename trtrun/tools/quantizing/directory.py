@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FOLDER = FOLDERS["quantize"]
 REPORT = "quantization_report.jsonl"
 IDENTITY = "identity"
-"""Of the run, in the last line of its report."""
+"""Key of the run's identity, in the last line of its report."""
 _LIBRARY = RustLibrary("safetensors")
 _OS_ERROR = re.compile(r"os error (\d+)")
 """In what safetensors says of a file that cannot be written."""

@@ -16,13 +16,13 @@ from trtrun.tokens.text import Tokenizer
 from trtrun.tools.quantizing.settings import QuantizingSettings
 
 TEXT_KEYS = ("text", "article", "prompt")
-"""Of a row, the first of which that is there counts; `article` is what cnn_dailymail has."""
+"""Keys of a row, the first of which that is there counts; `article` is what cnn_dailymail has."""
 
 HELD_OUT_SHARE = 8
 """One text in so many is measured on, where there is no file for that."""
 
 _CHARACTERS_OF_A_TOKEN = 64
-"""Of a long text no more are read for each token that is wanted."""
+"""Characters that are read of a long text for each token that is wanted, at most."""
 
 Tokens = tuple[int, ...]
 

@@ -58,7 +58,6 @@ class PagedAttention:
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         for part in self._format.parts(store):
             copy_tokens(part, source, target, offset)
 
@@ -73,7 +72,6 @@ class PagedAttention:
         window: int | None,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend."""
         _, kv_heads, head_dim = value.shape
         kept = KeptNumbers.of(self._format, store_layer, kv_scales)
         nodes = None if batch.forks is None else batch.forks.nodes
@@ -178,7 +176,7 @@ def _attend_rows(
 
 
 def _options(tile: int, codes: int) -> dict[str, int]:
-    """Of a launch: how many threads a program has, of which size, and how far ahead it reads."""
+    """Options of a launch: how many threads a program has, of which size, and how far ahead it reads."""
     if codes == PLAIN.value:
         return {"num_warps": 8 if tile == LARGEST_TILE else 4, "num_stages": _STAGES}
     if tile == _SMALLEST_TILE:  # small programs, of which some widen while others wait

@@ -36,7 +36,7 @@ def _slot(
     positions, tables, place, known, queries, kv_heads, head, position_row, position_query, table_row,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """In which tile of the store the keys of one head go of the tokens at some places, and where in it: both of
+    """Find in which tile of the store the keys of one head go of the tokens at some places, and where in it: both of
     `place`'s shape."""
     row, query = place // queries, place % queries
     position = tl.load(positions + row * position_row + query * position_query, mask=known, other=-1)
