@@ -36,7 +36,7 @@ from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
+from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
 
 MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
@@ -309,7 +309,7 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
     Raises:
         ConfigError: one line that names the source and the key.
     """
-    with reading(where, ConfigError):
+    with wrap_errors(where, ConfigError):
         config = _check_values(values, base, where)
         changes: dict[str, object] = {}
         for name, key in (("target", "target"), ("draft", "draft"), ("heads", "draft")):

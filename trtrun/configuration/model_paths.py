@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtrun.configuration.hub_cache import describe_absence, find_snapshot, read_hub_name
-from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
+from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 """The small trained models that ship with the package, in a directory each."""
@@ -75,7 +75,7 @@ def _find(
     if is_there:
         raise ConfigError(f"{where}: {shorten_path(path)} {misfit}")
     name = read_hub_name(str(path)) if in_cache else None
-    with reading(f"{where}: {path} in the Hugging Face cache", ConfigError):
+    with wrap_errors(f"{where}: {path} in the Hugging Face cache", ConfigError):
         snapshot = find_snapshot(name) if name is not None else None
     if snapshot is not None:
         return snapshot.resolve()

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, EngineDescription
-from trtrun.errors import CheckpointError, reading, shorten_path
+from trtrun.errors import CheckpointError, shorten_path, wrap_errors
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSpec
 from trtrun.loading.device_reading import DeviceReading
 from trtrun.loading.engine_checksums import ShardComparison, read_summed, sum_words
@@ -155,7 +155,7 @@ class EngineLoader:
     def _take(self, name: str, place: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor of the shard, read to `place` where one is given."""
         spec, where = self._specs[name], self._places[name]
-        with reading(self._file, CheckpointError):
+        with wrap_errors(self._file, CheckpointError):
             arrived = self._arrival(name) if self._streams else None
             if arrived is not None:
                 self._comparison.add(name, sum_words(arrived))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trtrun.configuration.engine_directory import EngineDescription, read_engine
-from trtrun.errors import CheckpointError, reading, shorten_path
+from trtrun.errors import CheckpointError, shorten_path, wrap_errors
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import ITEM_BYTES, TORCH_NAMES
@@ -60,7 +60,7 @@ def read_places(path: Path, engine: EngineDescription, rank: int) -> dict[str, P
     """The tensors of a rank's shard by name, in the file's order; errors as of `check_shards`."""
     shard, file = engine.shards[rank], shard_path(path, engine, rank)
     where = shorten_path(file)
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         if not file.is_file():
             raise CheckpointError(f"{shorten_path(path)} lacks {shard.file}: copy the engine again, or build it again")
         size = file.stat().st_size
@@ -186,7 +186,7 @@ class EngineEnds:
         first = 0
         for file, place in zip(self._files, (shard[name] for shard in self._shards), strict=True):
             height, width = place.shape
-            with reading(file, CheckpointError), file.open("rb") as opened:
+            with wrap_errors(file, CheckpointError), file.open("rb") as opened:
                 for start in range(max(first, rows.start), min(first + height, rows.stop), _ROWS_AT_A_TIME):
                     stop = min(start + _ROWS_AT_A_TIME, first + height, rows.stop)
                     piece = torch.empty((stop - start, width), dtype=getattr(torch, TORCH_NAMES[place.dtype]))

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtrun.errors import CheckpointError, reading, shorten
+from trtrun.errors import CheckpointError, shorten, wrap_errors
 from trtrun.module_patterns import Matcher, Steps, TooManyStepsError, end_matcher, is_plain, whole_matcher
 from trtrun.weights.checkpoint import read_json
 from trtrun.weights.model_files import hash_files
@@ -91,7 +91,7 @@ def read_lora_config(path: Path) -> LoraConfig:
         CheckpointError: it is not there, or says something that is not supported; one line names the key.
     """
     file = path / CONFIG_FILE
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         if path.is_dir() and not file.is_file():
             raise CheckpointError(f"{path} has no {CONFIG_FILE}: give a directory that PEFT saved an adapter to")
         values = read_json(path, CONFIG_FILE, required=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trtrun.errors import CheckpointError, reading
+from trtrun.errors import CheckpointError, wrap_errors
 from trtrun.kernels.torch.low_rank import Factors, Install
 from trtrun.linear.layer import AdapterSpace
 from trtrun.linear.quantization.base import TensorSlice
@@ -50,7 +50,7 @@ def read_adapter(model: CausalLM, path: Path, on_progress: Callable[[], None] = 
     assert layers is not None, "the configuration leaves room for adapters"
     files = LoraFiles(path, model.config, layers.space.max_rank)
     on_progress()
-    with reading(path, CheckpointError):
+    with wrap_errors(path, CheckpointError):
         ready: list[Install] = []
         for weight, layer in layers.layers:
             ready.append(layer.prepare([_read(files, part, model.dtype, on_progress) for part in weight.parts]))

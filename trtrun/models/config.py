@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
-from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
+from trtrun.errors import CheckpointError, TrtrunError, shorten, wrap_errors
 from trtrun.kvcache.formats import KVScheme
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
@@ -219,7 +219,7 @@ def read_model_config(path: Path) -> ModelConfig:
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
     """What goes wrong becomes a CheckpointError with the file's name in front."""
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         try:
             yield
         except TrtrunError as error:

@@ -11,7 +11,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.text_methods import SuffixSection
-from trtrun.errors import ConfigError, TrtrunError, reading
+from trtrun.errors import ConfigError, TrtrunError, wrap_errors
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.tokens.corpus import read_corpus
 
@@ -25,7 +25,7 @@ def corpus_bytes(config: RuntimeConfig) -> int:
     if not isinstance(section, SuffixSection) or section.suffix_corpus is None:
         return 0
     # A token is a byte of a file or more, but for those that a tokenizer puts in front of a text.
-    with reading(f"speculation.suffix_corpus: {section.suffix_corpus}", ConfigError):
+    with wrap_errors(f"speculation.suffix_corpus: {section.suffix_corpus}", ConfigError):
         most = min(section.suffix_corpus_max_tokens, 2 * section.suffix_corpus.stat().st_size)
     return bytes_of_corpus(most, section.suffix_decoding_max_tree_depth)
 

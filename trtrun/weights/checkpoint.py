@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine, was_built
 from trtrun.configuration.hub_cache import fetch_again, mend_download
-from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, reading, shorten
+from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, shorten, wrap_errors
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.weights.written_files import describe_damage, find_unfinished
 
@@ -65,7 +65,7 @@ def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
         CheckpointError: directory or required file missing, or not a JSON object.
     """
     file = path / name
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         if not path.is_dir():
             state = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(
@@ -134,7 +134,7 @@ class Checkpoint:
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        with reading(path, CheckpointError):
+        with wrap_errors(path, CheckpointError):
             for file in self._find_files():
                 self._read_header(file)
         self._handle: Any = None
@@ -143,7 +143,7 @@ class Checkpoint:
         self.bytes_read = 0
 
     def _read_header(self, file: Path) -> None:
-        with reading(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
+        with wrap_errors(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
             for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
                 if name in self._file_of:  # of which one would win by the order of files, whatever the index says
                     told = f"tensor {shorten(name)} is in {self._file_of[name].name} and in {file.name}"

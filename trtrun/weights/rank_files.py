@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from trtrun.configuration.engine_directory import is_engine, refuse_foreign
-from trtrun.errors import CheckpointError, reading
+from trtrun.errors import CheckpointError, wrap_errors
 from trtrun.weights.checkpoint import Checkpoint, read_json
 from trtrun.weights.tensorrt_llm_config import is_tensorrt_llm, read_algorithm, read_tp_size, to_hugging_face
 
@@ -98,7 +98,7 @@ class RankFiles(Checkpoint):
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        with reading(path / "config.json", CheckpointError):
+        with wrap_errors(path / "config.json", CheckpointError):
             heads, kv_heads = int(values["num_attention_heads"]), int(values.get("num_key_value_heads") or 0)
             kv_heads = kv_heads or heads
             head_size = int(values.get("head_size") or values["hidden_size"] // heads)
@@ -316,7 +316,7 @@ def read_hugging_face_config(path: Path) -> dict[str, Any]:
         return values
     file = path / "config.json"
     try:
-        with reading(file, CheckpointError):
+        with wrap_errors(file, CheckpointError):
             found = to_hugging_face(values, ["lm_head"])
             try:
                 files = RankFiles(path, values)

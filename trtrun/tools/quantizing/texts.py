@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtrun.errors import ConfigError, reading, shorten, shorten_path
+from trtrun.errors import ConfigError, shorten, shorten_path, wrap_errors
 from trtrun.tokens.corpus import are_token_ids, read_json_row
 from trtrun.tokens.text import Tokenizer
 from trtrun.tools.quantizing.settings import QuantizingSettings
@@ -93,7 +93,7 @@ def read_texts(
 
 def _read(path: Path, tokenizer: Tokenizer | None, max_length: int, most: int, vocab_size: int) -> list[Tokens]:
     found: list[Tokens] = []
-    with reading(f"the file of texts {shorten_path(path)}", ConfigError):
+    with wrap_errors(f"the file of texts {shorten_path(path)}", ConfigError):
         rows = _json_rows(path, tokenizer, max_length) if path.suffix == ".jsonl" else _pieces(path, tokenizer)
         for tokens in rows:
             for start in range(0, len(tokens), max_length) if path.suffix != ".jsonl" else (0,):
