@@ -150,7 +150,7 @@ class EngineEnds:
         CheckpointError: a shard is damaged.
     """
 
-    is_made_up = False
+    is_dummy = False
 
     def __init__(self, path: Path, engine: EngineDescription) -> None:
         self.path = path

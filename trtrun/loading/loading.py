@@ -155,14 +155,14 @@ def _open_loader(
     load_format: LoadFormat,
     progress: Progress | None,
 ) -> WeightLoader:
-    """Open the loader of an engine's shard, of a checkpoint's files, or of made-up weights. Every name, shape and dtype
+    """Open the loader of an engine's shard, of a checkpoint's files, or of dummy weights. Every name, shape and dtype
     is checked before the first byte of a weight is read."""
     quantization_of = partial(config.quantization_of, default=default)
-    is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
-    engine = None if is_made_up else read_engine(path)
+    is_dummy, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    engine = None if is_dummy else read_engine(path)
     if engine is not None:
         return EngineLoader(path, engine, config, share, device, dtype, quantization_of, progress)
-    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else open_checkpoint(path)
+    files: WeightFiles = DummyWeights(path, stored, device, config) if is_dummy else open_checkpoint(path)
     total = check_weights(files, config, share, default)
     return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
 
@@ -292,10 +292,10 @@ def load_ends(
         CheckpointError: anything wrong with the files, in one line.
     """
     default = QUANTIZATIONS.get(section.quantization)
-    is_made_up, stored = section.load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    is_dummy, stored = section.load_format == "dummy", DTYPES[config.checkpoint_dtype]
     if not ends:
         return TargetEnds(dtype, device, None, None, 0)
-    files: WeightFiles = DummyWeights(section.model, stored, device, config) if is_made_up else _open(section)
+    files: WeightFiles = DummyWeights(section.model, stored, device, config) if is_dummy else _open(section)
     total = check_held(files, _held(config, ends, section.quantization))
     quantization_of = partial(config.quantization_of, default=default)
     loader = CheckpointLoader(files, _WHOLE, device, dtype, quantization_of, total, None)

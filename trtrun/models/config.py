@@ -87,7 +87,7 @@ class ModelConfig(ModelShape):
 
     @property
     def embedding(self) -> Weight:
-        """[vocabulary share, hidden]. Made-up rows are long, so that tokens differ."""
+        """[vocabulary share, hidden]. Dummy rows are long, so that tokens differ."""
         return self._of_vocabulary("model.embed_tokens.weight", 50.0)
 
     @property
@@ -96,9 +96,9 @@ class ModelConfig(ModelShape):
         held = self.embedding if self.tie_word_embeddings else self._of_vocabulary("lm_head.weight", 4.0)
         return replace(held, use="head")
 
-    def _of_vocabulary(self, name: str, made_up: float) -> Weight:
+    def _of_vocabulary(self, name: str, dummy_scale: float) -> Weight:
         entries = Axis(self.vocab_size, loaded_vocabulary_range, padded=vocabulary_range)
-        return Weight((StoredTensor(name, (entries, Axis(self.hidden_size)), made_up),))
+        return Weight((StoredTensor(name, (entries, Axis(self.hidden_size)), dummy_scale),))
 
     @property
     def final_norm(self) -> Weight:

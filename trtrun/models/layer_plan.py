@@ -157,11 +157,11 @@ class AttentionPlan:
 
     @property
     def qkv(self) -> LinearPlan:
-        """Hidden to queries, keys and values, in this order. Made-up ones tell tokens apart."""
+        """Hidden to queries, keys and values, in this order. Dummy ones tell tokens apart."""
         inputs = Axis(self.input_size or self.shape.hidden_size)
         outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
-        made_up = {"q_proj": 2.0, "k_proj": 2.0}
-        return LinearPlan(self.name, outputs, inputs, self.qkv_bias, made_up)
+        dummy_scales = {"q_proj": 2.0, "k_proj": 2.0}
+        return LinearPlan(self.name, outputs, inputs, self.qkv_bias, dummy_scales)
 
     @property
     def output(self) -> LinearPlan:

@@ -114,7 +114,7 @@ class NoWeightsError(CheckpointError):
 class Checkpoint:
     """The weights of one model directory, one file or many with an index; opening reads headers only."""
 
-    is_made_up = False
+    is_dummy = False
 
     def __init__(self, path: Path, single_files: Sequence[str] = (SINGLE_FILE,), what: str = "model") -> None:
         """Find the files and check their headers.

@@ -210,9 +210,9 @@ class CheckpointLoader:
         return part.name in self._files
 
     @property
-    def is_made_up(self) -> bool:
+    def is_dummy(self) -> bool:
         """Whether there are no files."""
-        return self._files.is_made_up
+        return self._files.is_dummy
 
     def take(self, name: str, place: torch.Tensor, piece: torch.Tensor) -> None:
         """Copy a piece of tensor `name` to its place, and look at what arrived.
@@ -246,8 +246,8 @@ class _LayerSource:
         return self.loader.dense(self.weight, self.quantization) if self.present is None else self.present
 
     @property
-    def is_made_up(self) -> bool:
-        return self.loader.is_made_up
+    def is_dummy(self) -> bool:
+        return self.loader.is_dummy
 
     @property
     def dtype(self) -> torch.dtype:

@@ -110,7 +110,7 @@ class WeightSource(Protocol):
         ...
 
     @property
-    def is_made_up(self) -> bool:
+    def is_dummy(self) -> bool:
         """Whether there are no files: only `dense` answers then."""
         ...
 

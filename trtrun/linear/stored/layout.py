@@ -149,7 +149,7 @@ class StoredLinear(Quantization):
 
     @override
     def load(self, source: WeightSource) -> Tensors:
-        if source.is_made_up:
+        if source.is_dummy:
             return self._held(source.weight, source.dtype, source.device_type).load(source)
         codes = self.codes(source.weight, source.dtype, source.device_type)
         if codes is None:
