@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trtrun.heads.eagle_plan import JoiningPlan
-from trtrun.heads.head_ends import HeadEnds
+from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.layer_plan import DecoderPlan, ModelShape, NormPlan
 from trtrun.weights.checkpoint import Checkpoint
@@ -84,7 +84,7 @@ class DFlashPlan:
     Attributes:
         name: of its kind, for people.
         reads: of the target, for people.
-        ends: its embedding and head.
+        embedding_and_head: the own ones, or which of the target's it computes with.
         target_hidden_size: of the target.
         taps: see HeadsPlan.
         stored: shape of its layers.
@@ -104,7 +104,7 @@ class DFlashPlan:
 
     name: str
     reads: str
-    ends: HeadEnds
+    embedding_and_head: EmbeddingAndHeadPlan
     target_hidden_size: int
     taps: tuple[int, ...]
     stored: ModelShape
@@ -122,16 +122,16 @@ class DFlashPlan:
 
     @property
     def files(self) -> Checkpoint:
-        return self.ends.files
+        return self.embedding_and_head.files
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
-        ends = [*self.ends.weights(), *(() if self.markov is None else self.markov.weights())]
+        own = [*self.embedding_and_head.weights(), *(() if self.markov is None else self.markov.weights())]
         norms = (self.context_norm.weight, self.final_norm.weight)
-        return [*ends, *self.fc.weights(), *norms, *(weight for layer in self.layers for weight in layer.weights())]
+        return [*own, *self.fc.weights(), *norms, *(weight for layer in self.layers for weight in layer.weights())]
 
-    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        return self.ends.of_target(target)
+    def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
+        return self.embedding_and_head.of_target(target)
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """Bytes of states at the taps as they are gathered and laid side by side, and of what a layer holds, whose
@@ -147,7 +147,7 @@ class DFlashPlan:
         count = len(self.layers)
         layers = "1 layer" if count == 1 else f"{count} layers"
         markov = "" if self.markov is None else " and a Markov head"
-        known = f"{self.ends.describe()}, blocks of {self.block}"
+        known = f"{self.embedding_and_head.describe()}, blocks of {self.block}"
         return f"{self.name} head of {layers}{markov}, {known}, reading {self.reads}"
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> DFlashHead:
@@ -159,7 +159,7 @@ class DFlashPlan:
         from trtrun.heads.dflash_head import DFlashHead
         from trtrun.layers.rotary import RotaryEmbedding
 
-        ends = self.ends.build(reader, target, communicator)
+        own = self.embedding_and_head.build(reader, target, communicator)
         return DFlashHead(
             dtype=target.dtype,
             device=target.device,
@@ -171,8 +171,8 @@ class DFlashPlan:
             layers=[layer.build(reader) for layer in self.layers],
             final_norm=self.final_norm.build(reader),
             rotary=RotaryEmbedding(self.rope, self.stored.head_dim, target.dtype, reader.device),
-            embedding=ends.embedding,
-            logits=ends.logits,
+            embedding=own.embedding,
+            logits=own.logits,
             markov=None if self.markov is None else self.markov.build(reader),
             mask_token=self.mask_token,
             from_newest=self.from_newest,

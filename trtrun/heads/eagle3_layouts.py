@@ -26,7 +26,7 @@ from trtrun.heads.heads import HEADS
 from trtrun.models.config import ModelConfig, read_flag
 from trtrun.models.layer_plan import ModelShape, NormPlan
 
-_ENDS = re.compile(
+_BESIDE_EAGLE3 = re.compile(
     r"(fc\.(weight|bias)|fc_norm\.\d\.weight|(input_norm|norm|lm_head|embed_tokens)\.weight|d2t|t2d)", re.ASCII
 )
 
@@ -39,10 +39,10 @@ def read_eagle3(path: Path, target: ModelConfig, section: SpeculationSection) ->
         CheckpointError: see `heads.HEADS`.
     """
     assert isinstance(section, Eagle3Section)
-    return read_head(path, target, "eagle3", _ENDS, lambda head: _plan(head, section))
+    return read_head(path, target, "eagle3", _BESIDE_EAGLE3, lambda head: _plan_eagle3(head, section))
 
 
-def _plan(head: HeadTensors, section: Eagle3Section) -> EaglePlan:
+def _plan_eagle3(head: HeadTensors, section: Eagle3Section) -> EaglePlan:
     target = head.target
     if "layers.0.hidden_norm.weight" not in head.names:
         raise CheckpointError("it has no layers.0.hidden_norm.weight: the files are incomplete")
@@ -52,7 +52,7 @@ def _plan(head: HeadTensors, section: Eagle3Section) -> EaglePlan:
     return EaglePlan(
         name="EAGLE-3",
         reads=f"outputs of the target's layers {list_outputs(taps)}",
-        ends=head.ends(),
+        embedding_and_head=head.embedding_and_head(),
         target_hidden_size=target.hidden_size,
         taps=taps,
         stored=shape,

@@ -28,7 +28,9 @@ from trtrun.heads.heads import HEADS
 from trtrun.models.config import ModelConfig, read_flag
 
 _MORE_NORMS = r"(enorm|hnorm|(embedding|embed|hidden|pre_lm_head|lm_head)_layernorm)\.weight"
-_ENDS = re.compile(rf"(fc\.(weight|bias)|(norm|lm_head|embed_tokens)\.weight|token_map|{_MORE_NORMS})", re.ASCII)
+_BESIDE = re.compile(
+    rf"(fc\.(weight|bias)|(norm|lm_head|embed_tokens)\.weight|token_map|{_MORE_NORMS})", re.ASCII
+)
 _INPUT_NORM, _FINAL_NORM = "layers.0.input_layernorm.weight", "norm.weight"
 
 
@@ -39,7 +41,7 @@ def read_eagle(path: Path, target: ModelConfig, section: SpeculationSection) -> 
     Raises:
         CheckpointError: see `heads.HEADS`.
     """
-    return read_head(path, target, "eagle", _ENDS, _plan)
+    return read_head(path, target, "eagle", _BESIDE, _plan)
 
 
 def _plan(head: HeadTensors) -> EaglePlan:
@@ -57,7 +59,7 @@ def _plan(head: HeadTensors) -> EaglePlan:
     return EaglePlan(
         name="EAGLE",
         reads="what leaves the target's final norm",
-        ends=head.ends(),
+        embedding_and_head=head.embedding_and_head(),
         target_hidden_size=target.hidden_size,
         taps=(target.num_layers + 1,),
         stored=shape,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trtrun.heads.head_ends import HeadEnds
+from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan
 from trtrun.weights.checkpoint import Checkpoint
@@ -150,7 +150,7 @@ class EaglePlan:
     Attributes:
         name: of its kind, for people.
         reads: of the target, for people.
-        ends: its embedding and head.
+        embedding_and_head: the own ones, or which of the target's it computes with.
         target_hidden_size: of the target.
         taps: see HeadsPlan.
         stored: shape of its layers.
@@ -164,7 +164,7 @@ class EaglePlan:
 
     name: str
     reads: str
-    ends: HeadEnds
+    embedding_and_head: EmbeddingAndHeadPlan
     target_hidden_size: int
     taps: tuple[int, ...]
     stored: ModelShape
@@ -179,17 +179,17 @@ class EaglePlan:
 
     @property
     def files(self) -> Checkpoint:
-        return self.ends.files
+        return self.embedding_and_head.files
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
-        ends = list(self.ends.weights())
-        ends += [] if self.fusion is None else self.fusion.weights()
-        ends += [] if self.final_norm is None else [self.final_norm.weight]
-        return [*ends, *self.first.weights(), *(weight for layer in self.layers for weight in layer.weights())]
+        own = list(self.embedding_and_head.weights())
+        own += [] if self.fusion is None else self.fusion.weights()
+        own += [] if self.final_norm is None else [self.final_norm.weight]
+        return [*own, *self.first.weights(), *(weight for layer in self.layers for weight in layer.weights())]
 
-    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        return self.ends.of_target(target)
+    def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
+        return self.embedding_and_head.of_target(target)
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """Bytes of states at the taps as they are gathered, normed and laid side by side; of its embedding, normed
@@ -206,7 +206,7 @@ class EaglePlan:
     def describe(self) -> str:
         count = 1 + len(self.layers)
         layers = "1 layer" if count == 1 else f"{count} layers"
-        return f"{self.name} head of {layers} and {self.ends.describe()}, reading {self.reads}"
+        return f"{self.name} head of {layers} and {self.embedding_and_head.describe()}, reading {self.reads}"
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> EagleHead:
         """Make the head on this rank.
@@ -217,7 +217,7 @@ class EaglePlan:
         from trtrun.heads.eagle_head import EagleHead
         from trtrun.layers.rotary import RotaryEmbedding
 
-        ends = self.ends.build(reader, target, communicator)
+        own = self.embedding_and_head.build(reader, target, communicator)
         return EagleHead(
             dtype=target.dtype,
             device=target.device,
@@ -230,6 +230,6 @@ class EaglePlan:
             final_norm=None if self.final_norm is None else self.final_norm.build(reader),
             norm_output=self.norm_output,
             rotary=RotaryEmbedding(self.rope, self.stored.head_dim, target.dtype, reader.device),
-            embedding=ends.embedding,
-            logits=ends.logits,
+            embedding=own.embedding,
+            logits=own.logits,
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.heads.eagle_plan import JoiningPlan
-from trtrun.heads.head_ends import HeadEnds
+from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.config import MOST_POSITIONS, ModelConfig, read_flag
 from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan
@@ -110,14 +110,14 @@ class HeadTensors:
         values: Mapping[str, Any],
         target: ModelConfig,
         method: str,
-        ends: re.Pattern[str],
+        beside_layers: re.Pattern[str],
     ) -> None:
         """Sort the tensors of a directory.
 
         Args:
             files, values, target: see the class.
             method: by which.
-            ends: names of tensors that its heads may have beside those of layers.
+            beside_layers: names of tensors that its heads may have beside those of layers.
 
         Raises:
             CheckpointError: they are no head's of that kind.
@@ -132,7 +132,7 @@ class HeadTensors:
         if found is not None and found != ("dflash" if method == "dspark" else method):
             raise CheckpointError(f"it is a head of {TOLD[found]}: set speculation.method to {found}")
         for own, name in self.names.items():
-            if not ends.fullmatch(own) and not _LAYER.fullmatch(own):
+            if not beside_layers.fullmatch(own) and not _LAYER.fullmatch(own):
                 raise CheckpointError(f"tensor {shorten(name)} is none that heads of {NAMES[method]} have")
         if "fc.weight" not in self.names:
             raise CheckpointError(f"it has no head of {NAMES[method]}: there is no fc.weight among its tensors")
@@ -214,7 +214,7 @@ class HeadTensors:
         self.shape(f"{name}.weight")
         return NormPlan(stem(self.names[f"{name}.weight"]), shape.hidden_size, shape.rms_norm_eps)
 
-    def ends(self) -> HeadEnds:
+    def embedding_and_head(self) -> EmbeddingAndHeadPlan:
         """Its embedding, and its head with what it knows of the target's tokens.
 
         Raises:
@@ -243,7 +243,7 @@ class HeadTensors:
             if self.shape("t2d") != (known,):
                 raise CheckpointError(f"t2d has shape {list(files.shape(t2d))}, but the target has {known} tokens")
         head = names.get("lm_head.weight")
-        return HeadEnds(files, known, self.hidden, self._embedding(), head, lines, d2t, t2d)
+        return EmbeddingAndHeadPlan(files, known, self.hidden, self._embedding(), head, lines, d2t, t2d)
 
     def count_taps(self) -> int:
         """How many hidden states of the target fc takes.

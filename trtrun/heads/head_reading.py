@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.heads.eagle_tensors import NAMES, HeadTensors
-from trtrun.heads.head_ends import HeadEnds
+from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.heads.heads import HeadsPlan
 from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import SINGLE_FILE, Checkpoint, read_json
@@ -22,7 +22,7 @@ class LayersPlan(HeadsPlan, Protocol):
     """Heads of decoder layers."""
 
     @property
-    def ends(self) -> HeadEnds:
+    def embedding_and_head(self) -> EmbeddingAndHeadPlan:
         """Their embedding and head."""
         ...
 
@@ -34,7 +34,7 @@ def read_head(
     path: Path,
     target: ModelConfig,
     method: str,
-    ends: re.Pattern[str],
+    beside_layers: re.Pattern[str],
     plan_of: Callable[[HeadTensors], Plan],
     refuse: Callable[[Sequence[str], Mapping[str, Any]], None] = lambda names, values: None,
 ) -> Plan:
@@ -47,7 +47,7 @@ def read_head(
     files, values = Checkpoint(path, (SINGLE_FILE,), "heads"), read_json(path, "config.json", required=True)
     try:
         refuse(list(files.names()), values)
-        head = HeadTensors(files, values, target, method, ends)
+        head = HeadTensors(files, values, target, method, beside_layers)
         plan = plan_of(head)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
@@ -60,7 +60,9 @@ def read_head(
                 )
             files.check(part.name, part.shape)
     used = (
-        {part.name for weight in plan.weights for part in weight.parts} | {plan.ends.d2t, plan.ends.t2d} | head.left_out
+        {part.name for weight in plan.weights for part in weight.parts}
+        | {plan.embedding_and_head.d2t, plan.embedding_and_head.t2d}
+        | head.left_out
     )
     if unused := sorted(set(head.names.values()) - used):
         raise CheckpointError(

@@ -35,7 +35,7 @@ HEADS_FILES = (MEDUSA_FILE, SINGLE_FILE)
 
 
 class HeadsTarget(Protocol):
-    """What heads know of the target: a whole model's rank, or its ends (`TargetEnds`)."""
+    """What heads know of the target: a whole model's rank, or its embedding and head (`TargetEmbeddingAndHead`)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,7 +85,7 @@ class HeadsPlan(Protocol):
         """How many rows of logits they make of a row of the batch at a time."""
         ...
 
-    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
+    def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
         """Weights of the target that they compute with, too: its embedding, its head."""
         ...
 

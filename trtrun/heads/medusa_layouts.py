@@ -78,7 +78,7 @@ class MedusaPlan:
         """The number of heads, which all give logits at once."""
         return len(self.blocks)
 
-    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
+    def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
         return () if self.matrices else (target.head,)
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """The shards of an engine directory: whether they are whole, and which tensors they hold where.
 
 There is one file for each rank, in the safetensors format, with what the rank's layers multiply with as kernels want
-it, in the order of loading. `EngineEnds` reads embedding and vocabulary head whole from the shards of all ranks, for
+it, in the order of loading. `EngineEmbeddingAndHead` reads embedding and vocabulary head whole from the shards of all ranks, for
 draft heads on a rank of their own, which has no shard. Headers are read without torch.
 """
 
@@ -139,7 +139,7 @@ def check_engine_weights(path: Path, tp_size: int, quantization: str) -> bool:
 _ROWS_AT_A_TIME = 1024
 
 
-class EngineEnds:
+class EngineEmbeddingAndHead:
     """The `WeightFiles` of embedding and vocabulary head in an engine.
 
     Args:

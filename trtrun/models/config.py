@@ -108,8 +108,8 @@ class ModelConfig(ModelShape):
     @cached_property
     def weights(self) -> Sequence[Weight]:
         """All that the model has."""
-        ends = (self.embedding, self.final_norm, self.head)
-        return [*ends, *(weight for layer in self.layers for weight in layer.weights())]
+        beside = (self.embedding, self.final_norm, self.head)
+        return [*beside, *(weight for layer in self.layers for weight in layer.weights())]
 
     def quantization_of(self, weight: Weight, default: Quantization) -> Quantization:
         """How a weight is held: as the checkpoint has stored it, else as `default` says and, if the head, goes with it.

@@ -14,7 +14,13 @@ from parallel.groups import Groups
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.heads.heads import HEADS_FILES, HeadsPlan, HeadsTarget
 from trtrun.kvcache.sizing import SlotMemory
-from trtrun.loading.loading import LoadReport, ends_bytes, heads_bytes, load_ends, load_heads
+from trtrun.loading.loading import (
+    LoadReport,
+    embedding_and_head_bytes,
+    heads_bytes,
+    load_embedding_and_head,
+    load_heads,
+)
 from trtrun.loading.model_settings import read_target_heads
 from trtrun.memory.memory_requirements import head_working_bytes, kv_bytes_per_block, resolve_dtype
 from trtrun.models.config import ModelConfig
@@ -36,7 +42,7 @@ def demand_apart(
 
 def _ends_bytes(config: RuntimeConfig, target: ModelConfig, plan: HeadsPlan, device: torch.device) -> int:
     dtype = resolve_dtype(config.target, target)
-    return ends_bytes(target, plan.ends_of(target), dtype, device, config.target.quantization)
+    return embedding_and_head_bytes(target, plan.target_weights(target), dtype, device, config.target.quantization)
 
 
 @dataclass
@@ -105,10 +111,12 @@ class RankHeads:
         """
         plan, target, section = self.plan_apart, self.target, self.config.target
         assert plan is not None
-        ends = load_ends(section, target, plan.ends_of(target), communicator, device, resolve_dtype(section, target))
-        self.load_beside(ends, communicator)
+        loaded = load_embedding_and_head(
+            section, target, plan.target_weights(target), communicator, device, resolve_dtype(section, target)
+        )
+        self.load_beside(loaded, communicator)
         size = self.report.shard_bytes + _ends_bytes(self.config, target, plan, device)
-        self.report = LoadReport(self.report.bytes_read + ends.bytes_read, size)
+        self.report = LoadReport(self.report.bytes_read + loaded.bytes_read, size)
 
     def hashes(self) -> list[str]:
         """Of the files that this rank has read: the heads', and where it has nothing else the target's."""

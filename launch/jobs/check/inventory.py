@@ -33,7 +33,7 @@ from trtrun.configuration.hub_cache import snapshot_of
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
-from trtrun.loading.loading import check_ends
+from trtrun.loading.loading import check_embedding_and_head
 from trtrun.loading.model_settings import read_target_heads
 from trtrun.loading.weight_check import check_model_weights
 from trtrun.lora.lora_files import open_adapter
@@ -199,7 +199,7 @@ def _read_beside(config: RuntimeConfig, topology: Topology, rank: int) -> None:
     model = read_model_config(config.target.model)
     heads = read_target_heads(config, model)
     if heads is not None and config.heads_apart and rank in topology.draft_ranks:
-        check_ends(config.target, model, heads.ends_of(model))
+        check_embedding_and_head(config.target, model, heads.target_weights(model))
     if config.translates_drafts and rank in topology.draft_ranks:
         read_draft_vocabularies(config)
     if rank in topology.target_ranks:

@@ -1,4 +1,4 @@
-"""The ends of heads that are decoder layers: an embedding and a vocabulary head, their own or the target's, and which
+"""Embedding and vocabulary head of draft heads that are decoder layers: their own or the target's, and which
 of the target's tokens they know.
 
 It knows weights and shapes. It does not know the layers between.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeadEnds:
-    """The ends of one directory's heads.
+class EmbeddingAndHeadPlan:
+    """Plan of the embedding and the vocabulary head of one directory's heads.
 
     Attributes:
         files: where they are.
@@ -78,7 +78,7 @@ class HeadEnds:
         """Describe in words which tokens they know."""
         return f"{self.num_lines} of {self.target_vocab_size} tokens"
 
-    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> BuiltEnds:
+    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> EmbeddingAndHead:
         """What computes them on this rank.
 
         Raises:
@@ -95,7 +95,7 @@ class HeadEnds:
             first = vocabulary_range(self.target_vocab_size, *reader.share).start
             embedding = VocabularyEmbedding(reader.tensor(embedding_weight), first, communicator)
         ids = None if token_ids is None else token_ids.to(reader.device)
-        return BuiltEnds(embedding, KnownLogits(logits, ids, self.target_vocab_size, communicator))
+        return EmbeddingAndHead(embedding, KnownLogits(logits, ids, self.target_vocab_size, communicator))
 
     def _read_token_ids(self) -> torch.Tensor | None:
         """[num_lines] int64: the target's id of each of their tokens; None where they are the same."""
@@ -127,7 +127,7 @@ class HeadEnds:
 
 
 @dataclass(frozen=True)
-class BuiltEnds:
+class EmbeddingAndHead:
     """Ends on one rank.
 
     Attributes:
