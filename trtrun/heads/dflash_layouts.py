@@ -25,9 +25,8 @@ from typing import Any
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, shorten
 from trtrun.heads.dflash_plan import DFlashPlan, MarkovPlan
-from trtrun.heads.eagle3_boundaries import list_outputs
 from trtrun.heads.eagle_tensors import NAMES, HeadTensors, stem
-from trtrun.heads.head_reading import read_head
+from trtrun.heads.head_reading import list_outputs, read_head
 from trtrun.heads.heads import HEADS
 from trtrun.models.config import ModelConfig, read_flag
 from trtrun.models.layer_plan import DecoderPlan
@@ -53,9 +52,7 @@ def read_dflash(path: Path, target: ModelConfig, section: SpeculationSection) ->
     """
     if (path / _MASK_FILE).exists():
         raise CheckpointError(f"{path}: {_MASK_FILE} is a pickle file, which is not read: such heads are not supported")
-    return read_head(
-        path, target, section.method, _BESIDE, partial(_plan, section=section), refuse=_refuse_others
-    )
+    return read_head(path, target, section.method, _BESIDE, partial(_plan, section=section), refuse=_refuse_others)
 
 
 def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:

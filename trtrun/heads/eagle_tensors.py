@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
-from trtrun.heads.eagle_plan import JoiningPlan
 from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
+from trtrun.heads.head_plan import JoiningPlan
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.config import MOST_POSITIONS, ModelConfig, read_flag
 from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan

@@ -1,8 +1,8 @@
 """The shards of an engine directory: whether they are whole, and which tensors they hold where.
 
 There is one file for each rank, in the safetensors format, with what the rank's layers multiply with as kernels want
-it, in the order of loading. `EngineEmbeddingAndHead` reads embedding and vocabulary head whole from the shards of all ranks, for
-draft heads on a rank of their own, which has no shard. Headers are read without torch.
+it, in the order of loading. `EngineEmbeddingAndHead` reads embedding and vocabulary head whole from the shards of all
+ranks, for draft heads on a rank of their own, which has no shard. Headers are read without torch.
 """
 
 from __future__ import annotations

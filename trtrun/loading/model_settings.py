@@ -17,7 +17,7 @@ from trtrun.configuration.drafting.drafting_methods import DraftModelSection
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
-from trtrun.heads.head_kinds import tell_heads
+from trtrun.heads.head_reading import tell_heads
 from trtrun.heads.heads import HeadsPlan, read_heads
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.weights.checkpoint import read_json
