@@ -18,6 +18,7 @@ import torch
 
 from trtrun.attention.backend import attend
 from trtrun.heads.decoder_head import DecoderHead, HeadParts
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.cpu.fused import rotate
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
@@ -226,6 +227,7 @@ def _attend(
     store_layer: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """[n, heads * head]; see AttentionBackend."""
-    places = attention.backend, query_key, value, angles, store_layer, batch
-    return attend(*places, attention.head_dim**-0.5, window, attention.kv_scales).flatten(1)
+    """Attend as `attention` does → [n, heads * head]."""
+    scale = attention.head_dim**-0.5
+    call = AttentionCall(query_key, value, angles, store_layer, batch, scale, window, attention.kv_scales)
+    return attend(attention.backend, call).flatten(1)

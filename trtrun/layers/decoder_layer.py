@@ -13,7 +13,7 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
-from trtrun.kernels.arguments import Activations, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activations, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.linear.layer import Linear
@@ -56,7 +56,7 @@ class Attention:
         output: this rank's heads back to hidden, for whoever is handed what was attended.
         rotated_heads: this rank's query and key heads.
         window: sliding window, None for the whole context.
-        kv_scales: of the layer; see AttentionBackend.
+        kv_scales: of the layer; see AttentionCall.
     """
 
     qkv: Linear
@@ -79,15 +79,15 @@ class Attention:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> torch.Tensor:
-        """x [tokens, hidden], normalised → [tokens, this rank's heads * head_dim], for `output`; see
-        AttentionBackend."""
+        """x [tokens, hidden], normalised → [tokens, this rank's heads * head_dim], for `output`."""
         fused = self.qkv(x)
         fused = fused.view(fused.shape[0], -1, self.head_dim)
         query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        places = self.backend, query_key, value, angles, store_layer, batch
-        return attend(*places, self.head_dim**-0.5, self.window, self.kv_scales).flatten(1)
+        scale = self.head_dim**-0.5
+        call = AttentionCall(query_key, value, angles, store_layer, batch, scale, self.window, self.kv_scales)
+        return attend(self.backend, call).flatten(1)
 
 
 class RowParallelLinear:
