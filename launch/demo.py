@@ -69,7 +69,7 @@ def play_demo(job: Job, num_prompts: int, max_tokens: int) -> int:
     from launch.jobs.mpi.job import finish_mpi
 
     started = time.perf_counter()
-    with load_llm(job.config) as llm:
+    with load_llm(job.spec) as llm:
         print(f"{job.topology.world_size} ranks are up after {time.perf_counter() - started:.1f} s:")
         for rank in llm.report.ranks:
             loaded = f", read {rank.bytes_read:,} bytes of weights" if rank.bytes_read else ""
@@ -181,7 +181,7 @@ def command(config_path: Path | None, overrides: tuple[str, ...], num_prompts: i
     def check() -> None:
         from launch.jobs.check.preflight import check_job
 
-        check_job(job.config, job.topology)
+        check_job(job.spec)
 
     status = job.enter(check)
     return play_demo(job, num_prompts, max_tokens) if status is None else status

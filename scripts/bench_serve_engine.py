@@ -26,6 +26,7 @@ from trtrun import __version__, load_config
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.start.job_spec import JobSpec
 
 TEXT = " word"
 SETTINGS = ["server.http_port=0", "server.grpc_port=0", "server.metrics_port=0", "scheduler.max_batch_size=64"]
@@ -121,7 +122,7 @@ def main() -> None:
     else:
         config = load_config(options.config, SETTINGS)
         # As the command has it: with its settings of Python's garbage collection, above all.
-        sys.exit(guarded(lambda: play_serve(config, RestartedEngine(config, [sys.executable, *sys.argv]))))
+        sys.exit(guarded(lambda: play_serve(JobSpec(config), RestartedEngine(config, [sys.executable, *sys.argv]))))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -92,7 +93,8 @@ def split_docstring(section: type[Section]) -> tuple[str, dict[str, str]]:
             names = found[1].split(", ")
         for name in names:
             meanings[name] = found[2] if found else f"{meanings[name]} {line.strip()}"
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in before.split("\n\n")), meanings
+    paragraphs = (" ".join(paragraph.split()) for paragraph in before.split("\n\n"))
+    return "\n\n".join(textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in paragraphs), meanings
 
 
 def describe_values(schema: Mapping[str, Any]) -> str:

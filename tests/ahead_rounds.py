@@ -23,12 +23,14 @@ from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import Draft, PrefillChunk, Request, RoundPlan, RowAdmission, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import TokenLists
+from trtrun.engine.forwards import EngineShape
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import load_model
+from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
-from trtrun.rounds.exchange.gated_drafts import KnownVerdict, foreseen_rows
+from trtrun.rounds.exchange.gated_drafts import KnownVerdict, find_cache_hits
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter, GuessSpace
@@ -43,7 +45,7 @@ FreshDraft = tuple[list[int], list[list[int]], torch.Tensor | None]
 
 def load(path: Path) -> CausalLM:
     """A checkpoint's model in float32."""
-    return load_model(path, SoloCommunicator(), CPU, torch.float32)[0]
+    return load_model(path, read_model_config(path), SoloCommunicator(), CPU, torch.float32)[0]
 
 
 def make_drafter(
@@ -65,7 +67,7 @@ def make_drafter(
     shape = (model.config.num_layers, first + space.num_blocks, model.kv_heads, block_size, model.config.head_dim)
     store = KVStore(*shape, torch.float32, CPU)
     rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
-    engine = Engine(model, store, rows, most_masked=0 if mask_token is None else draft_len)
+    engine = Engine(model, store, rows, EngineShape(most_masked=0 if mask_token is None else draft_len))
     return AheadDrafter(engine, vocab, draft_len, use_logits, space, guess_steps, mask_token)
 
 
@@ -119,7 +121,7 @@ class FreshDrafts:
         updates = np.array(blocks, np.int32)
         begun = plan_of(admissions=tuple(admitted), prefill=tuple(chunks), block_updates=updates)
         drafter.begin_round(begun)
-        drafter.anticipate(begun, guesses=True)
+        drafter.draft_ahead(begun, guesses=True)
         plan = plan_of(1, rows, [self._draft_len] * len(rows))
         drafter.begin_round(plan)
         drafter.propose(plan, [])
@@ -234,7 +236,7 @@ class AheadRounds:
         if always:
             return replace(plan, num_guesses=self.most_guesses)
         guesses = self.random.choice((0, 2, 7, self.most_guesses, self.most_guesses))
-        return replace(plan, num_guesses=guesses, redraft_from=self.random.choice((1, 1, 2, NEVER)))
+        return replace(plan, num_guesses=guesses, redraft_threshold=self.random.choice((1, 1, 2, NEVER)))
 
     def _round(self, plan: RoundPlan, is_late: bool) -> None:
         drafter = self.drafter
@@ -252,12 +254,12 @@ class AheadRounds:
         drafts: list[list[int]] = [[] for _ in rows]
         guesses = drafter.guesses()
         if plan.draft_len and (not is_late or guesses is not None):
-            proposed = replace(plan, redraft_from=NEVER) if is_late else plan
+            proposed = replace(plan, redraft_threshold=NEVER) if is_late else plan
             drafts = self._propose(proposed, asked, fresh)
             found = None if guesses is None else self._look_up(plan, guesses, drafts)
             drafts = drafts if not is_late else found or [[] for _ in rows]
             self.seen["late, and found"] += is_late and any(drafts)
-        num_guesses = drafter.anticipate(plan, guesses=not is_late)
+        num_guesses = drafter.draft_ahead(plan, guesses=not is_late)
         assert num_guesses <= min(plan.num_guesses, self.most_guesses)
         self._check_guesses(asked if num_guesses else {}, fresh)
         self.seen["late"] += is_late
@@ -284,15 +286,15 @@ class AheadRounds:
         going_on = {row: bool(drafter._texts[row].draft) for row in asked}
         rows = plan.decode_rows.tolist()
         found = drafter.propose(plan, [index for index, row in enumerate(rows) if row in asked])
-        drafts, foreseen_rows, probs = tokens_of(found), found.foreseen.tolist(), found.draft_probs
+        drafts, hits, probs = tokens_of(found), found.cache_hits.tolist(), found.draft_probs
         places = iter(range(len(asked)))
         empty = 0
-        for row, draft, foreseen in zip(rows, drafts, foreseen_rows, strict=True):
+        for row, draft, foreseen in zip(rows, drafts, hits, strict=True):
             if row not in asked:
                 assert not draft and not foreseen
                 continue
             place, most = next(places), asked[row]
-            if row in plan.given_rows and (given := self._given_behind(row)):
+            if row in plan.predicted_output_rows and (given := self._given_behind(row)):
                 assert draft == given[:most] and foreseen
                 self.seen["given"] += 1
                 if self.use_logits and drafter.rows.sampling.sampled_indices([row]):
@@ -315,8 +317,8 @@ class AheadRounds:
             if distributions is not None and probs is not None:
                 torch.testing.assert_close(probs[place, : len(draft)], distributions[: len(draft)])
                 assert not probs[place, len(draft) :].any()
-        missed = len(asked) - sum(foreseen_rows)
-        redrafted = missed > 0 and (self.use_logits or missed >= plan.redraft_from)
+        missed = len(asked) - sum(hits)
+        redrafted = missed > 0 and (self.use_logits or missed >= plan.redraft_threshold)
         assert empty == (0 if redrafted else missed)
         self.seen["redrafted"] += redrafted
         return drafts
@@ -325,9 +327,9 @@ class AheadRounds:
         """What a target finds among guesses, where it goes on with that: of each row what the draft rank has proposed,
         or nothing where that was not foreseen."""
         before = self._before
-        if before is None or before.plan.round_index != plan.round_index - 1 or plan.given_rows:
+        if before is None or before.plan.round_index != plan.round_index - 1 or plan.predicted_output_rows:
             return None
-        foreseen = foreseen_rows(guesses, plan, before)
+        foreseen = find_cache_hits(guesses, plan, before)
         if foreseen is None:
             return None
         lines, found = guesses.tolist(), list[list[int]]()

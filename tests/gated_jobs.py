@@ -54,7 +54,7 @@ class TargetRank:
         self._tokens: dict[int, list[int]] = {}
 
     def launch_round(self, plan: RoundPlan) -> LaunchedRound:
-        draft = self._exchange.hand_over(plan, None, ())
+        draft = self._exchange.transfer_draft(plan, None, ())
         sampled, width = plan.sampled_rows, plan.draft_len + 1 if draft is not None else 1
         verdict = Verdict(torch.full((len(sampled),), -99), torch.full((len(sampled), width), -1))
         broken = [self._turns.random.random() < self._breaks for _ in sampled]
@@ -233,12 +233,12 @@ class GatedJob:
                 continue
             report = self._next_report()
             self.seen["rounds"] += 1
-            self.seen["foreseen"] += sum(report.foreseen)
+            self.seen["foreseen"] += sum(report.cache_hits)
             for tag in (DRAFT_TAG, GUESS_TAG):
                 untaken = self._post.count_untaken(self._ranks[1], TARGET, tag)
                 assert untaken <= 16, f"{untaken} messages that nobody takes"
             plan = out.popleft()
-            self.scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, report.foreseen)
+            self.scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, report.cache_hits)
         for rank in self._ranks:
             self._post.send(ORCHESTRATOR, rank, PLAN_TAG, b"")
 
@@ -264,7 +264,7 @@ class GatedJob:
             return None
         has_guesses = plan.draft_len or not len(plan.decode_rows)
         guesses = drawn.choice((0, 5, GUESSES, GUESSES, GUESSES)) if has_guesses else 0
-        return replace(plan, num_guesses=guesses, redraft_from=drawn.choice((1, 1, 2, 3, NEVER)))
+        return replace(plan, num_guesses=guesses, redraft_threshold=drawn.choice((1, 1, 2, 3, NEVER)))
 
     def _change_requests(self) -> None:
         drawn = self.turns.random

@@ -117,7 +117,7 @@ def make_exchange(letters: Letters, **values: Any) -> MessageExchange:
 
 
 def expect(exchange: MessageExchange, plan: RoundPlan) -> Draft:
-    draft = exchange.hand_over(plan, None, ())
+    draft = exchange.transfer_draft(plan, None, ())
     assert draft is not None and draft.tokens.shape == (len(plan.decode_rows), plan.draft_len)
     return draft
 

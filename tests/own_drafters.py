@@ -114,7 +114,7 @@ class Stepping(Drafter):
 
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         engine, state = self._engine, self._engine.rows
-        engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
+        engine.prefill([chunk for chunk in plan.prefill if chunk.has_draft_kv])
         most = torch.from_numpy(plan.draft_lens).to(torch.int64).clamp(min=0)
         tokens = torch.zeros((len(most), plan.draft_len), dtype=torch.int64)
         counts = plan.catch_up.tolist()

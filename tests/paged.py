@@ -18,6 +18,7 @@ from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import LoadReport, load_model
+from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class PagedModel:
             communicator = LockStepCommunicator(self._group, rank) if tp_size > 1 else SoloCommunicator()
             return load_model(
                 path,
+                read_model_config(path),
                 communicator,
                 device,
                 dtype,

@@ -49,7 +49,7 @@ def device_integers(values: Sequence[int] | Sequence[Sequence[int]], device: tor
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def kept_integers(values: Sequence[int], device: torch.device) -> Tensor:
+def cached_tensor(values: Sequence[int], device: torch.device) -> Tensor:
     """`device_integers` of what comes round after round, such as rows and lengths. Nobody may change the tensor.
 
     The last ones are kept: a copy takes ten microseconds of the host's time, in which a GPU has nothing to do.
@@ -57,16 +57,16 @@ def kept_integers(values: Sequence[int], device: torch.device) -> Tensor:
     return _kept(tuple(values), device)
 
 
-def kept_range(start: int, stop: int, device: torch.device) -> Tensor:
+def cached_range(start: int, stop: int, device: torch.device) -> Tensor:
     """`torch.arange(start, stop)` int64 on `device`, made once. Nobody may change the tensor. A CUDA graph that is
     captured makes its own: it would go on reading one that is not kept any more."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.arange(start, stop, device=device)
-    return _kept_range(start, stop, device)
+    return _cached_range(start, stop, device)
 
 
 @lru_cache(maxsize=64)
-def _kept_range(start: int, stop: int, device: torch.device) -> Tensor:
+def _cached_range(start: int, stop: int, device: torch.device) -> Tensor:
     return torch.arange(start, stop, device=device)
 
 

@@ -79,7 +79,7 @@ def check_models(job: Job, checked: CheckedRows) -> None:
     """Raise a TrtrunError for models that cannot run like this, or cannot run these rows."""
     if job.config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
-    check_job(job.config, job.topology)
+    check_job(job.spec)
     if not has_tokenizer(job.config):
         if any(isinstance(row.prompt, str | Chat) for row in islice(checked.rows.read(), ROWS_LOOKED_AT)):
             raise ConfigError(

@@ -31,31 +31,30 @@ from launch.jobs.terminal import Bar
 from parallel.errors import ParallelError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.api.llm import LLM
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.loading.model_settings import describe_generation_defaults
 from trtrun.rounds.failures import losable_ranks
+from trtrun.start.job_spec import JobSpec
 
 
-def load_llm(config: RuntimeConfig) -> LLM:
+def load_llm(spec: JobSpec) -> LLM:
     """Load the models, with a progress bar on a terminal. On worker ranks this serves to the end of the job.
 
     Raises:
         SystemExit: on worker ranks, with code 0, when the job is over; on rank 0 where the ranks do not fit together.
     """
-    check_before_run(config)
+    check_before_run(spec)
     with Bar("loading weights", in_bytes=True, then="compiling kernels and trying rounds") as bar:
-        llm = LLM.open(config, bar.update)
+        llm = LLM.open(spec, bar.update)
     if llm is None:
         raise SystemExit(ExitCode.DONE)
-    StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
+    StartProgress().tell_expendable(losable_ranks(spec.config, spec.topology))
     leave_out_what_is()
     return llm
 
 
-def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
+def play_run(spec: JobSpec, options: RunOptions, drain: Drain) -> int:
     """This rank's part of a run: workers serve inside `load_llm`, rank 0 goes on with the prompts.
 
     Raises:
@@ -63,9 +62,10 @@ def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
     """
     if not is_reporting_rank():
         if not may_have_nothing_to_run(options) or _share_flag(False):
-            load_llm(config)
+            load_llm(spec)
         finish_mpi()
         return ExitCode.DONE
+    config = spec.config
     rows = read_input(options, config)
     if defaults := model_sampling(options, config):
         tell(describe_generation_defaults(defaults))
@@ -76,7 +76,7 @@ def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
             return status
         try:
             with drain.starting():
-                outcome = _run_prompts(config, rows, writer, drain)
+                outcome = _run_prompts(spec, rows, writer, drain)
         except EndedAtStart:  # not worth the wait for the other ranks: the end of this one ends the job
             tell(describe_drain(drain.cause, writer.num_done_before, len(rows)))
             return ExitCode.DRAINED
@@ -92,12 +92,12 @@ def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
     return ExitCode.ROWS_REFUSED if len(outcome.refused) else ExitCode.DONE
 
 
-def _run_prompts(config: RuntimeConfig, rows: InputRows, writer: RowWriter, drain: Drain) -> Outcome:
+def _run_prompts(spec: JobSpec, rows: InputRows, writer: RowWriter, drain: Drain) -> Outcome:
     """Load the models and complete the rows; what goes wrong from there on is no refusal any more."""
-    with load_llm(config) as llm:
+    with load_llm(spec) as llm:
         drain.start_running()
         try:
-            return complete_rows(llm, rows, writer, lambda: drain.seconds_left(config.launch.drain_seconds))
+            return complete_rows(llm, rows, writer, lambda: drain.seconds_left(spec.config.launch.drain_seconds))
         except (TrtrunError, ParallelError) as error:
             raise FailedError(str(error)) from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.exit_codes import ExitCode
 from launch.jobs.mpi.job import finish_mpi
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.start.job_spec import JobSpec
 
 CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": ""}
 """Variables that say where compiled kernels lie, Triton's and those for CPUs, and their folders below another."""
@@ -24,7 +25,7 @@ def without_weights(config: RuntimeConfig) -> RuntimeConfig:
     return config.model_copy(update=changes)
 
 
-def play_warm_up(config: RuntimeConfig, cache: Path | None) -> int:
+def play_warm_up(spec: JobSpec, cache: Path | None) -> int:
     """This rank's part: start, say how long it took, and end.
 
     Raises:
@@ -34,7 +35,7 @@ def play_warm_up(config: RuntimeConfig, cache: Path | None) -> int:
     from launch.batch.run import load_llm
 
     started = time.monotonic()
-    with load_llm(config):
+    with load_llm(spec):
         seconds = time.monotonic() - started
     finish_mpi()
     print(f"ready after {seconds:.1f} s", flush=True)

@@ -26,8 +26,7 @@ from launch.jobs.mpi.job import Job
 from launch.jobs.placement.memory import JobMemory
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import RankReport
-from trtrun.loading.model_settings import mask_token, resolve_dtype_name
-from trtrun.models.config import read_model_config
+from trtrun.loading.model_settings import resolve_dtype_name
 
 
 def play_bench(job: Job, options: BenchOptions) -> int:
@@ -74,13 +73,13 @@ def _make_report(
         "target_quantization": config.target.quantization,
         "draft_quantization": config.draft.quantization if config.draft is not None else None,
         "draft_vocabulary": config.draft.vocabulary if config.draft is not None else None,
-        "dtype": resolve_dtype_name(config.target, read_model_config(config.target.model)),
+        "dtype": resolve_dtype_name(config.target, job.spec.target),
         "load_format": _load_formats(config),
         "ranks": [job.topology.describe(rank) for rank in range(job.topology.world_size)],
         "total_threads": job.threads * len(job.topology.slots),
         "method": config.speculation.method,
         "draft_len": config.draft_len,
-        "parallel_drafting": mask_token(config) is not None,
+        "parallel_drafting": job.spec.models.mask_token is not None,
         "forced_acceptance": config.speculation.forced_acceptance,
         "prompt_tokens": options.workloads[0].prompt_tokens,
         "max_tokens": options.max_tokens,
@@ -133,7 +132,7 @@ def _entry(
 
 def _memory(job: Job, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
     """What each rank holds, and what a plan says of it. Bytes."""
-    plan = JobMemory.read(job.config, job.topology)
+    plan = JobMemory.read(job.spec)
     return [
         {
             "rank": rank.rank,

@@ -9,7 +9,6 @@ from launch.jobs.check.preflight import check_job
 from launch.jobs.mpi.job import Job
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import target_context
-from trtrun.models.config import read_model_config
 
 
 def check_bench(job: Job, options: BenchOptions) -> None:
@@ -31,8 +30,8 @@ def check_bench(job: Job, options: BenchOptions) -> None:
         raise ConfigError("--exact compares texts, and with speculation.forced_acceptance they are nobody's: drop one")
     if options.trace is not None:
         check_trace(options.trace)
-    check_job(config, job.topology)
-    context = target_context(config, read_model_config(config.target.model))
+    check_job(job.spec)
+    context = target_context(config, job.spec.target)
     longest = max(workload.prompt_tokens for workload in options.workloads)
     if longest + options.max_tokens > context:
         raise ConfigError(

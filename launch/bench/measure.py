@@ -23,7 +23,6 @@ from trtrun.core.outputs import RankReport, RequestOutput
 from trtrun.core.request_statistics import ForesightStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
-from trtrun.models.config import read_model_config
 from trtrun.timing.telemetry import round_parts
 
 PLAIN = "plain"
@@ -101,9 +100,9 @@ def measure(job: Job, options: BenchOptions, seed: int, modes: Sequence[str], tr
     """Load the models, run every workload in every mode, and let the ranks end. Worker ranks serve to the end here."""
     result = Measured()
     runs, num_runs = COLD_RUNS if options.cold else options.repeats, 0
-    with load_llm(job.config) as llm, Bar("runs") as bar:
+    with load_llm(job.spec) as llm, Bar("runs") as bar:
         result.start_s = time.monotonic() - STARTED
-        draws = Draws(seed, read_model_config(job.config.target.model).vocab_size, options)
+        draws = Draws(seed, job.spec.target.vocab_size, options)
         for workload in options.workloads:
             cases = result.cases[workload] = {mode: Case() for mode in modes}
             for mode in () if options.cold else modes:

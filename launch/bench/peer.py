@@ -28,8 +28,7 @@ from trtrun.configuration.device_lists import host_of
 from trtrun.configuration.engine_directory import is_engine
 from trtrun.environment import OURS
 from trtrun.errors import ConfigError, TrtrunError, one_line
-from trtrun.loading.model_settings import mask_token, resolve_dtype_name
-from trtrun.models.config import read_model_config
+from trtrun.loading.model_settings import resolve_dtype_name
 
 PEER_SECONDS = 1800.0
 """How long a peer may take for one mode, its start included."""
@@ -190,12 +189,12 @@ def _task(
     """What the peer is asked to do."""
     config, methods = job.config, PEERS[str(options.peer)].methods
     drafting = config.draft or config.heads
-    target, method = read_model_config(config.target.model), methods.get(config.speculation.method)
+    target, method = job.spec.target, methods.get(config.speculation.method)
     return {
         "target": str(config.target.model),
         "draft": str(drafting.model) if drafting is not None and method is not None else None,
         "method": method,
-        "in_parallel": mask_token(config) is not None,
+        "in_parallel": job.spec.models.mask_token is not None,
         "dtype": resolve_dtype_name(config.target, target),
         "device": "cuda" if "cuda:" in config.target.devices[0] else "cpu",
         "tensor_parallel_size": len(config.target.devices),

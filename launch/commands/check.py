@@ -30,11 +30,11 @@ def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None
         from launch.jobs.check.preflight import check_job
 
         if not has_parent():  # else it has said so
-            check_job(job.config, job.topology)
+            check_job(job.spec)
 
     status = job.enter(preflight)
     if status is not None:
         return status
     from launch.jobs.check.rank_check import play_check
 
-    return play_check(job.config, as_json)
+    return play_check(job.spec, as_json)

@@ -93,4 +93,4 @@ def _run(
         return status
     from launch.batch.run import play_run
 
-    return play_run(job.config, options, drain)
+    return play_run(job.spec, options, drain)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,10 @@ from launch.exit_codes import describe_exit_codes
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError, PlacementError
+
+if TYPE_CHECKING:
+    from trtrun.start.job_spec import JobSpec
+from trtrun.start.job_spec import JobSpec
 
 LIBRARIES = (
     "grpc", "httptools", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
@@ -52,16 +56,16 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     from launch.serve.application.serve import play_serve
     from launch.serve.engine.keeper import engine_command
     from launch.serve.engine.restarted_engine import RestartedEngine
-    from trtrun.configuration.topology import make_topology
+    from trtrun.start.job_spec import JobSpec
 
-    topology = make_topology(config)
-    if not is_local(topology.host(0)):
-        raise PlacementError(f"the orchestrator is on {topology.host(0)}: start trtrun serve there")
+    spec = JobSpec(config)
+    if not is_local(spec.topology.host(0)):
+        raise PlacementError(f"the orchestrator is on {spec.topology.host(0)}: start trtrun serve there")
     if not sys.platform.startswith("linux"):
         raise PlacementError("trtrun serve needs Linux")
-    check_served(config)
+    check_served(spec)
     words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
-    return play_serve(config, RestartedEngine(config, engine_command(words)))
+    return play_serve(spec, RestartedEngine(config, engine_command(words)))
 
 
 def _serve_rank(config: RuntimeConfig) -> int:
@@ -69,26 +73,26 @@ def _serve_rank(config: RuntimeConfig) -> int:
     from launch.jobs.mpi.job import Job
 
     job = Job(config, sys.argv[1:])
-    status = job.enter(lambda: check_served(config))
+    status = job.enter(lambda: check_served(job.spec))
     if status is not None:
         return status
     from launch.serve.application.serve import play_serve_rank
 
-    return play_serve_rank(job.config)
+    return play_serve_rank(job.spec)
 
 
-def check_served(config: RuntimeConfig) -> None:
+def check_served(spec: JobSpec) -> None:
     """Raise a TrtrunError for what cannot be served."""
     from launch.jobs.check.preflight import check_job
-    from trtrun.configuration.topology import make_topology
 
+    config = spec.config
     if config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
     if config.scheduler.max_waiting is not None:
         raise ConfigError(
             "scheduler.max_waiting: a server's queue has its limit in server.max_queue; leave this one out"
         )
-    check_job(config, make_topology(config))
+    check_job(spec)
 
 
 @click.command("serve-engine", hidden=True)
@@ -104,7 +108,7 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str
         return status
     from launch.serve.engine.process import play_engine
 
-    return play_engine(job.config, socket)
+    return play_engine(job.spec, socket)
 
 
 def server_overrides(parameters: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ from trtrun.configuration.config import RuntimeConfig, read_values
 from trtrun.configuration.topology import make_topology
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, nearest
+from trtrun.start.job_spec import JobSpec
 
 COMMANDS: dict[str, click.Command] = {
     "run": run,
@@ -184,7 +185,7 @@ def _check_serve(resources: SlurmResources) -> None:
     """Raise for what `trtrun serve` would refuse."""
     check_extra()
     if resources.has_local_models:
-        check_served(resources.config)
+        check_served(JobSpec(resources.config))
         _check_weights(resources)
 
 
@@ -195,7 +196,7 @@ def _check_training(inner: Inner, resources: SlurmResources) -> Path:
 
     options = train_options({**inner.parameters, "resume": True})
     if resources.has_local_models:
-        check_training(resources.config, options)
+        check_training(JobSpec(resources.config), options)
     return StateFile(options.output.resolve()).metrics_path
 
 
@@ -204,7 +205,7 @@ def _check_weights(resources: SlurmResources) -> None:
     from launch.jobs.check.preflight import check_visible_weights
 
     to_come = set(resources.hosts) - set(resources.named)
-    for text in check_visible_weights(resources.config, resources.topology, to_come):
+    for text in check_visible_weights(JobSpec(resources.config), to_come):
         print(f"trtrun: {text}", file=sys.stderr, flush=True)
 
 

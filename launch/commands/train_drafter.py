@@ -150,11 +150,11 @@ def _train(config: RuntimeConfig, options: TrainOptions, drain: Drain) -> int:
     def check() -> None:
         from launch.train.checks import check_training
 
-        check_training(config, options)
+        check_training(job.spec, options)
 
     status = job.enter(check)
     if status is not None:
         return status
     from launch.train.run import play_training
 
-    return play_training(config, options, drain)
+    return play_training(job.spec, options, drain)

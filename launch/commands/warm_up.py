@@ -36,9 +36,9 @@ def warm_up(config_path: Path, overrides: tuple[str, ...], speculation: str | No
     def check() -> None:
         from launch.jobs.check.preflight import check_job
 
-        check_job(job.config, job.topology)
+        check_job(job.spec)
 
     status = job.enter(check)
     if status is not None:
         return status
-    return play_warm_up(job.config, cache)
+    return play_warm_up(job.spec, cache)

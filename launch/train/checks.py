@@ -14,6 +14,7 @@ from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.model_paths import find_model
 from trtrun.errors import CheckpointError, ConfigError, shorten_path, wrap_errors
 from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 from trtrun.tools.training.data import TrainingData, read_data
 from trtrun.tools.training.loop import check_same_run
@@ -25,8 +26,9 @@ from trtrun.weights.written_files import check_place
 LIBRARIES = ("transformers", "matplotlib")
 
 
-def check_training(config: RuntimeConfig, options: TrainOptions) -> None:
+def check_training(spec: JobSpec, options: TrainOptions) -> None:
     """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
+    config = spec.config
     check_extra()
     method = options.settings.method
     if options.start is not None and not find_method(method).starts_from_draft:
@@ -40,7 +42,7 @@ def check_training(config: RuntimeConfig, options: TrainOptions) -> None:
             raise ConfigError(
                 f"{shorten_path(model)} is an engine, and training reads checkpoints: name the one it is of"
             )
-    target_size = read_model_config(config.target.model).vocab_size
+    target_size = spec.target.vocab_size
     if start is not None:
         read_model_config(start)
         target, draft = read_tokenizer(config.tokenizer or config.target.model), read_tokenizer(start)

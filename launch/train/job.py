@@ -59,4 +59,5 @@ class TrainingJob(Job):
 
     def __post_init__(self) -> None:
         """Place the ranks."""
+        super().__post_init__()
         object.__setattr__(self, "topology", place_training_ranks(self.config))

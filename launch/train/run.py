@@ -27,9 +27,8 @@ from parallel.communicator import Communicator
 from parallel.mpi_rank import find_mpi_rank
 from parallel.transports import open_communicator
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.blame import FIRST_STEP
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.models.config import read_model_config
+from parallel.watchdog.fault_attribution import FIRST_STEP
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files
 from trtrun.tools.training.curves import draw_curves
 from trtrun.tools.training.loop import DivergedError, TrainingLoop, describe
@@ -40,14 +39,14 @@ from trtrun.tools.training.state import StateFile, replace
 CURVES = "curves.png"
 
 
-def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) -> int:
+def play_training(spec: JobSpec, options: TrainOptions, drain: Drain) -> int:
     """This rank's part of a run. Collective.
 
     Raises:
         TrtrunError: the models or the data are wrong.
         FailedError: the run cannot go on; the last checkpoint stays.
     """
-    place = find_mpi_rank()
+    config, place = spec.config, find_mpi_rank()
     rank = place.rank if place is not None else 0
     state_file = StateFile(options.output)
     if options.resume and state_file.result_path.exists():
@@ -72,7 +71,7 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
             teller.tell(FIRST_STEP + 2, "loading models and data")
             communicator = open_communicator(device, world, "training")
             with Bar("loading models and data"):
-                run = _prepare(config, options, device, communicator, state_file, watch.activity)
+                run = _prepare(spec, options, device, communicator, state_file, watch.activity)
             watch.finish_start()
             teller.tell(DONE, "the start")
         drain.start_running()
@@ -118,7 +117,7 @@ class Run:
 
 
 def _prepare(
-    config: RuntimeConfig,
+    spec: JobSpec,
     options: TrainOptions,
     device: torch.device,
     communicator: Communicator,
@@ -126,8 +125,9 @@ def _prepare(
     activity: Activity,
 ) -> Run:
     """Load models, data and what an earlier run saved."""
+    config = spec.config
     settings, method = options.settings, find_method(options.settings.method)
-    target_size = read_model_config(config.target.model).vocab_size
+    target_size = spec.target.vocab_size
     data = read_training_data(options, target_size)
     target = Target(config.target.model, device) if method.needs_target(settings) else None
     start = find_start(config, options)

@@ -1,7 +1,8 @@
 """The heartbeat of a training job: each rank says what it does, and one that is silent or stands still ends the job.
 
-Rank 0 trains as well, so it is judged beside the others (`parallel.watchdog.blame`). A run of one rank has nobody to
-wait for, and no heartbeat. It knows how a rank's exceptions reach the user; it does not know how drafters learn.
+Rank 0 trains as well, so it is judged beside the others (`parallel.watchdog.fault_attribution`). A run of one rank has
+nobody to wait for, and no heartbeat. It knows how a rank's exceptions reach the user; it does not know how drafters
+learn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from parallel.errors import HeartbeatError, ParallelError
 from parallel.mpi_rank import is_lost_peer
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.blame import CLOSED_SECONDS
+from parallel.watchdog.fault_attribution import CLOSED_SECONDS
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.configuration.launch_config import LaunchSection

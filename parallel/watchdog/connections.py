@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.blame import RankState
+from parallel.watchdog.fault_attribution import RankState
 from parallel.watchdog.handshake import Door
 from parallel.watchdog.message_socket import MessageSocket
 from parallel.watchdog.processes import Stack, kill_process

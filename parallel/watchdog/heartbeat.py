@@ -1,10 +1,10 @@
 """The heartbeat between rank 0 and the workers: TCP beside MPI, so that it goes on while MPI calls hang.
 
-A worker's thread sends a beat about once a second with what the worker's main thread does, and rank 0 answers each; a
-worker that fails says so in a beat, with the cause. The worker ends itself when rank 0 is silent or gone; rank 0
-(`heartbeat_server`) lets the job fail when a worker is. Where a process's threads cannot run at all, because a native
-call keeps the interpreter's lock, a timer of C code writes its stacks to stderr. It knows ranks, hosts and phases; it
-does not know what rounds are for.
+A worker's thread sends a heartbeat about once a second with what the worker's main thread does, and rank 0 answers
+each; a worker that fails says so in a heartbeat, with the cause. The worker ends itself when rank 0 is silent or gone;
+rank 0 (`heartbeat_server`) lets the job fail when a worker is. Where a process's threads cannot run at all, because a
+native call keeps the interpreter's lock, a timer of C code writes its stacks to stderr. It knows ranks, hosts and
+phases; it does not know what rounds are for.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from parallel.control import ControlPlane
 from parallel.errors import HeartbeatError
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.blame import CLOSED_SECONDS
+from parallel.watchdog.fault_attribution import CLOSED_SECONDS
 from parallel.watchdog.handshake import connect, own_addresses
-from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
+from parallel.watchdog.heartbeat_server import PATIENCE_HEARTBEATS, HeartbeatServer, dump_seconds, heartbeat_interval
 from parallel.watchdog.message_socket import MessageSocket, wait_for
 from parallel.watchdog.processes import main_stack, named, own_process
 
@@ -125,7 +125,7 @@ def join_heartbeat(
 
 
 class HeartbeatClient:
-    """A worker's end: a thread that beats, listens for rank 0, and ends this process when rank 0 is gone."""
+    """A worker's end: a thread that sends heartbeats, listens for rank 0, and ends this process when rank 0 is gone."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class HeartbeatClient:
         speaks_first: bool,
         start_seconds: float,
     ) -> None:
-        """Begin to beat.
+        """Begin to send heartbeats.
 
         Args:
             messages: connected to rank 0.
@@ -152,14 +152,14 @@ class HeartbeatClient:
         self._names = names
         self._speaks_first = speaks_first
         self._start_deadline = time.monotonic() + start_seconds
-        self._beat = beat_seconds(limit)
+        self._interval = heartbeat_interval(limit)
         self._orchestrator = Doing()
         self._failure: str | None = None
         self._lost_ranks: frozenset[int] = frozenset()
         self._closing = threading.Event()
         self._waker, self._wakes = socket.socketpair()
-        beat = named(self._run, f"heartbeat of {names.own}")
-        self._thread = threading.Thread(target=abort.ending_on_error(beat), name="heartbeat", daemon=True)
+        loop = named(self._run, f"heartbeat of {names.own}")
+        self._thread = threading.Thread(target=abort.ending_on_error(loop), name="heartbeat", daemon=True)
         self._thread.start()
 
     @property
@@ -167,8 +167,8 @@ class HeartbeatClient:
         """World ranks that the job has lost and goes on without, as rank 0 told. For those who wait for them: cheap."""
         return self._lost_ranks
 
-    def beat(self) -> None:
-        """Tell rank 0 now, not with the next beat, what the main thread does."""
+    def send_now(self) -> None:
+        """Tell rank 0 now, not with the next heartbeat, what the main thread does."""
         with suppress(OSError):
             self._waker.send(b"x")
 
@@ -184,38 +184,38 @@ class HeartbeatClient:
         """
         self._thread.join(timeout=grace)
         self._failure = cause[:LONGEST_CAUSE]
-        self.beat()
+        self.send_now()
         self._thread.join()
 
     def close(self) -> None:
         """Say goodbye to rank 0 and stop beating."""
         self._closing.set()
-        self.beat()
+        self.send_now()
         self._thread.join(timeout=LAST_WORD_SECONDS)
 
     def _run(self) -> None:
-        now = heard = turned = beat_due = time.monotonic()
+        now = heard = turned = heartbeat_due = time.monotonic()
         is_released = False
         while not (is_released or self._closing.is_set()):
-            if now >= beat_due:
+            if now >= heartbeat_due:
                 self._write_stacks_if_stuck(now)
                 failure = {} if self._failure is None else {"failed": self._failure}
                 self._messages.send({"doing": self._activity.look().as_dict(), **failure})
-                beat_due = now + self._beat
+                heartbeat_due = now + self._interval
             ends: list[MessageSocket | socket.socket] = [self._wakes]
             if not self._messages.is_closed:
                 ends.append(self._messages)
-            ready = wait_for(ends, beat_due - time.monotonic())
+            ready = wait_for(ends, heartbeat_due - time.monotonic())
             now = time.monotonic()
             if self._wakes.fileno() in ready:
                 self._wakes.recv(4096)
-                beat_due = now
+                heartbeat_due = now
             if not self._messages.is_closed:
                 self._messages.flush()
                 for message in self._messages.receive():
                     heard = now
                     is_released = self._answer(message) or is_released
-            if now - turned > PATIENCE_BEATS * self._beat:
+            if now - turned > PATIENCE_HEARTBEATS * self._interval:
                 heard = now  # this process was stopped, or its threads could not run: that is no news of rank 0
             turned = now
             if not (is_released or self._closing.is_set()):

@@ -3,8 +3,8 @@
 One thread that never touches MPI, except to end the job, so it works while the main thread hangs in a call. It starts
 before anything is exchanged and watches the start against a deadline; from then on it watches for ranks that are silent
 or stand still, and it hears from workers that have failed. What it finds the main thread takes, to end the job in its
-own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `blame`;
-the workers' end is in `heartbeat`.
+own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in
+`fault_attribution`; the workers' end is in `heartbeat`.
 
 Where rank 0 has a device it works like the others, and is judged beside them.
 
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from parallel import abort
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.blame import (
+from parallel.watchdog.connections import WorkerConnections
+from parallel.watchdog.fault_attribution import (
     LOST_SECONDS,
     Accusation,
     RankState,
@@ -32,12 +33,11 @@ from parallel.watchdog.blame import (
     find_lost,
     late_starters,
 )
-from parallel.watchdog.connections import WorkerConnections
 from parallel.watchdog.handshake import listen
 from parallel.watchdog.processes import Stack, main_stack, named, show_stacks
 
-TURNS_IN_BEAT = 2
-PATIENCE_BEATS = 4
+TURNS_IN_HEARTBEAT = 2
+PATIENCE_HEARTBEATS = 4
 STACK_SECONDS = 2.0
 """How long ranks may take to send their stacks; one that cannot writes its own to stderr (see `dump_seconds`)."""
 
@@ -53,8 +53,8 @@ GOODBYE_SECONDS = 1.0
 """How long the end of this process is held up for workers that do not leave."""
 
 
-def beat_seconds(limit: float) -> float:
-    """Seconds between two beats, where silence counts after `limit` seconds."""
+def heartbeat_interval(limit: float) -> float:
+    """Seconds between two heartbeats, where silence counts after `limit` seconds."""
     return min(1.0, limit / 8)
 
 
@@ -63,8 +63,8 @@ WRITING_SECONDS = 0.25
 
 
 def dump_seconds(limit: float) -> float:
-    """Seconds without a beat after which C code writes a process's stacks: once its silence is noticed, but before the
-    job ends for it."""
+    """Seconds without a heartbeat after which C code writes a process's stacks: once its silence is noticed, but before
+    the job ends for it."""
     return limit + 0.25 * STACK_SECONDS
 
 
@@ -128,8 +128,8 @@ class HeartbeatServer:
         self._still_limit = heartbeat_seconds if still_seconds is None else still_seconds
         self._start_seconds = start_seconds
         self._overdue = overdue
-        self._beat = beat_seconds(heartbeat_seconds)
-        self._patience = PATIENCE_BEATS * self._beat
+        self._interval = heartbeat_interval(heartbeat_seconds)
+        self._patience = PATIENCE_HEARTBEATS * self._interval
         # A silent rank has time to write its own stacks.
         self._stack_patience = dump_seconds(self._limit) + WRITING_SECONDS
         self._started = time.monotonic()
@@ -169,7 +169,7 @@ class HeartbeatServer:
         return port
 
     def finish_start(self) -> None:
-        """Every rank is up: the deadline of the start is met, beats count."""
+        """Every rank is up: the deadline of the start is met, heartbeats count."""
         self._is_up.set()
         self._workers.wake()
 
@@ -200,8 +200,8 @@ class HeartbeatServer:
     def close(self) -> None:
         """Watch no longer, tell the workers so, and wait until they have left: the end of MPI lets no thread run.
 
-        After a failure there is nobody to wait for: workers hang where the failed one left them. They hear beats as
-        before, and end with this process.
+        After a failure there is nobody to wait for: workers hang where the failed one left them. They hear heartbeats
+        as before, and end with this process.
         """
         if self.has_failed():
             return
@@ -218,7 +218,7 @@ class HeartbeatServer:
             now = time.monotonic()
             if now >= dump_due:
                 abort.write_stacks_after(dump_seconds(self._limit))
-                dump_due = now + self._beat
+                dump_due = now + self._interval
             self._workers.serve(self._turn_seconds())
             now = time.monotonic()
             # Who could not listen must not judge: this process was stopped, or its threads could not run.
@@ -243,7 +243,7 @@ class HeartbeatServer:
         waits = self._expendable and self._loss is None and self._is_up.is_set()
         if waits and any(state.closed_seconds is not None for state in self._workers.states()):
             return LOST_SECONDS / 4
-        return self._beat / TURNS_IN_BEAT
+        return self._interval / TURNS_IN_HEARTBEAT
 
     def _judge_expendable(self) -> bool:
         """Look after the ranks that the job can do without; returns whether they are lost just now."""
@@ -328,7 +328,7 @@ class HeartbeatServer:
             abort.end_world()
 
     def _leave(self) -> None:
-        """Say goodbye, and stay until all are gone: a socket closed with a beat unread would take the goodbye along."""
+        """Say goodbye, and stay until all are gone: a socket closed with a heartbeat unread would lose the goodbye."""
         abort.cancel_stacks()
         if self._loss is not None:
             self._workers.kill_lost()
@@ -337,7 +337,7 @@ class HeartbeatServer:
         now = time.monotonic()
         deadline, lost_deadline = now + LEAVING_SECONDS, now + GOODBYE_SECONDS / 2
         while (not self._workers.all_are_gone and now < deadline) or (not self.lost_are_gone and now < lost_deadline):
-            self._workers.serve(min(self._beat, GOODBYE_SECONDS / 4))
+            self._workers.serve(min(self._interval, GOODBYE_SECONDS / 4))
             now = time.monotonic()
         self._workers.close()
         self._is_over.set()

@@ -3,7 +3,7 @@
 By its name rank 0 ends a rank that does not answer, where it can: process numbers are used again, and the same number
 on another host is another process. The stack is text; it is taken by another thread of the process, and says whether
 the main thread waits for another rank: it knows which files of this package wait for peers. What a stack says about a
-job is decided elsewhere (`blame`).
+job is decided elsewhere (fault_attribution.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from pipelines import configuration, prompt_of
 import trtrun.api.llm_engine
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.start import job
 
 T = TypeVar("T")
@@ -71,9 +70,7 @@ def prompts() -> list[list[int]]:
 def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
     """What `use` gives when this process is the whole job, whatever world it runs in."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            trtrun.api.llm_engine, "open_job", lambda config, _: job._open_solo(config, make_topology(config), None)
-        )
+        patch.setattr(trtrun.api.llm_engine, "open_job", lambda spec, _: job._open_solo(spec, None))
         with LLM(config=config) as llm:
             return use(llm)
 

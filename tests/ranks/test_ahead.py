@@ -49,7 +49,7 @@ def as_it_is(patch: Patch) -> None:
 def no_guess_matches(patch: Patch) -> None:
     """Every round drafts again."""
     patch.setattr(Guesses, "find", lambda *_: None)
-    patch.setattr(AheadPolicy, "redraft_from", lambda *_: 1)
+    patch.setattr(AheadPolicy, "redraft_threshold", lambda *_: 1)
 
 
 def every_guess_is_wrong(patch: Patch) -> None:
@@ -60,7 +60,7 @@ def every_guess_is_wrong(patch: Patch) -> None:
 def nothing_is_drafted(patch: Patch) -> None:
     """The draft's rows fall far behind."""
     patch.setattr(AheadPolicy, "num_guesses", lambda *_: 0)
-    patch.setattr(AheadPolicy, "redraft_from", lambda *_: NEVER)
+    patch.setattr(AheadPolicy, "redraft_threshold", lambda *_: NEVER)
 
 
 def no_patience(patch: Patch) -> None:

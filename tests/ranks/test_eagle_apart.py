@@ -176,9 +176,9 @@ class Guessed:
 
 def record_guesses(patch: Patch) -> list[Guessed]:
     """All that are made from now on, on this rank, row by row."""
-    found, original = list[Guessed](), AheadEagleDrafter.anticipate
+    found, original = list[Guessed](), AheadEagleDrafter.draft_ahead
 
-    def anticipate(drafter: Any, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(drafter: Any, plan: RoundPlan, *, guesses: bool) -> int:
         count = original(drafter, plan, guesses=guesses)
         state, made = drafter.rows, drafter._guesses
         for row in dict.fromkeys(guess.row for guess in made.listed):
@@ -190,7 +190,7 @@ def record_guesses(patch: Patch) -> list[Guessed]:
             found.append(Guessed(text, temperature, seed, drafter._texts[row].draft, behind))
         return count
 
-    patch.setattr(AheadEagleDrafter, "anticipate", anticipate)
+    patch.setattr(AheadEagleDrafter, "draft_ahead", draft_ahead)
     return found
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Message
 
-from launch.serve.admission.limits import AdmissionControl
-from launch.serve.application.parser_worker import RequestParser
+from launch.serve.admission.control import AdmissionControl
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.frontend.frontend import Frontend
+from launch.serve.frontend.frontend import Frontend, RequestOptions, ServedModel
 from launch.serve.metrics import FrontendMetrics
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
 from launch.serve.parsing.parsers import Parsed, Parsers, parsed_of
@@ -88,7 +88,7 @@ class ParsersHere(Parsers):
 
     def __init__(self, facts: Facts, tokenizer: Any) -> None:
         self.tasks: list[Task] = []
-        self._reader = RequestParser(facts, tokenizer)
+        self._reader = self._in_loop = RequestParser(facts, tokenizer)
 
     async def _read(self, task: Task, body: bytes) -> Parsed:
         self.tasks.append(task)
@@ -105,7 +105,8 @@ def make_frontend(tokenizer: Any, engine: Any, template: str | None = None) -> F
         draft_len=4, excludes_prompt=None, max_batch_size=8,
     )  # fmt: skip
     admission, reading = AdmissionControl(8, 2048, 16, is_open=True), ParsersHere(facts, tokenizer)
-    return Frontend("m", prompts, tokenizer, 4, admission, engine, FrontendMetrics("m", 4), 60.0, reading)
+    model = ServedModel("m", prompts, tokenizer, 4)
+    return Frontend(model, admission, engine, FrontendMetrics("m", 4), reading, RequestOptions(60.0))
 
 
 def request_of(body: bytes, **path_params: str) -> Request:

@@ -69,7 +69,7 @@ def output_of(completion: Completion) -> list[int]:
 @dataclass
 class EngineRow:
     tokens: list[int]
-    followed: bool
+    has_draft_kv: bool
     num_computed: int
     table: dict[int, int] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class Engine:
         for admission in plan.admissions:
             assert admission.row not in self.rows, "an admission into a row that was not dropped"
             tokens = admission.tokens.tolist()
-            self.rows[admission.row] = EngineRow(tokens, admission.followed, admission.num_cached_tokens)
+            self.rows[admission.row] = EngineRow(tokens, admission.has_draft_kv, admission.num_cached_tokens)
         for row, index, block in plan.block_updates.tolist():
             table = self.rows[row].table
             assert block != 0 and index == len(table), "tables grow at their end and never hold the null block"
@@ -191,7 +191,7 @@ class Job:
         proposals = [self._propose(row, length, count, frozen) for row, length, count in drafts]
         gained = [self._verify(r, p, frozen) for r, p in zip(plan.decode_rows, proposals, strict=True)]
         for chunk in plan.prefill:
-            token = self._prefill(chunk.row, chunk.start, chunk.length, chunk.followed, frozen)
+            token = self._prefill(chunk.row, chunk.start, chunk.length, chunk.has_draft_kv, frozen)
             assert chunk.is_last == (chunk.start + chunk.length == len(self.target.rows[chunk.row].tokens))
             if chunk.is_last:
                 gained.append([token])
@@ -289,11 +289,11 @@ class Job:
             assert catch_up == 0, "nothing follows the row that could catch up"
             return self._guess(state.tokens, self.random.randint(0, max(0, draft_len)))
         if draft_len < 0:
-            state.followed = False
+            state.has_draft_kv = False
         if catch_up == 0:
             assert draft_len <= 0, "nothing can be drafted without the newest token"
             return []
-        assert state.followed, "the draft engine was told to leave this row alone"
+        assert state.has_draft_kv, "the draft engine was told to leave this row alone"
         assert 2 <= catch_up <= 2 + MOST_MISSED_ROUNDS
         start = len(state.tokens) - catch_up
         # Catch up the last two committed tokens, the one before the last may be the bonus hole, and all that it missed.
@@ -325,11 +325,11 @@ class Job:
             accepted += 1
         return answers[: accepted + 1]
 
-    def _prefill(self, row: int, start: int, length: int, followed: bool, frozen: frozenset[int]) -> int:
+    def _prefill(self, row: int, start: int, length: int, has_draft_kv: bool, frozen: frozenset[int]) -> int:
         checksum = 0
-        for engine in (self.draft, self.target) if followed else (self.target,):
+        for engine in (self.draft, self.target) if has_draft_kv else (self.target,):
             state = engine.rows[row]
-            assert start == state.num_computed and state.followed == followed
+            assert start == state.num_computed and state.has_draft_kv == has_draft_kv
             checksum = engine.forward(row, start, state.tokens[start : start + length], frozen)[-1]
         for engine in (self.draft, self.target):
             engine.rows[row].num_computed += length

@@ -19,6 +19,8 @@ MOST_WORDS = 120
 """Of a paragraph, or a point of a list."""
 MOST_CHARACTERS = 300
 """Of a table's cell."""
+LONGEST_LINE = 160
+"""Characters, of lines that are no table and no code."""
 
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -112,6 +114,12 @@ def test_paragraphs_and_cells_are_short(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert not [part for part in paragraphs_of(text) if len(part.split()) > MOST_WORDS]
     assert not [cell for cell in cells_of(text) if len(cell) > MOST_CHARACTERS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_short(page: Path) -> None:
+    lines = without_code(page.read_text(encoding="utf-8")).splitlines()
+    assert not [line for line in lines if len(line) > LONGEST_LINE and not line.startswith("|")]
 
 
 def test_what_is_wrong_is_found(tmp_path: Path) -> None:

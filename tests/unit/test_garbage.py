@@ -9,12 +9,15 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from launch.batch import run
 from launch.serve.engine import process
 from trtrun import garbage
+from trtrun.start.job_spec import JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,15 +91,15 @@ def test_engines_of_commands_are_left_out_once_they_are_ready(monkeypatch: pytes
     for module, name in ((run, "LLM"), (process, "AsyncLLM")):
         monkeypatch.setattr(getattr(module, name), "open", lambda config, update: made if is_here else None)
         monkeypatch.setattr(module, "losable_ranks", lambda config, topology: ())
-        monkeypatch.setattr(module, "make_topology", lambda config: None)
     monkeypatch.setattr(run, "check_before_run", lambda config: None)
+    spec = cast(JobSpec, SimpleNamespace(config=None, topology=None))
     for load in (run.load_llm, process.open_engine):
         if is_here:
-            assert load(None) is made  # type: ignore[arg-type,comparison-overlap]
+            assert load(spec) is made  # type: ignore[comparison-overlap]
         elif load is run.load_llm:
             with pytest.raises(SystemExit):
-                load(None)  # type: ignore[arg-type]
+                load(spec)
         else:
-            assert load(None) is None  # type: ignore[arg-type]
+            assert load(spec) is None
         assert bool(gc.get_freeze_count()) is is_here
         gc.unfreeze()

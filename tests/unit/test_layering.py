@@ -77,7 +77,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kvcache"}),
         frozenset({"wire", "timing", "configuration", "registry"}),
         frozenset({"tokens"}),
-        frozenset({"core", "environment", "first_uses", "garbage", "module_patterns", "tensors", "threads"}),
+        frozenset({"core", "environment", "warmup_misses", "garbage", "module_patterns", "tensors", "threads"}),
         frozenset({"errors"}),
     ),
     "trtrun.api": (
@@ -93,10 +93,12 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"startup"}),
         frozenset({"engine_maker", "kernels_ahead", "engine_caches"}),
         frozenset({"rank_parts"}),
-        frozenset({"worker_factory", "graph_counts", "corpora", "rank_heads", "adapters"}),
+        frozenset({"worker_factory"}),
+        frozenset({"graph_counts", "corpora", "rank_heads", "adapters"}),
         frozenset({"policies"}),
         frozenset({"rehearsed_rounds", "kinds_of_kernels", "kept_pacing"}),
         frozenset({"draft_translation"}),
+        frozenset({"job_spec"}),
     ),
     "trtrun.memory": (
         frozenset({"largest_round", "memory_requirements"}),

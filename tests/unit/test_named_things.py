@@ -25,6 +25,7 @@ from launch.serve.engine.client import EngineClient
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.drafting.drafting_methods import METHODS
+from trtrun.start.job_spec import JobSpec
 
 HOUSES = ("launch", "trtrun", "parallel")
 SOURCES = sorted(path for house in HOUSES for path in (ROOT / house).rglob("*.py"))
@@ -172,7 +173,7 @@ def is_a_key(name: str) -> bool:
 def paths() -> tuple[BaseRoute, ...]:
     """The routes of the HTTP ports."""
     pair: dict[str, Any] = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
-    parts = make_parts(make_config({**pair, "threads": 1}), Keys(()), EngineClient())
+    parts = make_parts(JobSpec(make_config({**pair, "threads": 1})), Keys(()), EngineClient())
     return (
         *make_application(parts.frontend, parts.routes, ()).routes,
         *make_metrics_application(parts.frontend).routes,

@@ -1,3 +1,2 @@
-"""The Python API and the engine core below it: prompts in, outputs and deltas out, for calls, threads and event loops.
-It does not know how a round runs, models' layers or devices.
-"""
+"""The Python API and the engine core below it: prompts in, outputs and deltas out, for calls, threads and event
+loops."""

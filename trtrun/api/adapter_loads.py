@@ -1,7 +1,5 @@
 """Adapters that are being loaded, one after the other: ranks read one beside the rounds, and it is put into its slot
 between two of them.
-
-It knows names, slots and who is told. It does not know requests, files, or how ranks read.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class _Load:
 
 
 class AdapterLoads:
-    """Those that were asked for and are not there yet.
+    """Loads of adapters that were asked for and are not done yet.
 
     Args:
         table: of the adapters that are there.
@@ -78,6 +76,6 @@ class AdapterLoads:
         load.on_end(error)
 
     def end_all(self, error: TrtrunError) -> None:
-        """Nothing is loaded any more, and everybody is told why."""
+        """End all loads and tell everybody why."""
         while self._loads:
             self._loads.popleft().on_end(error)

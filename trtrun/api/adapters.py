@@ -1,7 +1,6 @@
 """Adapters by name, as rank 0 knows them: which slot each has, and which requests go on with it.
 
-A name that is dropped is not found by new requests; its slot is free once the last of those that have it has ended. It
-knows names, slots and counts. It does not know files, tensors or ranks.
+A name that is dropped is not found by new requests; its slot is free once the last of those that have it has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _LISTED = 20
 
 
 class AdapterTable:
-    """Who is in which slot.
+    """The adapters and their slots.
 
     Args:
         names: of those that are loaded at the start, in the order of their slots.
@@ -36,7 +35,7 @@ class AdapterTable:
 
     @property
     def names(self) -> list[str]:
-        """Those that requests may name."""
+        """Names that requests may give."""
         return list(self._by_name)
 
     def find_slot(self, name: str, in_use: Collection[int]) -> int:

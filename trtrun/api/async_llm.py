@@ -6,9 +6,7 @@
 
 The engine core is opened, stepped and closed by a thread of its own (`engine_thread`): a round must not wait for an
 event loop, nor the loop for a round. Readers never slow the rounds: what a reader has not taken yet is kept for it, a
-delta a round, which is never more than the tokens that it asked for, and is handed over as one delta.
-
-This module knows event loops. It does not know rounds, ranks or who reads the texts.
+delta a round, which is never more than the tokens that it asked for, and comes as one delta.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from trtrun.api.prompts import Prompt
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport, merge_deltas
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import Tokenizer
 
 T = TypeVar("T")
@@ -57,7 +56,9 @@ class AsyncLLM:
         self._finalizer = weakref.finalize(self, thread.close)
 
     @classmethod
-    def open(cls, config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None) -> AsyncLLM | None:
+    def open(
+        cls, config: RuntimeConfig | JobSpec, on_load_progress: Callable[[int, int], None] | None = None
+    ) -> AsyncLLM | None:
         """Take this process's part in a job, on every rank of it. Blocks until the models are loaded.
 
         Args:

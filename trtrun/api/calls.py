@@ -81,7 +81,7 @@ class SharedEngine:
         return self._core.num_waiting_of(group)
 
     def step(self) -> None:
-        """One round for all requests, whoever asked for them."""
+        """Run a round for all requests, whoever asked for them."""
         with self.turn() as core:
             for delta in core.step():
                 if delta.request_id in self.inboxes:
@@ -115,7 +115,7 @@ class _Parts:
 
 
 class PendingRequest:
-    """One prompt of a call, from the time that it is queued until its output is whole."""
+    """A prompt of a call, from the time that it is queued until its output is whole."""
 
     def __init__(
         self, index: int, prompt: str | None, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
@@ -193,8 +193,7 @@ def _whole(found: list[Logits | None]) -> np.ndarray | None:
 
 
 class Call:
-    """One call of an `LLM`. Its prompts are one group: those of another thread's call wait for none of them but in
-    turn.
+    """A call of an `LLM`. Its prompts are one group: prompts of another thread's call take turns with them.
 
     Attributes:
         pending: prompts that wait or run.

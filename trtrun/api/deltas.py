@@ -1,7 +1,4 @@
-"""What a round gave one completion, as the delta that its caller gets: text, log probabilities, why it ended.
-
-It knows completions, their text and what was asked for. It does not know requests' state, rounds or ranks.
-"""
+"""What a round gave one completion, as the delta that its caller gets: text, log probabilities, why it ended."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ def new_text(completion: Completion, gained: Sequence[int]) -> str:
 
 
 def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
-    """Those of its prompt, once, as soon as it is read."""
+    """Log probabilities of the prompt, once, as soon as it is read."""
     scores = completion.scores
     if scores is None or not scores.is_whole or completion.statistics.first_token is None:
         return None
@@ -81,7 +78,7 @@ def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
 
 
 def _prompt_logits(completion: Completion) -> Logits | None:
-    """Those of its prompt that have come and were not told."""
+    """Logits of the prompt that have come and were not sent yet."""
     return None if completion.logits is None else completion.logits.take_new()
 
 
@@ -99,7 +96,8 @@ def _why_failed(completion: Completion, vocab_size: int) -> str:
 def _asked_logprobs(
     completion: Completion, logprobs: Sequence[TokenLogprobs], count: int
 ) -> tuple[TokenLogprobs, ...] | None:
-    """As many alternatives as the request asked for: the verdict is as wide as the widest of its rows."""
+    """Log probabilities with as many alternatives as the request asked for: the verdict is as wide as the widest of its
+    rows."""
     wanted = completion.request.sampling.logprobs
     if wanted is None:
         return None

@@ -2,7 +2,7 @@
 
 The engine core belongs to one thread, and so do the device and the threads of CPU kernels that it was opened on. Any
 thread may order something; what comes of a request is put into its recipient, and once a round every way out, an
-outlet, is told, whatever the number of its recipients. It does not know who reads, or how a round runs.
+outlet, is told, whatever the number of its recipients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from parallel.watchdog.activity import Phase
-from parallel.watchdog.heartbeat_server import beat_seconds
+from parallel.watchdog.heartbeat_server import heartbeat_interval
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
 from trtrun.core.outputs import CompletionDelta, RequestId
@@ -28,14 +28,15 @@ from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 T = TypeVar("T")
 
 GATHER_SECONDS = 0.0002
-"""After a rest the first round begins once no request has come for so long: those that are handed over one right after
-the other come in less. A frontend hands over together what came together."""
+"""After a rest the first round begins once no request has come for so long: requests that are sent one right after the
+other come in less. A frontend sends together what came together."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
 
 MOST_SECONDS = 0.005
-"""Of the thread's time for requests that come, before rows have their next round: the rest is added behind it."""
+"""The most of the thread's time for requests that come, before rows have their next round: the rest is added behind
+it."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Recipient(ABC):
         self.is_over = self._num_going_on == 0
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing will come any more, and why not: None where it was aborted."""
+        """End it: nothing more will come, for this reason; None if it was aborted."""
         self._keep_error(error)
         self.is_over = True
 
@@ -258,7 +259,7 @@ class EngineThread:
     def _do_orders(self, engine: LLMEngine) -> bool:
         """Do what is ordered, once there is something to do; whether the engine goes on. Without anything to do it
         still says now and then that it is there: one that hangs does not."""
-        tick = beat_seconds(engine.config.launch.heartbeat_seconds)
+        tick = heartbeat_interval(engine.config.launch.heartbeat_seconds)
         with self._has_orders:
             while not (self._orders or self._is_closing or engine.has_work):
                 self._has_orders.wait(tick)
@@ -317,7 +318,7 @@ class EngineThread:
         flush(news)
 
     def _end(self, over: TrtrunError) -> None:
-        """Nothing is done any more from here on, and everybody is told why."""
+        """End all work and tell everybody why."""
         with self._has_orders:
             self._over = over
             orders, self._orders = self._orders, deque()

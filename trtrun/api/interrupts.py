@@ -1,7 +1,4 @@
-"""Ctrl-C is held back while something must not be left half done, and one thread at a time does it.
-
-It knows signals and threads, and nothing of what is protected.
-"""
+"""Ctrl-C is held back while something must not be left half done, and one thread at a time does it."""
 
 from __future__ import annotations
 

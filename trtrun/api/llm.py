@@ -31,6 +31,7 @@ from trtrun.configuration.config import RuntimeConfig, load_config, make_one_dev
 from trtrun.core.outputs import CompletionDelta, RequestOutput, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError, PlacementError, TrtrunError
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import Tokenizer
 
 
@@ -102,7 +103,7 @@ class LLM:
     @classmethod
     def open(
         cls,
-        config: RuntimeConfig | str | os.PathLike[str],
+        config: RuntimeConfig | JobSpec | str | os.PathLike[str],
         on_load_progress: Callable[[int, int], None] | None = None,
     ) -> LLM | None:
         """Take this process's part in a job, on every rank of it: an LLM on rank 0, and None on the others, once they
@@ -337,6 +338,6 @@ def open_llm(
         yield llm
 
 
-def _read(config: RuntimeConfig | str | os.PathLike[str]) -> RuntimeConfig:
+def _read(config: RuntimeConfig | JobSpec | str | os.PathLike[str]) -> RuntimeConfig | JobSpec:
     """A configuration that may be a file's path."""
-    return config if isinstance(config, RuntimeConfig) else load_config(config)
+    return config if isinstance(config, RuntimeConfig | JobSpec) else load_config(config)

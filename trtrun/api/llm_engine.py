@@ -6,9 +6,8 @@
         for delta in engine.step():
             print(delta.text, end="")
 
-LLM, the command line and the benchmark are thin over it. It knows requests, their text and what became of them. It does
-not know how a round runs (`roles.orchestrator`), models or devices, nor threads and signals: one thread calls it at a
-time (see `llm`).
+LLM, the command line and the benchmark are thin over it. It does not know how a round runs (`rounds.orchestrator`),
+models or devices, nor threads and signals: one thread calls it at a time (see `llm`).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from parallel.mpi_rank import find_mpi_rank
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.api.adapter_loads import AdapterLoads
 from trtrun.api.adapters import AdapterTable, check_adapter
@@ -32,13 +32,14 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
 from trtrun.engine.batch import tile_width
 from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
-from trtrun.loading.model_settings import mask_token, sampling_defaults, target_context
+from trtrun.loading.model_settings import sampling_defaults, target_context
 from trtrun.memory.window_rings import most_chunk
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
 from trtrun.rounds.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.policies import make_orchestrator
 from trtrun.timing.telemetry import RunStatistics
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
@@ -56,7 +57,7 @@ so that other rows do not wait for long."""
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One request: its id, and its completions that go on, by their ids in the scheduler."""
+    """A request: its id, and its completions that go on, by their ids in the scheduler."""
 
     request_id: RequestId
     num_completions: int
@@ -104,12 +105,12 @@ class LLMEngine:
 
     @classmethod
     def open(
-        cls, config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None
+        cls, job: RuntimeConfig | JobSpec, on_load_progress: Callable[[int, int], None] | None = None
     ) -> LLMEngine | None:
         """Take this process's part in the job. Called on every rank of it.
 
         Args:
-            config: of the job.
+            job: its configuration, or all that is known of it.
             on_load_progress: called with the bytes of weights that are in place and that will be, over all ranks.
 
         Returns:
@@ -121,36 +122,40 @@ class LLMEngine:
             PlacementError: the MPI world has another size than the devices need.
             RankFailedError: a rank could not start.
         """
-        model = read_model_config(config.target.model)
-        draft_model = read_model_config(config.draft.model) if config.draft is not None else None
+        spec = job if isinstance(job, JobSpec) else JobSpec(job)
+        config = spec.config
+        place = find_mpi_rank()
+        if place is None or place.rank == 0:  # who tells the others
+            spec.read_models()
         draft = None if config.draft is None or config.draft.is_translated else config.draft.model
         tokenizer = read_shared_tokenizer(config.tokenizer or config.target.model, draft)
         sampling = SamplingParams.from_mapping(sampling_defaults(config))
-        job = open_job(config, on_load_progress)
-        if job is None:
+        started = open_job(spec, on_load_progress)
+        if started is None:
             return None
+        model, draft_model = spec.target, spec.draft
         draft_context = draft_model.max_position_embeddings if draft_model is not None else None
         if config.translates_drafts:
             draft_context = None  # its store follows texts by itself, in tokens of its own
         tile = tile_width(model, len(config.target.devices), config.target.devices[0])
-        in_parallel = mask_token(config) is not None
+        in_parallel = spec.models.mask_token is not None
         context = target_context(config, model)
         limits = SchedulerLimits.of(
             config,
             context,
             draft_context,
-            job.num_blocks,
+            started.num_blocks,
             tile,
             drafts_in_parallel=in_parallel,
             most_chunk=most_chunk(config, model, draft_model),
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
             has_longer_context=context < model.max_position_embeddings,
         )
-        return cls(config, job, model, limits, tokenizer, sampling)
+        return cls(config, started, model, limits, tokenizer, sampling)
 
     @property
     def activity(self) -> Activity:
-        """Where the thread that takes the steps says what it is doing."""
+        """The record of what the thread that takes the steps is doing."""
         return self.orchestrator.activity
 
     @property
@@ -231,7 +236,7 @@ class LLMEngine:
         group: Hashable,
         owner: Hashable = None,
     ) -> RequestId:
-        """The same for a request whose prompt is tokens that can run, with parameters that the model can follow: its
+        """Add a request whose prompt is tokens that can run, with parameters that the model can follow: its
         caller has checked them by `PromptReader` and `SchedulerLimits`.
 
         Raises:
@@ -308,7 +313,7 @@ class LLMEngine:
         return some_have_ended or any(map(self.scheduler.has_begun, request.going_on))
 
     def step(self) -> list[CompletionDelta]:
-        """One heartbeat: keep the ranks supplied with plans, take one verdict in. Where all that is left is an adapter
+        """Keep the ranks supplied with plans, and take one verdict in. If all that is left is an adapter
         that ranks read, it waits for it a moment.
 
         Returns:
@@ -432,7 +437,8 @@ class LLMEngine:
         return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size, gain.logits, text)
 
     def _recover(self) -> None:
-        """After an exception from the middle of a round: forget all requests, so that the next one finds all whole.
+        """Recover from an exception in the middle of a round: forget all requests, so that the next one finds all
+        whole.
 
         The requests end with an error, which the next step tells.
         """

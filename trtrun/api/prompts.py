@@ -1,7 +1,7 @@
 """What becomes of a prompt: its tokens, checked, and the requests that complete it.
 
-This is the door of the engine core: what gets through can be carried by the wire and computed by the engines. It knows
-the tokenizer and the model's vocabulary. It does not run anything.
+Everything that the engine core takes passes through here: what gets through can be carried by the wire and computed by
+the engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Prompt = str | Sequence[int]
 
 _KEPT_WORD_LISTS = 16
 _LAST_TOKENS = 16
-"""Of a prompt, in which thoughts may begin."""
+"""Tokens at a prompt's end in which thoughts may begin."""
 
 
 class Vocabulary(Protocol):
@@ -40,11 +40,11 @@ class Vocabulary(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """See above."""
+        """The number of the model's tokens."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See above."""
+        """Tokens that end a text."""
 
 
 class PromptReader:
@@ -162,7 +162,7 @@ class PromptReader:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Of the model: those that end a text."""
+        """Tokens of the model that end a text."""
         return self._model.eos_token_ids
 
     def check(self, sampling: SamplingParams) -> None:
@@ -197,7 +197,7 @@ class PromptReader:
             )
 
     def ids_in_guides(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of some texts that grammars cannot spell, as they are special tokens to them, each with its id.
+        """Ids of the texts that grammars cannot spell, because these are special tokens to them.
 
         Raises:
             InvalidRequestError: this model's texts cannot be guided.

@@ -1,3 +1,1 @@
-"""Chats: messages and tools in OpenAI's words, and the checkpoint's template that makes a prompt of them. It does not
-know how texts are generated, or who asks.
-"""
+"""Chats: messages and tools in OpenAI's words, and the checkpoint's template that makes a prompt of them."""

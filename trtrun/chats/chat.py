@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RENDERING_FIELDS = (
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents", "reasoning_effort",
 )  # fmt: skip
-"""Of a request, that `read_rendering` reads."""
+"""Fields of a request that `read_rendering` reads."""
 
 _RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
@@ -156,8 +156,8 @@ class Chat:
 def read_chats(
     messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]], **shared: object
 ) -> list[Chat]:
-    """One conversation, or several, with the other fields of `Chat.read`, the same for all; sequences and mappings of
-    any kind do, as a program has them.
+    """Read one conversation, or several, with the other fields of `Chat.read`, the same for all; sequences and mappings
+    of any kind do, as a program has them.
 
     Raises:
         InvalidFieldError: as of `Chat.read`.
@@ -183,7 +183,7 @@ class ChatEncoder:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """None where there is none.
+        """The template; None if there is none.
 
         Raises:
             CheckpointError: it is no template.

@@ -35,7 +35,8 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Where a message ends that is gone on with. Its space tells whether the template trims messages."""
 
 MOST_LETTERS = 1 << 24
-"""That a template may write: as many as the largest body has bytes, unless that is set otherwise."""
+"""The most characters that a template may write: as many as the largest body has bytes, unless that is set
+otherwise."""
 
 
 _USER = {"role": "user", "content": "hi"}
@@ -49,7 +50,7 @@ _PROBE = {
 
 
 class ChatTemplate:
-    """One checkpoint's template, compiled, with the special tokens that it may write.
+    """The template of a checkpoint, compiled, with the special tokens that it may write.
 
     Attributes:
         source: of the template.
@@ -207,8 +208,8 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As in transformers, whose templates these are; but what a template computes of constants it computes when it is
-    rendered, where that is bounded, and not when it is compiled."""
+    """Make the environment as transformers does, whose templates these are; but what a template computes of constants
+    it computes when it is rendered, where that is bounded, and not when it is compiled."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -22,7 +22,7 @@ REASONING = ("reasoning_content", "reasoning")
 """What an assistant thought, in the words of several servers."""
 
 _DETAILS = "reasoning_details"
-"""The same as a list of parts, as OpenRouter and others have it."""
+"""Thoughts as a list of parts, as OpenRouter and others have it."""
 
 NO_TEXT = "[An image or a file was here. It is left out: this model reads text alone.]"
 """What stands in a conversation for what a tool has found, or somebody has said before, and is no text: nobody can take

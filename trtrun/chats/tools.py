@@ -1,7 +1,5 @@
-"""Tools of a request: which there are, and whether one must be called; read, checked, and as chat templates see them.
-
-It knows JSON values. It does not know how models write calls.
-"""
+"""Tools of a request: which there are, and whether one must be called; read, checked, and as chat templates see
+them."""
 
 from __future__ import annotations
 
@@ -79,12 +77,12 @@ class ToolUse:
 
     @property
     def shown(self) -> list[Mapping[str, Any]]:
-        """For templates."""
+        """The tools as templates see them."""
         return [tool.shown for tool in self.tools]
 
 
 def at_places(use: ToolUse, places: Sequence[str]) -> ToolUse:
-    """The same tools, for messages at other places: those in the request that they were made of."""
+    """The tools with other places for messages: their places in the request that they were made from."""
     tools = [replace(tool, place=place) for tool, place in zip(use.tools, places, strict=True)]
     by_name = {tool.name: tool for tool in tools}
     return replace(use, tools=tools, callable=[by_name[tool.name] for tool in use.callable])

@@ -82,8 +82,8 @@ class RowAdmission:
         num_prompt_tokens: how many of `tokens` are the prompt; penalties and min_tokens count from there.
         num_cached_tokens: leading tokens whose keys and values the target already holds (block reuse), and the draft,
             too, where it follows the row.
-        followed: whether a draft store follows the row; False where there is none, where nothing is drafted for the
-            row, and where it is longer than the draft's context.
+        has_draft_kv: whether the draft engine keeps keys and values of the row; False where there is none, where
+            nothing is drafted for the row, and where it is longer than the draft's context.
         sampling: temperature 0 is greedy; `sampling.seed` is never None here. What it lists (logit_bias, bad_words,
             stop_token_ids) is in `lists`, and does not travel here.
         lists: the tokens that it names; several rows may share it.
@@ -97,7 +97,7 @@ class RowAdmission:
     tokens: np.ndarray
     num_prompt_tokens: int
     num_cached_tokens: int
-    followed: bool
+    has_draft_kv: bool
     sampling: SamplingParams
     lists: TokenLists = NO_LISTS
     draft_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
@@ -123,7 +123,7 @@ class LogitsPart(NamedTuple):
 @dataclass(frozen=True)
 class PrefillChunk:
     """Tokens [start, start + length) of a row's admission tokens, to be computed this round by the target, and by the
-    draft engine where it has `followed` the row from its start.
+    draft engine where that keeps the row (`has_draft_kv`).
 
     The last chunk of a row (`is_last`) also samples the row's next token, at position start + length. Of its positions
     `scored` report log probabilities of the prompt, and those of `reported` their logits; None where none do.
@@ -133,7 +133,7 @@ class PrefillChunk:
     start: int
     length: int
     is_last: bool
-    followed: bool
+    has_draft_kv: bool
     scored: ScoredPart | None = None
     reported: LogitsPart | None = None
 
@@ -159,10 +159,10 @@ class RoundPlan:
             parallel; more after rounds that it sat out; 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
-        redraft_from: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
-            the target waits; fewer rows take a plain step.
-        given_rows: of decode_rows those whose output may still be the start of the draft that came with the request:
-            what follows there is proposed first.
+        redraft_threshold: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them
+            while the target waits; fewer rows take a plain step.
+        predicted_output_rows: of decode_rows those whose output may still be the start of the predicted output that
+            came with the request: what follows there is proposed first.
     """
 
     round_index: int
@@ -175,8 +175,8 @@ class RoundPlan:
     catch_up: np.ndarray
     max_context: int
     num_guesses: int = 0
-    redraft_from: int = 1
-    given_rows: tuple[int, ...] = ()
+    redraft_threshold: int = 1
+    predicted_output_rows: tuple[int, ...] = ()
 
     @cached_property
     def draft_len(self) -> int:
@@ -207,8 +207,8 @@ class Draft:
             tree is cut off there.
         draft_probs: [probability_rows, draft_len, vocab] float32 on the drafter's device for the rows that need them
             (sampled rows when use_logits is on), in the order of decode_rows, or None.
-        foreseen: [rows] int64 of 0 and 1 on the host: whether a row's draft was made before the verdict that it follows
-            was known; None where none was.
+        cache_hits: [rows] int64 of 0 and 1 on the host: whether a row's draft was made before the verdict that it
+            follows was known; None where none was.
         paths: [rows, paths, depth] int64 beside the tokens: of each path from the row's newest token to a leaf the
             nodes in order, as columns of `tokens`, then -1. Paths share nodes or hold the same token in several. The
             depth is the plan's draft_len. None for a chain.
@@ -219,7 +219,7 @@ class Draft:
     tokens: torch.Tensor
     draft_lens: torch.Tensor
     draft_probs: torch.Tensor | None = None
-    foreseen: torch.Tensor | None = None
+    cache_hits: torch.Tensor | None = None
     paths: torch.Tensor | None = None
     num_suffix_tokens: torch.Tensor | None = None
     _path_lens: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)

@@ -24,7 +24,7 @@ from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks, StepBatch
 from trtrun.kvcache.tile_widths import padded_width, prompt_width
 from trtrun.models.config import ModelConfig
-from trtrun.tensors import device_integers, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers
 from trtrun.weights.weight import Share
 
 MOST_EVEN_PADDING = 128
@@ -159,9 +159,9 @@ def with_masks(
         tokens and positions, [R, columns of both - 1] int64 each; positions are -1 where nothing is fed.
     """
     device = state.device
-    steps = kept_range(-real[1], places[1] - 1, device)
+    steps = cached_range(-real[1], places[1] - 1, device)
     positions = state.lengths.index_select(0, rows).unsqueeze(1) + steps
-    first, end = (kept_integers(counts, device).unsqueeze(1) for counts, _ in (real, places))
+    first, end = (cached_tensor(counts, device).unsqueeze(1) for counts, _ in (real, places))
     positions = torch.where((steps >= -first) & (steps < end - 1), positions, -1).clamp(min=-1)
     known = state.token_ids[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
     return torch.where(steps < 0, known, mask_token), positions

@@ -20,7 +20,7 @@ from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.segments import BlockSlots
 from trtrun.kvcache.store import KVStore
-from trtrun.tensors import kept_range
+from trtrun.tensors import cached_range
 
 
 def copy_blocks(store: KVStore, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ class DraftPaths:
         size = self._blocks.shape[2]
         own = self._blocks[rows, (accepted - 1).clamp(min=0)]
         start = (self._rows.lengths.index_select(0, rows) - 1) // self._rows.block_size
-        columns = start.unsqueeze(1) + kept_range(0, size, rows.device)
+        columns = start.unsqueeze(1) + cached_range(0, size, rows.device)
         tables = self._rows.block_tables
         target = tables[rows.unsqueeze(1), columns.clamp(max=tables.shape[1] - 1)]
         is_moved = (accepted > 0).unsqueeze(1) & (columns < tables.shape[1]) & (target != NULL_BLOCK)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, PromptTile, even_tiles, read_tiles, token_places
-from trtrun.engine.draft_paths import DraftPaths, TreeBatch
-from trtrun.engine.graphs.decode_graphs import ForwardGraphs, MixedGraphs, RowsBatch
+from trtrun.engine.draft_paths import DraftPaths, PathSpace, TreeBatch
+from trtrun.engine.graphs.decode_graphs import ForwardGraphs, GraphMemory, MixedGraphs, RowsBatch
 from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture
 from trtrun.engine.graphs.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.rows import RowState
@@ -92,6 +93,30 @@ class MixedResult(NamedTuple):
     prompts: GraphPrompts
 
 
+@dataclass(frozen=True)
+class EngineShape:
+    """What an engine is asked for, beside its model, store and rows.
+
+    Attributes:
+        capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
+        logits_per_row: most tokens of a row that get logits in one forward: those of a draft and one more where it
+            verifies.
+        taps: boundaries of the residual stream that verification hands out (models/decoder.py).
+        path_space: where the paths of draft trees have their keys; None where drafts are chains.
+        most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
+        max_tokens: of a round, where it verifies: rows and prompts have graphs together; None makes none of these.
+        most_graphs: to keep of other forwards: no fewer than a start makes.
+    """
+
+    capture: Capture | None = None
+    logits_per_row: int = 1
+    taps: Sequence[int] = ()
+    path_space: PathSpace | None = None
+    most_masked: int = 0
+    max_tokens: int | None = None
+    most_graphs: int = MOST_GRAPHS
+
+
 class Forwards:
     """Forwards of a model over rows.
 
@@ -103,41 +128,28 @@ class Forwards:
         prompt_width: queries of the tiles that prompts are cut into; None where each is one row.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        store: KVStore,
-        rows: RowState,
-        capture: Capture | None,
-        logits_per_row: int,
-        taps: HiddenTaps | None,
-        paths: DraftPaths | None,
-        most_masked: int = 0,
-        max_tokens: int | None = None,
-        most_graphs: int = MOST_GRAPHS,
-    ) -> None:
-        """See `runner.Engine`."""
+    def __init__(self, model: CausalLM, store: KVStore, rows: RowState, shape: EngineShape) -> None:
+        """Compute `rows` of `store` with `model`."""
         self._model = model
         self._store = store
         self._rows = rows
         self._vocab_size = model.config.vocab_size
         self._device = rows.device
-        self.taps = taps
-        self.paths = paths
+        self.taps = HiddenTaps(shape.taps, model.config, model.dtype, self._device) if shape.taps else None
+        self.paths = DraftPaths(shape.path_space, rows, store) if shape.path_space is not None else None
         self.prompt_width = model.prompt_width
-        self._max_tokens = max_tokens
-        self._most_graphs = most_graphs
         self.mixed: MixedGraphs | None = None
-        self.graphs = self._make_graphs(capture, logits_per_row, most_masked) if capture is not None else None
+        self.graphs = self._make_graphs(shape, shape.capture) if shape.capture is not None else None
 
-    def _make_graphs(self, capture: Capture, logits_per_row: int, most_masked: int) -> ForwardGraphs:
+    def _make_graphs(self, asked: EngineShape, capture: Capture) -> ForwardGraphs:
+        logits_per_row = max(asked.logits_per_row, asked.most_masked)
         max_rows, max_blocks = self._rows.block_tables.shape
         # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
         self._model.reserve_positions(max_blocks * self._rows.block_size)
         # Trees are rows with a draft of another kind: they go by themselves.
-        mixes = self._max_tokens if self.paths is None else None
+        mixes = asked.max_tokens if self.paths is None else None
         shapes = GraphShapes(
-            max_rows, logits_per_row, max_blocks, self._rows.block_size, self.prompt_width, most_masked, mixes
+            max_rows, logits_per_row, max_blocks, self._rows.block_size, self.prompt_width, asked.most_masked, mixes
         )
         if self.taps is not None:
             most = max((shape.tokens for shape in shapes.mixed.all), default=0)
@@ -146,22 +158,23 @@ class Forwards:
         lines = max((shape.lines for shape in shapes.mixed.all), default=0)
         numbers = max((shape.table_numbers for shape in shapes.mixed.all), default=0)
         first_run = self._model.first_run if self.taps is None else nullcontext
+        memory = GraphMemory.of(
+            lines=max(max_rows * logits_per_row, most_tiles, lines),
+            table_numbers=max(max(max_rows, most_tiles) * max_blocks, numbers),
+            vocab_size=self._vocab_size,
+            device=self._device,
+        )
         graphs = ForwardGraphs(
             self.forward_rows,
             capture,
             shapes,
-            most_logits=max(max_rows * logits_per_row, most_tiles, lines),
-            table_numbers=max(max(max_rows, most_tiles) * max_blocks, numbers),
-            vocab_size=self._vocab_size,
-            device=self._device,
-            most_graphs=self._most_graphs,
+            memory,
+            most_graphs=asked.most_graphs,
             forward_trees=self._forward_trees if self.paths is not None else None,
             first_run=first_run,
         )
         if shapes.mixed.all:
-            self.mixed = MixedGraphs(
-                self._forward_mixed, capture, shapes.mixed, graphs.logits, graphs.tables, first_run
-            )
+            self.mixed = MixedGraphs(self._forward_mixed, capture, shapes.mixed, memory, first_run)
         return graphs
 
     @property

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from trtrun.configuration.drafting.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
-from trtrun.engine.draft_paths import DraftPaths, PathSpace, announce_slots, copy_blocks
-from trtrun.engine.forwards import Forwards, HiddenTaps
-from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture
+from trtrun.engine.draft_paths import announce_slots, copy_blocks
+from trtrun.engine.forwards import EngineShape, Forwards
 from trtrun.engine.graphs.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
@@ -27,7 +26,7 @@ from trtrun.kvcache.store import KVStore
 from trtrun.lora.lora_loading import empty_slot, read_adapter
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.distributions import KeyedRanks
-from trtrun.tensors import device_integers, inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 @dataclass(frozen=True)
@@ -53,41 +52,16 @@ class Engine:
         model: CausalLM,
         store: KVStore,
         rows: RowState,
-        capture: Capture | None = None,
-        logits_per_row: int = 1,
-        taps: Sequence[int] = (),
-        path_space: PathSpace | None = None,
-        most_masked: int = 0,
-        max_tokens: int | None = None,
-        most_graphs: int = MOST_GRAPHS,
+        shape: EngineShape,
     ) -> None:
-        """Put a model to work on rows.
-
-        Args:
-            model: this rank's share.
-            store: its keys and values.
-            rows: its rows.
-            capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
-            logits_per_row: most tokens of a row that get logits in one forward: those of a draft and one more where it
-                verifies.
-            taps: boundaries of the residual stream that verification hands out (models/decoder.py).
-            path_space: where the paths of draft trees have their keys; None where drafts are chains.
-            most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
-            max_tokens: of a round, where it verifies: rows and prompts have graphs together; None makes none of these.
-            most_graphs: to keep of other forwards: no fewer than a start makes.
-        """
+        """Put `model`, this rank's share, to work on `rows`, whose keys and values `store` has."""
         self._model = model
         self._store = store
         self.rows = rows
-        self.capture = capture
+        self.capture = shape.capture
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
-        tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
-        paths = DraftPaths(path_space, rows, store) if path_space is not None else None
-        most_logits = max(logits_per_row, most_masked)
-        self._forwards = Forwards(
-            model, store, rows, capture, most_logits, tapped, paths, most_masked, max_tokens, most_graphs
-        )
+        self._forwards = Forwards(model, store, rows, shape)
         self._verification = Verification(model, rows, self._forwards)
         self.tables = self._forwards.tables
 
@@ -159,7 +133,7 @@ class Engine:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
             if self._forwards.paths is not None and len(plan.decode_rows):
-                self._forwards.paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
+                self._forwards.paths.clear(cached_tensor(plan.decode_rows.tolist(), self.device))
 
     def read_adapter(self, path: Path, on_progress: Callable[[], None]) -> Callable[[int], None]:
         """Read an adapter, beside forwards; what comes back fills a slot that no row has, between two of them.
@@ -212,10 +186,10 @@ class Engine:
     ) -> torch.Tensor:
         """`catch_up` of up to `count` tokens of each row, those in front of its last `before`."""
         width = catch_up_width(count) if self.has_graphs else 1 << (count - 1).bit_length()
-        steps = kept_range(-width - before, -before, self.device)
+        steps = cached_range(-width - before, -before, self.device)
         places = positions = self.rows.lengths.index_select(0, rows).unsqueeze(1) + steps
         if width > 2 or before:
-            positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
+            positions = torch.where(-steps <= cached_tensor(counts, self.device).unsqueeze(1), positions, -1)
             positions = positions.clamp(min=-1)
             places = positions.clamp(min=0)
         tokens = self.rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
@@ -356,4 +330,4 @@ class Engine:
         their trees, verified just now. Before they move on."""
         assert self._forwards.paths is not None
         if len(plan.decode_rows):
-            self._forwards.paths.keep(kept_integers(plan.decode_rows.tolist(), self.device), accepted)
+            self._forwards.paths.keep(cached_tensor(plan.decode_rows.tolist(), self.device), accepted)

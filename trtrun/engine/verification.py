@@ -19,7 +19,7 @@ from trtrun.engine.rows import RowState
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.filters import MOST_ELEMENTS
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import cached_tensor, device_integers
 
 _MOST_AT_ONCE = 128
 
@@ -122,7 +122,7 @@ class Verification:
             return self._verify_beside_prompts(plan, draft)  # graphs have the last positions of prompts alone
         queries = draft.tokens.shape[1] + 1
         logits = torch.empty((0, queries, self._vocab_size), device=self._device)
-        rows = kept_integers(plan.decode_rows.tolist(), self._device)
+        rows = cached_tensor(plan.decode_rows.tolist(), self._device)
         mixed = self._forwards.run_mixed(rows, draft, plan.prefill, plan.max_context)
         by_graph = mixed.prompts if mixed is not None else self._forwards.prefill_by_graph(plan.prefill)
         if by_graph is None and plan.prefill:
@@ -143,7 +143,7 @@ class Verification:
         """`verify_forward` where prompts are computed beside the decode rows, in one forward."""
         builder, queries = BatchBuilder(self._rows), draft.tokens.shape[1] + 1
         if len(plan.decode_rows):
-            rows = kept_integers(plan.decode_rows.tolist(), self._device)
+            rows = cached_tensor(plan.decode_rows.tolist(), self._device)
             if draft.paths is None:
                 builder.add_rows(rows, *self._rows.with_drafts(rows, draft.tokens, draft.draft_lens), plan.max_context)
             else:

@@ -174,7 +174,7 @@ def _prefill(engine: Engine, prompts: Prompts) -> None:
 
 
 def _chunk(row: int, length: int, start: int = 0) -> PrefillChunk:
-    return PrefillChunk(row=row, start=start, length=length, is_last=False, followed=True)
+    return PrefillChunk(row=row, start=start, length=length, is_last=False, has_draft_kv=True)
 
 
 def _verify_mixed(engine: Engine, of_both: Mixed) -> None:

@@ -29,7 +29,7 @@ _WORD = re.compile(
     r"|(?P<word>[A-Za-z_][\w-]*)",
     re.DOTALL,
 )
-"""Of a grammar in Lark or GBNF: texts, expressions and remarks, which are passed by; sets of characters, heads of
+"""Parts of a grammar in Lark or GBNF: texts, expressions and remarks, which are passed by; sets of characters, heads of
 rules, brackets and names of rules."""
 
 
@@ -119,8 +119,8 @@ def depth_of_rules(grammar: str) -> int:
 
 _MOST_RULES = 600
 _MOST_DEPTH = 500
-"""Of parts, rules and brackets within one another, along references. The engine takes up to 8 KiB of stack for each,
-and has `trtrun.threads.DEEP_STACK`."""
+"""The most parts, rules and brackets within one another, along references. The engine takes up to 8 KiB of stack for
+each, and has `trtrun.threads.DEEP_STACK`."""
 _MOST_REMAINDERS = 10_000
 _RULE = re.compile(r":+=?")
 _SCHEMA = re.compile(r"%json\s*")
@@ -200,7 +200,7 @@ def _parted(grammar: str) -> tuple[str, list[Any]]:
 
 
 def _check_multiples(numbers: Iterable[str]) -> None:
-    """Of all together, as one text may have to be a multiple of each of them."""
+    """Check all multiples together, as one text may have to be a multiple of each of them."""
     common = 1
     for number in numbers:
         try:

@@ -1,7 +1,5 @@
 """What is wrong with a guide, in one line; of a JSON schema also where: a pointer to the innermost part of which the
 grammar engine says by itself what it says of the whole.
-
-It knows guides and the grammar engine's errors. It does not know vocabularies or rows.
 """
 
 from __future__ import annotations
@@ -141,7 +139,7 @@ def _escaped(key: str) -> str:
 
 
 def _error_of(schema: Mapping[str, Any]) -> str:
-    """Why a schema cannot be followed, in words; nothing where it can."""
+    """The reason why a schema cannot be followed; empty if it can."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         is_wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())

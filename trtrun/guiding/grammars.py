@@ -49,8 +49,8 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> Spelling:
-        """Of a target's tokenizer, and its logits of `vocab_size` numbers; what the tokenizer lacks of these stands for
-        no text, and is never allowed.
+        """Make the spelling of a target's tokenizer, whose logits are `vocab_size` numbers; what the tokenizer lacks of
+        these stands for no text, and is never allowed.
 
         Raises:
             InvalidRequestError: there is no tokenizer, or no token that ends a text.
@@ -128,15 +128,15 @@ def _unescaped(text: str) -> str:
 
 _MOST_KEPT = 64
 _MOST_SECONDS_KEPT = 4.0
-"""Which those that are kept took to build: what takes long takes much memory, too, some 200 MB a second."""
+"""The most seconds that kept grammars took to build: what takes long takes much memory, too, some 200 MB a second."""
 _MOST_FORCED = 8192
 _MOST_SECONDS = 2.0
-"""Of processor time, to build what is let in: the target builds it again, and rows wait for it there."""
+"""The most processor time to build what is let in: the target builds it again, and rows wait for it there."""
 
 
 @lru_cache(maxsize=2)
 def grammars_of(tokens: LLTokenizer) -> Grammars:
-    """Those of a vocabulary, which all in a process share."""
+    """The grammars of a vocabulary, which all in a process share."""
     return Grammars(tokens)
 
 
@@ -210,7 +210,7 @@ class Grammars:
         return self._compiled(guide, anew=anew).matcher.deep_copy()
 
     def own_matcher(self, guide: Guide) -> LLMatcher:
-        """One that shares nothing with others.
+        """Make a matcher that shares nothing with others.
 
         Raises:
             InvalidRequestError: as of `check`.
@@ -218,7 +218,7 @@ class Grammars:
         return self._compile(guide).matcher
 
     def idle_matcher(self) -> LLMatcher:
-        """One of no grammar, which takes no token."""
+        """Make a matcher of no grammar, which takes no token."""
         return LLMatcher(self._tokens, "start: (", log_level=0)
 
     def _compiled(self, guide: Guide, *, anew: bool = False) -> _Kept:
@@ -298,7 +298,7 @@ def _build(tokens: LLTokenizer, guide: Guide) -> LLMatcher:
 
 
 def _grammar(guide: Guide) -> str:
-    """The same in the grammar engine's words.
+    """The guide as the grammar engine takes it.
 
     Raises:
         InvalidRequestError: it is a grammar in no form that can be read.

@@ -1,4 +1,4 @@
-"""What a device has, on its way to the host: nothing waits for it until somebody asks. It knows tensors and drafts."""
+"""What a device has, on its way to the host: nothing waits for it until somebody asks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class HostDraft:
         return chain
 
     def edges(self, place: int) -> Iterable[tuple[int, int, int]]:
-        """Of one row's tree the parent of each node, -1 for the row's newest token, the node and its token, parents
-        first; some more than once."""
+        """Edges of one row's tree: the parent of each node (-1 for the row's newest token), the node and its token,
+        parents first; some more than once."""
         tokens, lens, paths = self._copies.lists()
         for path in paths[place]:
             parent = -1

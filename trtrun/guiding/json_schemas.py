@@ -198,7 +198,7 @@ def _may_be(name: str, names: Mapping[str, Any], allowed: list[str] | None) -> b
 
 
 def _pattern_of(names: Mapping[str, Any]) -> str | None:
-    """One pattern of names, empty where they are listed, or may be any; None where it would take several."""
+    """The pattern of names, empty if they are listed, or may be any; None if it would take several."""
     least, most = names.get("minLength", 0), names.get("maxLength", "")
     if "const" in names or "enum" in names:
         return ""
@@ -235,7 +235,7 @@ _FORMATS = frozenset({
     *_DATES, "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
 })  # fmt: skip
-"""Those that JSON Schema knows, 2020-12. The engine does not follow all of them, and refuses the others."""
+"""Formats that JSON Schema knows, 2020-12. The engine does not follow all of them, and refuses the others."""
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "example", "examples")
 _NEEDS_ESCAPES = re.compile(r'\\u00[01]|\x7f|"patternProperties"')

@@ -23,7 +23,7 @@ from trtrun.guiding.host_copies import HostCopies, HostDraft
 from trtrun.sampling.row_steps import TokenMasks
 
 SECONDS, SECONDS_EACH = 0.005, 0.001
-"""Of a round, over all its rows that are guided, and beyond that of each of them, which is what others take."""
+"""Seconds of a round, over all its guided rows, and beyond that of each of them, which is what others take."""
 
 
 class RoundBudget:
@@ -69,9 +69,9 @@ class RoundBudget:
 
 _MOST_THREADS = 8
 _FEW_MASKS = 4
-"""Which one thread makes: to wake others takes longer."""
+"""Masks that one thread makes: to wake others takes longer."""
 _MASKS_EACH = 4
-"""That each of several threads makes before the clock is looked at."""
+"""Masks that each of several threads makes before the clock is looked at."""
 _MOST_SECONDS = 0.5
 """What the masks of one row may take, whatever the lexer finds out on the way and keeps."""
 _LONG_SECONDS, _LOOKED_AT = 0.01, 4

@@ -67,7 +67,7 @@ def depends_on_others(matcher: LLMatcher) -> bool:
 
 
 class Shares(enum.Enum):
-    """Who shares the lexer of a matcher, and its bound with it."""
+    """Rows that share the lexer of a matcher, and its bound with it."""
 
     ALL = enum.auto()
     FEW = enum.auto()
@@ -75,7 +75,7 @@ class Shares(enum.Enum):
 
 
 class Begun(NamedTuple):
-    """Where a row begins.
+    """The beginning of a row.
 
     Attributes:
         matcher: behind its output so far, to be copied; None where nothing may follow.
@@ -104,7 +104,7 @@ class GuidePace:
         return self._num_long >= _FEW_LONG
 
     def note(self, seconds: float) -> None:
-        """One took so long."""
+        """Note how long a mask took."""
         self._num_long += seconds > _LONG_SECONDS
 
 
@@ -276,7 +276,7 @@ class GuideBuilds:
                 # passes it depends on the others.
                 matcher = self.grammars.matcher(start.guide, anew=True)
                 found = _behind(matcher, start.output, words, Shares.FEW, follow)
-        except InvalidRequestError:  # which the door lets nobody in with; the row ends with an error
+        except InvalidRequestError:  # which checks have let nobody in with; the row ends with an error
             return Begun()
         except BaseException:  # among them the grammar engine's own panics; no other row is to lose by it
             logger.exception("a guide could not be built")

@@ -4,8 +4,6 @@ A matcher follows what its row has gained, as verdicts tell it. Masks of a draft
 nothing has to be rolled back. On a GPU all of this is done while the target computes: the verdict of the round before
 and the round's own draft are copied to the host behind what is launched anyway, and the masks are on the device before
 the logits are.
-
-It knows plans, grammars and bits. It does not know models, how tokens are chosen, or what the draft was made of.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ class RowGuides:
             self._begun[start] = self._builds.submit(start)
 
     def forget(self, start: GuideStart) -> None:
-        """No row to come begins so; those that did go on."""
+        """Forget a beginning: no row to come has it; rows that had it go on."""
         begun = self._begun.pop(start, None)
         if begun is not None:
             begun.cancel()
@@ -122,7 +120,7 @@ class RowGuides:
 
     @property
     def _maker(self) -> MaskMaker | None:
-        """None where no grammar could be read, and none is followed."""
+        """The maker of matchers; None if no grammar could be read, and none is followed."""
         grammars = self._builds.grammars
         if self._known_maker is None and grammars is not None:
             size = max(self._vocab_size, grammars.vocab_size)
@@ -163,7 +161,7 @@ class RowGuides:
         return {place: how for place, how in waits.items() if how}
 
     def masks(self, rows: Sequence[int], width: int, draft: HostDraft | None = None) -> TokenMasks | None:
-        """Of the places that are decided in a round; None where none of the rows is guided.
+        """Masks of the places that are decided in a round; None if no row is guided.
 
         Args:
             rows: the R rows.
@@ -212,7 +210,7 @@ class RowGuides:
         return [[token for token in tokens if token >= 0] for tokens in shared]
 
     def _forced_behind(self, most: Mapping[int, int]) -> list[list[int]]:
-        """The same, as this rank's matchers have it."""
+        """Tokens that must follow, as this rank's matchers have them."""
         self.settle()
         forced: list[list[int]] = []
         for row, length in most.items():

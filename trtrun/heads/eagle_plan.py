@@ -1,7 +1,7 @@
 """What an EAGLE head consists of on each rank of the target, and how it is built (EAGLE: Li et al. 2024,
 arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840).
 
-It knows weights and shapes. It does not know where files have them (eagle_layouts.py, eagle3_layouts.py), or how a head
+It knows weights and shapes. It does not know where files have them (eagle_layouts.py), or how a head
 computes (heads/eagle_head.py).
 """
 

@@ -8,7 +8,7 @@
 Shapes say how large a head is; of config.json counts what they do not show. EAGLE-3's first layer reads twice the
 hidden size, that of EAGLE-1 and EAGLE-2 what fc leaves; DFlash and DSpark have a hidden_norm.weight beside fc. It does
 without torch. It does not know how a head computes (heads/eagle_head.py, heads/dflash_head.py), or what each kind has
-(eagle_layouts.py, eagle3_layouts.py, dflash_layouts.py).
+(eagle_layouts.py, dflash_layouts.py).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_loader import EngineLoader
 from trtrun.loading.engine_shards import EngineEmbeddingAndHead
 from trtrun.loading.weight_check import check_held, check_split, check_weights
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.tensors import DTYPES, dtype_name, inference
 from trtrun.weights.rank_files import open_checkpoint
@@ -83,6 +83,7 @@ def shard_bytes(
 
 def load_model(
     path: Path,
+    config: ModelConfig,
     communicator: Communicator,
     device: torch.device,
     dtype: torch.dtype,
@@ -99,6 +100,7 @@ def load_model(
 
     Args:
         path: Hugging Face directory.
+        config: what its config.json says.
         communicator: of the tensor-parallel group; its rank and size say which share.
         device: where the weights go.
         dtype: float32, float16 or bfloat16; weights in another dtype are converted.
@@ -115,7 +117,7 @@ def load_model(
         CheckpointError: anything wrong with the directory, in one line.
         ConfigError: the quantization is unknown, or does not go with the dtype on the device.
     """
-    config, default = read_model_config(path), QUANTIZATIONS.get(quantization)
+    default = QUANTIZATIONS.get(quantization)
     share = Share(communicator.rank, communicator.size)
     size = shard_bytes(config, *share, dtype, device, quantization)
     loader = _open_loader(path, config, share, device, dtype, default, load_format, progress)

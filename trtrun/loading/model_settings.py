@@ -9,6 +9,7 @@ for a temperature that is left out. Which tokens end a text `trtrun.models.confi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 from trtrun.heads.head_reading import tell_heads
 from trtrun.heads.heads import HeadsPlan, read_heads
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import read_json
 
 MADE_UP_LENGTH, MADE_UP_ROUNDS = 32, 4
@@ -77,24 +78,57 @@ def row_context(config: RuntimeConfig, model: ModelConfig) -> int:
     return min(context, max(-(-stored // size) * size, made_up))
 
 
-def mask_token(config: RuntimeConfig) -> int | None:
-    """The draft model's mask token, where all tokens of a draft come from one forward; None where they do not.
+def mask_token(config: RuntimeConfig, draft: ModelConfig | None) -> int | None:
+    """The mask token of a draft model, where all tokens of a draft come from one forward; None where they do not.
 
     Raises:
         ConfigError: speculation.parallel_drafting is on, and the draft model has none.
     """
     section = config.speculation
-    if config.draft is None or not isinstance(section, DraftModelSection) or section.parallel_drafting == "off":
+    if config.draft is None or draft is None:
+        return None
+    if not isinstance(section, DraftModelSection) or section.parallel_drafting == "off":
         return None
     if config.draft.is_translated:
         return None  # the mask token is one of the draft's, and its places are not the target's
-    found = read_model_config(config.draft.model).mask_token
-    if found is None and section.parallel_drafting == "on":
+    if draft.mask_token is None and section.parallel_drafting == "on":
         raise ConfigError(
             f"speculation.parallel_drafting is on, but {Path(config.draft.model, 'config.json')} names no mask token "
             "(pard_token): name a draft that was trained for it, or leave parallel_drafting out"
         )
-    return found
+    return draft.mask_token
+
+
+@dataclass(frozen=True)
+class JobModels:
+    """What config.json says of the models of a job, and what follows from it for all ranks.
+
+    Attributes:
+        target: of the target.
+        draft: of the draft model; None without one.
+        context: see `row_context`.
+        mask_token: see `mask_token`.
+    """
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    context: int
+    mask_token: int | None
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, target: ModelConfig, draft: ModelConfig | None) -> JobModels:
+        """The models of a configuration.
+
+        Raises:
+            ConfigError: see `row_context` and `mask_token`.
+        """
+        return cls(target, draft, row_context(config, target), mask_token(config, draft))
+
+    def of_role(self, role: str) -> ModelConfig:
+        """The model of an engine that the job has, "target" or "draft"."""
+        model = self.draft if role == "draft" else self.target
+        assert model is not None, "the job has no draft model"
+        return model
 
 
 GENERATION_CONFIG = "generation_config.json"

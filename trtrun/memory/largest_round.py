@@ -79,7 +79,7 @@ class SilentExchange(Exchange):
         return False
 
     @override
-    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+    def transfer_draft(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
         """Receive nothing: where nothing is drafted here, probabilities are zeros."""
         if not self._verifies or not plan.draft_len:
             return None
@@ -91,7 +91,7 @@ class SilentExchange(Exchange):
         return Draft(tokens, torch.full((rows,), plan.draft_len, dtype=torch.int64, device=self._device), probs)
 
     @override
-    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
+    def publish_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         pass
 
     @override
@@ -189,7 +189,7 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
         _chunks(shape, length, min(shape.max_tokens, length, MOST_PROMPT_TOKENS), length),
         [],
     ]
-    few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, followed=True)]
+    few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, has_draft_kv=True)]
     rounds = [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
     rounds.append(_plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length))
     # Behind the last token of a prompt nothing is scored.
@@ -205,7 +205,7 @@ def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list
     for row in reversed(range(shape.max_rows)):
         count = min(left, usual if row else length)
         if count:
-            chunks.append(PrefillChunk(row, length - count, count, is_last=True, followed=True))
+            chunks.append(PrefillChunk(row, length - count, count, is_last=True, has_draft_kv=True))
             left -= count
     return chunks
 

@@ -23,11 +23,11 @@ from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.linear.layer import AdapterSpace
-from trtrun.loading.model_settings import mask_token, resolve_dtype_name
+from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
 from trtrun.memory.window_rings import ring_space
 from trtrun.memory.working_memory import RoundShape, head_rank_bytes, working_bytes
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
 from trtrun.speculation.ahead.policy import GuessSpace
@@ -148,9 +148,9 @@ def guess_steps(config: RuntimeConfig) -> list[int]:
     return sorted(steps) if most else []
 
 
-def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
-    """The largest round that `config` allows, with rows of `context` tokens."""
-    stored, in_parallel = config.kv_cache.max_tokens, mask_token(config) is not None
+def round_shape(config: RuntimeConfig, models: JobModels) -> RoundShape:
+    """The largest round that `config` allows with these models."""
+    stored, in_parallel = config.kv_cache.max_tokens, models.mask_token is not None
     return RoundShape(
         max_rows=config.scheduler.max_batch_size,
         max_tokens=config.scheduler.max_num_tokens,
@@ -158,7 +158,7 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         max_paths=config.max_paths,
         draft_nodes=config.draft_size(config.draft_len).nodes,
         most_fed=max(1, config.speculation.most_fed),
-        max_seq_len=context if stored is None else min(context, stored),
+        max_seq_len=models.context if stored is None else min(models.context, stored),
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
         num_guesses=guess_space(config, 0).most_guesses,
@@ -176,10 +176,8 @@ def target_taps(config: RuntimeConfig, model: ModelConfig, heads: HeadsPlan | No
 
 def engine_working_bytes(
     config: RuntimeConfig,
-    context: int,
+    models: JobModels,
     role: str,
-    section: ModelSection,
-    model: ModelConfig,
     tp_rank: int,
     device: torch.device,
     heads: HeadsPlan | None = None,
@@ -187,6 +185,8 @@ def engine_working_bytes(
     """Upper bound of what rounds need on one rank of an engine beside weights and KV, rings of layers with a window and
     blocks of guesses and of paths among it, and what the heads need that draft on the target's ranks, or what is on its
     way to those elsewhere."""
+    section, model = config.draft if role == "draft" else config.target, models.of_role(role)
+    assert section is not None, "the job has no draft model"
     dtype = resolve_dtype(section, model)
     heads = heads if role == "target" else None
     heads_here = heads
@@ -207,9 +207,9 @@ def engine_working_bytes(
         beside += speculation.search_bytes
         beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
     if role == "draft":
-        beside += translation_bytes(config, context, model)
+        beside += translation_bytes(config, models)
     return beside + working_bytes(
-        round_shape(config, context),
+        round_shape(config, models),
         model,
         tp_rank,
         len(section.devices),
@@ -224,31 +224,29 @@ def engine_working_bytes(
     )
 
 
-def translation_bytes(config: RuntimeConfig, context: int, draft: ModelConfig) -> int:
+def translation_bytes(config: RuntimeConfig, models: JobModels) -> int:
     """Upper bound of what rounds of a draft with another tokenizer need on each of its ranks beside those of other
     drafts: logits in the target's vocabulary and behind it, and rows of its tokens. 0 where the tokenizers are the
     same."""
     if not config.translates_drafts:
         return 0
-    rows, width = config.scheduler.max_batch_size, read_model_config(config.target.model).vocab_size + draft.vocab_size
+    rows, width = config.scheduler.max_batch_size, models.target.vocab_size + models.of_role("draft").vocab_size
     logits = _TRANSLATED_LOGITS + (4 * config.draft_len if config.speculation.use_logits else 0)
-    of_rows = RowState.num_bytes(rows, context, config.kv_cache.block_size, config.draft_len)
+    of_rows = RowState.num_bytes(rows, models.context, config.kv_cache.block_size, config.draft_len)
     return rows * width * torch.float32.itemsize * logits + of_rows + width * torch.int64.itemsize
 
 
-def head_working_bytes(
-    config: RuntimeConfig, context: int, target: ModelConfig, heads: HeadsPlan, device: torch.device
-) -> int:
+def head_working_bytes(config: RuntimeConfig, models: JobModels, heads: HeadsPlan, device: torch.device) -> int:
     """Upper bound of what rounds need on the rank of a head beside its weights and KV, blocks of trees and of guesses
     among it."""
     assert heads.stored is not None, "heads that keep nothing sit on the target's ranks"
-    dtype, speculation = resolve_dtype(config.target, target), config.speculation
+    dtype, speculation = resolve_dtype(config.target, models.target), config.speculation
     blocks = head_space(config, 0).num_blocks + guess_space(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, heads.stored, 1, dtype) + speculation.search_bytes
-    beside += speculation.kept_bytes(target.vocab_size, config.scheduler.max_batch_size)
+    beside += speculation.kept_bytes(models.target.vocab_size, config.scheduler.max_batch_size)
     return beside + head_rank_bytes(
-        round_shape(config, context),
-        target,
+        round_shape(config, models),
+        models.target,
         heads,
         dtype,
         device.type,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
-from trtrun.weights.quantization_config import read_kv_scheme, read_quantization
+from trtrun.weights.quantization_config import find_section, read_kv_scheme, read_quantization
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Axis, StoredTensor, Weight
 
@@ -64,6 +64,7 @@ class ModelConfig(ModelShape):
         kv_scheme: how it was made to have keys and values kept; None where it says nothing.
         mask_token: a token that stands for one that is not known, for models that were trained to draft several in one
             forward (see `_MASK_TOKENS`); None for others.
+        values: config.json in Hugging Face's words, with what ModelOpt's file beside it says.
     """
 
     architecture: str
@@ -78,6 +79,32 @@ class ModelConfig(ModelShape):
     stored: StoredQuantizations | None = None
     mask_token: int | None = None
     kv_scheme: KVScheme | None = None
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def to_values(self) -> dict[str, Any]:
+        """For JSON: what `from_values` makes the same description of, without a file."""
+        return {
+            "values": self.values,
+            "checkpoint_dtype": self.checkpoint_dtype,
+            "eos_token_ids": self.eos_token_ids,
+            "kv_scheme": None if self.kv_scheme is None else asdict(self.kv_scheme),
+        }
+
+    @classmethod
+    def from_values(cls, told: Mapping[str, Any]) -> ModelConfig:
+        """The description that another process has read, from what its `to_values` gave."""
+        values, scheme = told["values"], told["kv_scheme"]
+        section = values.get("quantization_config")
+        quant_method, stored = read_quantization(Path(), values) if section else (None, None)
+        return replace(
+            _parse(values),
+            checkpoint_dtype=told["checkpoint_dtype"],
+            eos_token_ids=tuple(told["eos_token_ids"]),
+            quant_method=quant_method,
+            stored=stored,
+            kv_scheme=None if scheme is None else KVScheme(**scheme),
+            values=values,
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -207,8 +234,9 @@ def read_model_config(path: Path) -> ModelConfig:
         config = _parse(values)
         dtype = _parse_dtype(values)
     quant_method, stored = read_quantization(path, values)
+    said = {**values, "quantization_config": find_section(path, values)[1]}
     scheme = read_kv_scheme(path, values, config.num_layers)
-    config = replace(config, quant_method=quant_method, stored=stored, kv_scheme=scheme)
+    config = replace(config, quant_method=quant_method, stored=stored, kv_scheme=scheme, values=said)
     # generation_config.json decides where it exists, as in transformers: without the key nothing ends a text.
     with _naming(path / ("generation_config.json" if generation else "config.json")):
         config = replace(config, eos_token_ids=_parse_eos(generation or values, config.vocab_size))

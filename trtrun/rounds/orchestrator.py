@@ -286,7 +286,7 @@ class Orchestrator:
             self._rows_drafted_for[plan.round_index] = num_rows
         # A round without drafts has nothing to foresee, but for the first tokens behind prompts.
         guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
-        return None, replace(plan, num_guesses=guesses, redraft_from=self._ahead.redraft_from(num_rows))
+        return None, replace(plan, num_guesses=guesses, redraft_threshold=self._ahead.redraft_threshold(num_rows))
 
     def _places_with_logprobs(self, plan: RoundPlan) -> list[int]:
         """Places in the plan's verdict whose rows asked for log probabilities.
@@ -312,7 +312,7 @@ class Orchestrator:
                 continue  # the draft leader's of a round before the first request, whose verdict has been there
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
-            self.totals.add_first_uses(times.first_uses)
+            self.totals.add_warmup_misses(times.warmup_misses)
             if report.is_verdict:
                 return report
             self._note_draft(report)
@@ -400,9 +400,9 @@ def commit_round(
         acceptances = [
             (length, max(0, count - 1))
             for row, length, count in asked
-            if length > 0 and count >= 0 and row not in plan.given_rows
+            if length > 0 and count >= 0 and row not in plan.predicted_output_rows
         ]
-        is_usual = not (plan.prefill or plan.given_rows)
+        is_usual = not (plan.prefill or plan.predicted_output_rows)
         if pacer is not None:
             took = seconds if is_usual else None
             pacer.record(len(planned), plan.draft_len, took, acceptances, num_plain, is_partial)
@@ -413,15 +413,15 @@ def commit_round(
                 [
                     (found, max(0, count - 1))
                     for row, length, found, count in verified
-                    if length > 0 and found > 0 and row not in plan.given_rows
+                    if length > 0 and found > 0 and row not in plan.predicted_output_rows
                 ]
             )
             if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:
                 logger.warning(said)
-    foreseen = report.foreseen if plan.num_guesses else None
+    cache_hits = report.cache_hits if plan.num_guesses else None
     found = report.num_suffix_tokens
     of_prompts = (report.prompt_ids, report.prompt_values) if len(report.prompt_ids) else None
     logits = report.prompt_logits if len(report.prompt_logits) else None
     return scheduler.commit(
-        plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found, of_prompts, logits
+        plan, report.num_tokens, report.tokens, report.draft_lens, cache_hits, found, of_prompts, logits
     )

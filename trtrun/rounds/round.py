@@ -1,11 +1,12 @@
 """THE ROUND: what one process does in a round of speculative decoding, in time order, whichever ranks it holds.
 
     begin         all engine ranks   rows come and go
-    propose       ranks that draft   tokens for the rows that decode: what was foreseen, a fresh draft, or nothing
-    hand over     draft → target     token ids always, draft probabilities for the rows that need them
-    anticipate    draft ranks with devices of their own: draft for the likely verdicts of this very round
+    propose       ranks that draft   tokens for the rows that decode: what was predicted, a fresh draft, or nothing
+    transfer      draft → target     token ids always, draft probabilities for the rows that need them
+    draft ahead   draft ranks with devices of their own: draft for the likely verdicts of this very round, beside
+                  verification (asynchronous drafting)
     verify        target ranks       one forward over draft_len + 1 positions a row, then acceptance: the verdict
-    tell          target → draft     the verdict's way back, and hidden states behind it to a head on a rank of its own
+    send back     target → draft     the verdict, and hidden states behind it to a head on a rank of its own
     observe       ranks that draft   their rows move on
     report        leaders            times, and the target leader's verdict to the orchestrator, which commits it
 
@@ -30,7 +31,6 @@ import torch
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
-from trtrun.first_uses import FirstUseWatch
 from trtrun.guiding.host_copies import HostDraft
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.rounds.exchange.exchange import Exchange
@@ -41,8 +41,9 @@ from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import RoundEngine, TargetEngine
 from trtrun.speculation.trees import accepted_paths, verify_paths
 from trtrun.speculation.verify import verify
-from trtrun.tensors import kept_integers
+from trtrun.tensors import cached_tensor
 from trtrun.timing.phase_clock import HostPhases, PhaseClock
+from trtrun.warmup_misses import WarmupMissWatch
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
 _ROUNDS_BETWEEN_CHANCES = 8
@@ -65,7 +66,7 @@ class Worker:
         device: of its engines.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only leaders take its times.
-        first_uses: what is captured and compiled from now on, in rounds.
+        warmup_misses: what is captured and compiled from now on, in rounds.
         forced_acceptance: for benchmarks, see `speculation.verify`.
         guides: of the rows that are guided, on the target leader, and where a drafter asks them; None elsewhere.
     """
@@ -79,7 +80,7 @@ class Worker:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
-    first_uses: FirstUseWatch = field(default_factory=FirstUseWatch)
+    warmup_misses: WarmupMissWatch = field(default_factory=WarmupMissWatch)
     forced_acceptance: float | None = None
     guides: RowGuides | None = None
     draft: RoundEngine | None = None
@@ -92,8 +93,8 @@ class Worker:
         self.phases.start(plan.round_index)
         by_probability = self._begin(plan)
         draft = self._propose(plan, by_probability)
-        handed = self._hand_over(plan, draft, by_probability)
-        num_guesses = self._anticipate(plan)
+        handed = self._transfer_draft(plan, draft, by_probability)
+        num_guesses = self._draft_ahead(plan)
 
         def end() -> LaunchedRound:
             step, verdict = self._verify(plan, handed, by_probability)
@@ -135,28 +136,28 @@ class Worker:
             draft = self.drafter.propose(plan, by_probability)
         elif self.drafter.guesses() is not None:
             # The target may have found what was foreseen among the guesses that it was told; it waits for no more.
-            draft = self.drafter.propose(replace(plan, redraft_from=NEVER), by_probability)
+            draft = self.drafter.propose(replace(plan, redraft_threshold=NEVER), by_probability)
         else:
             draft = None
         self.phases.end("drafting")
         return draft
 
-    def _hand_over(self, plan: RoundPlan, draft: Draft | None, by_probability: Sequence[int]) -> Draft | None:
+    def _transfer_draft(self, plan: RoundPlan, draft: Draft | None, by_probability: Sequence[int]) -> Draft | None:
         """The draft on its way to the target ranks; what they verify is returned there."""
         if self.drafter is not None:
             self.activity.enter(plan.round_index, Phase.TRANSFERRING)
-        handed = self.exchange.hand_over(plan, draft, by_probability)
+        handed = self.exchange.transfer_draft(plan, draft, by_probability)
         if self.target is not None:
             self.phases.end("transferring")
         return handed
 
-    def _anticipate(self, plan: RoundPlan) -> int:
+    def _draft_ahead(self, plan: RoundPlan) -> int:
         """Draft ahead, where the drafter does; returns how many verdicts were guessed."""
         if self.drafter is None or not self.drafter.drafts_ahead:
             return 0
         self.activity.enter(plan.round_index, Phase.ANTICIPATING)
-        num_guesses = self.drafter.anticipate(plan, guesses=not self.exchange.is_late(plan))
-        self.exchange.tell_guesses(plan, self.drafter.guesses)
+        num_guesses = self.drafter.draft_ahead(plan, guesses=not self.exchange.is_late(plan))
+        self.exchange.publish_guesses(plan, self.drafter.guesses)
         self.phases.end("anticipating")
         return num_guesses
 
@@ -182,13 +183,13 @@ class Worker:
         self.activity.enter(plan.round_index, Phase.VERIFYING)
         device, state = self.target.device, self.target.rows
         if draft is None:
-            nothing = kept_integers([0] * num_decode, device)
+            nothing = cached_tensor([0] * num_decode, device)
             draft = Draft(nothing.view(num_decode, 1)[:, :0], nothing)
         told = self._tell_host(plan, draft)
         step = self.target.verify_forward(plan, draft)
         if not sampled:
             return step, None
-        rows = kept_integers(sampled, device)
+        rows = cached_tensor(sampled, device)
         if not self.leads_target:
             verdict = self.exchange.receive_verdict(plan, draft.depth + 1)
         else:
@@ -295,7 +296,7 @@ class Worker:
             transferring=seconds.get("transferring", 0.0) if self.leads_target else 0.0,
             verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
             guiding=self.guides.take_seconds() if self.leads_target and self.guides is not None else 0.0,
-            first_uses=self.first_uses.take(),
+            warmup_misses=self.warmup_misses.take(),
         )
 
     def read_adapter(self, name: str, path: Path) -> Callable[[int], None]:
@@ -354,6 +355,6 @@ def _with_prefill_rows(draft: Draft, num_rows: int) -> Draft:
 
 def _count_redrafted(draft: Draft | None) -> int:
     """Rows that were drafted for while the target waited, by a drafter that drafts ahead."""
-    if draft is None or draft.foreseen is None:
+    if draft is None or draft.cache_hits is None:
         return 0
-    return int(np.count_nonzero((draft.draft_lens.numpy() > 0) & (draft.foreseen.numpy() == 0)))
+    return int(np.count_nonzero((draft.draft_lens.numpy() > 0) & (draft.cache_hits.numpy() == 0)))

@@ -22,7 +22,7 @@ from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.penalties import add_logit_bias_
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.tensors import kept_integers
+from trtrun.tensors import cached_tensor
 
 if TYPE_CHECKING:
     from trtrun.kernels.triton.sampling.lines import Lines
@@ -80,7 +80,7 @@ class TorchDistributions(Distributions):
 
     @override
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
-        picked = self.processed[kept_integers(indices, self.processed.device)]
+        picked = self.processed[cached_tensor(indices, self.processed.device)]
         return torch.nn.functional.pad(self._sampling.probabilities(picked), (0, width - picked.shape[-1]))
 
     @override
@@ -119,7 +119,7 @@ class KernelDistributions(Distributions):
 
         logits = self.lines.logits
         output = torch.empty((len(indices), logits.shape[1], width), dtype=torch.float32, device=logits.device)
-        write_probabilities(self.lines, kept_integers(indices, logits.device), output)
+        write_probabilities(self.lines, cached_tensor(indices, logits.device), output)
         return output
 
     @override
@@ -154,7 +154,7 @@ def _lines(
     width: int,
 ) -> Lines:
     """Lines that are cut; `width` columns of `token_ids` may be valid."""
-    steps, index = sampling.steps(rows), kept_integers(rows, logits.device)
+    steps, index = sampling.steps(rows), cached_tensor(rows, logits.device)
     if any(of_row.penalties or of_row.own_tables for of_row in steps):
         logits = _changed(sampling, logits, rows, lengths, token_ids, draft_tokens, width)
     sampled = [of_row for of_row in steps if not of_row.greedy]
@@ -203,7 +203,7 @@ def _changed(
             add_logit_bias_(logits[index], *of_row.tables.bias)
     penalised = [index for index, of_row in enumerate(steps) if of_row.penalties]
     if penalised:
-        members, places = kept_integers(penalised, device), kept_integers(rows, device)
+        members, places = cached_tensor(penalised, device), cached_tensor(rows, device)
         tables = (sampling.numbers, sampling.integers)
         penalise_(logits, members, places, lengths, token_ids, width, draft_tokens, *tables)
     for index, of_row in enumerate(steps):
@@ -246,14 +246,14 @@ class KeyedRanks:
         if not operations_of(lengths.device.type).cuts_lines or sampling.needs_history(rows):
             return None
         cuts = any(of_row.top_k or of_row.top_p for of_row in sampling.steps(rows) if not of_row.greedy)
-        return cls(sampling, kept_integers(rows, lengths.device), lengths, stream, cuts)
+        return cls(sampling, cached_tensor(rows, lengths.device), lengths, stream, cuts)
 
     @classmethod
     def kinds(cls, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, stream: Stream) -> list[KeyedRanks]:
         """One of each kind for `rows`, whatever their parameters: what a start makes ready. None without kernels."""
         if not operations_of(lengths.device.type).cuts_lines:
             return []
-        places = kept_integers(rows, lengths.device)
+        places = cached_tensor(rows, lengths.device)
         return [cls(sampling, places, lengths, stream, cuts) for cuts in _KINDS]
 
     @property

@@ -25,7 +25,7 @@ from trtrun.sampling.filters import argmax, likeliest, likeliest_in_order, piece
 from trtrun.sampling.random import Stream, gumbel, gumbel_argmax, gumbel_of
 from trtrun.sampling.row_steps import RowSteps, SharedTables
 from trtrun.sampling.thoughts import force_marks_, groups_of
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import cached_tensor, device_integers
 
 
 class RowSampling:
@@ -418,4 +418,4 @@ class RowSampling:
 
     def _index(self, values: Sequence[int]) -> Tensor:
         """[n] int64 on the device."""
-        return kept_integers(values, self.device)
+        return cached_tensor(values, self.device)

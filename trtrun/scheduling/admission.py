@@ -67,7 +67,7 @@ class Admission:
         if first is None or batch.may_admit(first):
             return
         unread = [running.num_unread for running in batch.requests if not running.is_decoding]
-        if unread and batch.num_to_read(first, followed=False) >= max(unread):
+        if unread and batch.num_to_read(first, has_draft_kv=False) >= max(unread):
             return  # shorter prompts are read before it
         lacks_blocks = batch.has_free_row()
         rows, held = Counter[Hashable](), Counter[Hashable]()
@@ -135,16 +135,18 @@ class Admission:
             if plan.num_announced and plan.num_announced + len(running.token_ids) > MOST_ANNOUNCED:
                 return None
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
-            drafted = speculating and running.most_drafted > 0 and fits
-            is_left = drafted and not self._drafts_pay and has_store and not running.given_draft
+            is_drafted_for = speculating and running.most_drafted > 0 and fits
+            is_left = is_drafted_for and not self._drafts_pay and has_store and not running.predicted_output
             if is_left and ((self._num_left + 1) % _TRIED or self._is_one_tried):
-                drafted = False
-            followed = drafted and has_store
-            if below is not None and self._batch.num_to_read(running, followed) >= below:
+                is_drafted_for = False
+            has_draft_kv = is_drafted_for and has_store
+            if below is not None and self._batch.num_to_read(running, has_draft_kv) >= below:
                 if not self._waiting.has_rows(running.owner):
                     return None  # it is next, however much it has to read, and a row may have been taken for it
                 continue
-            if self._batch.try_admit(running, drafted, followed, followed and self._is_fed_late(running)):
+            if self._batch.try_admit(
+                running, is_drafted_for, has_draft_kv, has_draft_kv and self._is_fed_late(running)
+            ):
                 self._num_left += is_left
                 self._waiting.take(running)
                 if blocked is not None:
@@ -159,7 +161,7 @@ class Admission:
     @property
     def _is_one_tried(self) -> bool:
         """Whether the draft store follows a row: one is enough to see whether drafts are better than they were."""
-        return any(running.followed for running in self._batch.requests)
+        return any(running.has_draft_kv for running in self._batch.requests)
 
     def _is_fed_late(self, running: Completion) -> bool:
         """Whether the draft store need not read a prompt before tokens are drafted for it."""
@@ -192,7 +194,7 @@ class Decoding:
     def load(self) -> tuple[int, int]:
         """How many `rows` there are, and how many of them are as if nothing were drafted for them: one that wants fewer
         tokens drafted than the limits' counts as its share of a row."""
-        wanted = [running.most_drafted if running.drafted else 0 for running in self.rows()]
+        wanted = [running.most_drafted if running.is_drafted_for else 0 for running in self.rows()]
         most = self._limits.draft_len
         return len(wanted), len(wanted) + -sum(wanted) // most if most else 0
 
@@ -225,7 +227,7 @@ class Decoding:
         for running in rows:
             if plan.budget <= 0 or running.row == NO_ROW:  # preempted meanwhile, and so were all behind it
                 break
-            follows_given = takes_given and running.given_draft and running.may_follow_given_draft
+            follows_given = takes_given and running.predicted_output and running.may_follow_predicted_output
             is_drafted = num_left > 0 and (drafted_kinds is None or running.match_kind in drafted_kinds)
             wanted = limits.draft_len if follows_given else draft_len if is_drafted else 0
             if batch.num_reporting and running.request.sampling.return_generation_logits:
@@ -257,14 +259,14 @@ class Decoding:
         left_to_generate = running.request.sampling.max_tokens - running.num_output_tokens - running.num_pending_rounds
         if left_in_context <= 0 or left_to_generate <= 0:
             return None
-        if not running.drafted:
+        if not running.is_drafted_for:
             return 0
         most = min(running.most_drafted, most, left_in_context - 1, left_to_generate - 1)
-        if not running.followed or self._limits.draft_max_seq_len is None:
+        if not running.has_draft_kv or self._limits.draft_max_seq_len is None:
             return most
         left_in_draft = self._limits.draft_max_seq_len - longest
         if left_in_draft < 0:
             # From here on the draft engine's keys and values fall behind, so it cannot come back to this row.
-            running.drafted = running.followed = False
+            running.is_drafted_for = running.has_draft_kv = False
             return 0
         return min(most, left_in_draft)

@@ -42,9 +42,9 @@ class Completion:
         row: its row of the running batch, -1 while it waits and after its end.
         epoch: number of its present admission, counted over all requests; -1 without a row. A result carries the
             epoch of its plan, so results planned before the row was preempted or ended are told apart.
-        drafted: whether tokens are proposed for the row.
-        followed: whether a draft store follows the row, so that it may lack what it has not fed yet.
-        is_fed_late: whether that lacks the row's prompt until tokens are drafted for it.
+        is_drafted_for: whether tokens are proposed for the row.
+        has_draft_kv: whether the draft store has keys and values of the row; it may lack what was not fed yet.
+        is_fed_late: whether that store lacks the row's prompt until tokens are drafted for it.
         num_admitted_tokens: length of `token_ids` when it got its row, all of which prefill computes.
         num_prefilled: how many of them were reused or planned so far; equal means that the row decodes.
         num_pending_rounds: plans without results that give this row tokens, each of them at least one.
@@ -59,7 +59,7 @@ class Completion:
         has_yielded: whether it has given up its row to another owner: it does so once.
         arrival: its number among those that came.
         num_overtaken: how often another one got a row while this one was next and waited for blocks.
-        given_draft: the draft that came with the request, as long as the output is its start; then empty.
+        predicted_output: the draft that came with the request, as long as the output is its start; then empty.
         scores: log probabilities of its prompt, until they are told; None where nobody asked.
         logits: logits of its prompt; None where nobody asked.
         guide_start: where its text is guided, what ranks build before it has a row; None elsewhere.
@@ -76,8 +76,8 @@ class Completion:
     finish_reason: FinishReason | None = None
     row: int = NO_ROW
     epoch: int = -1
-    drafted: bool = False
-    followed: bool = False
+    is_drafted_for: bool = False
+    has_draft_kv: bool = False
     is_fed_late: bool = False
     num_admitted_tokens: int = 0
     num_prefilled: int = 0
@@ -87,7 +87,7 @@ class Completion:
     num_unfed: int = 0
     last_accepted: int = 0
     most_drafted: int = 0
-    given_draft: tuple[int, ...] = ()
+    predicted_output: tuple[int, ...] = ()
     group: Hashable = None
     owner: Hashable = None
     has_yielded: bool = False
@@ -101,7 +101,7 @@ class Completion:
     @property
     def match_kind(self) -> int:
         """The kind of its match (matches.py): 0 where it has none, or wants no drafts."""
-        return self.match.kind(self.token_ids) if self.match is not None and self.drafted else 0
+        return self.match.kind(self.token_ids) if self.match is not None and self.is_drafted_for else 0
 
     @property
     def most_cached_tokens(self) -> int:
@@ -132,7 +132,7 @@ class Completion:
     @property
     def is_prompt_fed(self) -> bool:
         """Whether the draft store reads the row's prompt as the target does."""
-        return self.followed and not self.is_fed_late
+        return self.has_draft_kv and not self.is_fed_late
 
     @property
     def num_unread(self) -> int:
@@ -140,16 +140,16 @@ class Completion:
         return self.num_admitted_tokens - self.num_prefilled
 
     @property
-    def may_follow_given_draft(self) -> bool:
+    def may_follow_predicted_output(self) -> bool:
         """Whether some of the given draft may be left to verify once the plans that are out have their results."""
-        return self.num_output_tokens + self.num_pending_rounds < len(self.given_draft)
+        return self.num_output_tokens + self.num_pending_rounds < len(self.predicted_output)
 
     def compare_given_draft(self, num_new_tokens: int) -> None:
         """Forget the given draft where it does not have the newest tokens, or ends with them."""
         end = self.num_output_tokens
         new = self.token_ids[len(self.token_ids) - num_new_tokens :]
-        if list(self.given_draft[end - num_new_tokens : end]) != new or end >= len(self.given_draft):
-            self.given_draft = ()
+        if list(self.predicted_output[end - num_new_tokens : end]) != new or end >= len(self.predicted_output):
+            self.predicted_output = ()
 
     def finish(self, reason: FinishReason, now: float) -> None:
         """It has ended, at `now` seconds of `time.perf_counter`; its row and blocks are another's business."""
@@ -198,7 +198,7 @@ class PlannedRow(NamedTuple):
         epoch: its admission when the plan was made.
         work: what the row does.
         draft_len: tokens it verifies, 0 in prefill.
-        followed: of the request, when the plan was made.
+        has_draft_kv: of the completion, when the plan was made.
         num_unfed: tokens at the row's end that the draft store may lack when the plan has run.
         end: positions below which the row is written after a CHUNK; 0 for the others.
     """
@@ -207,7 +207,7 @@ class PlannedRow(NamedTuple):
     epoch: int
     work: Work
     draft_len: int
-    followed: bool
+    has_draft_kv: bool
     num_unfed: int
     end: int
 
@@ -252,20 +252,22 @@ class RunningBatch:
         """Whether another request could get a row."""
         return bool(self._free_rows)
 
-    def num_to_read(self, running: Completion, followed: bool) -> int:
+    def num_to_read(self, running: Completion, has_draft_kv: bool) -> int:
         """Tokens that a waiting request would have to compute if it got a row now: those that are not in the cache."""
-        cached = self._cached(running, followed)
+        cached = self._cached(running, has_draft_kv)
         return len(running.token_ids) - len(cached) * self._limits.block_size
 
-    def _cached(self, running: Completion, followed: bool) -> list[int]:
+    def _cached(self, running: Completion, has_draft_kv: bool) -> list[int]:
         """Cached blocks that the request can start with: where its prompt is scored, or its logits are reported, those
         of which there is all."""
-        cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
+        cached = running.table.match_prefix(running.token_ids, in_draft_store=has_draft_kv)
         return cached[: running.most_cached_tokens // self._limits.block_size]
 
-    def try_admit(self, running: Completion, drafted: bool, followed: bool, is_fed_late: bool = False) -> bool:
+    def try_admit(
+        self, running: Completion, is_drafted_for: bool, has_draft_kv: bool, is_fed_late: bool = False
+    ) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
-        cached = self._fitting(running, followed)
+        cached = self._fitting(running, has_draft_kv)
         if cached is None:
             return False
         length = len(running.token_ids)
@@ -274,7 +276,7 @@ class RunningBatch:
         running.row = heapq.heappop(self._free_rows)
         running.epoch = self._next_epoch
         self._next_epoch += 1
-        running.drafted, running.followed, running.is_fed_late = drafted, followed, is_fed_late
+        running.is_drafted_for, running.has_draft_kv, running.is_fed_late = is_drafted_for, has_draft_kv, is_fed_late
         running.num_missed_rounds = 0
         running.num_admitted_tokens = length
         running.num_prefilled = len(cached) * self._limits.block_size
@@ -285,7 +287,7 @@ class RunningBatch:
         self.num_reporting += running.request.sampling.return_generation_logits
         return True
 
-    def _fitting(self, running: Completion, followed: bool) -> list[int] | None:
+    def _fitting(self, running: Completion, has_draft_kv: bool) -> list[int] | None:
         """Cached blocks that the request can start with, where there are blocks for the rest; None where there are
         not."""
         # What the running rows may grow by until the next commit is left alone: without that, a row let in now would
@@ -293,14 +295,14 @@ class RunningBatch:
         available = self.pool.num_available - len(self.requests) * self._growth
         if available <= 0:
             return None
-        cached = self._cached(running, followed)
+        cached = self._cached(running, has_draft_kv)
         needed = -(-len(running.token_ids) // self._limits.block_size) - len(cached)
         # Reused blocks that nobody holds are counted as available but are about to be taken.
         return None if needed + sum(map(self.pool.is_evictable, cached)) > available else cached
 
     def may_admit(self, running: Completion) -> bool:
         """Whether there are a row and blocks for a request."""
-        return self.has_free_row() and self._fitting(running, followed=False) is not None
+        return self.has_free_row() and self._fitting(running, has_draft_kv=False) is not None
 
     def preempt(self, running: Completion) -> None:
         """Take row and blocks from a request, which is to be computed again."""

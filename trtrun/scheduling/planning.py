@@ -91,10 +91,10 @@ class PlanBuilder:
                 tokens=np.array(running.token_ids, dtype=np.int32),
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_cached_tokens=running.num_prefilled,
-                followed=running.followed,
+                has_draft_kv=running.has_draft_kv,
                 sampling=request.sampling,
                 lists=request.lists,
-                draft_tokens=np.array(running.given_draft if running.drafted else (), dtype=np.int32),
+                draft_tokens=np.array(running.predicted_output if running.is_drafted_for else (), dtype=np.int32),
                 adapter_slot=0 if request.adapter is None else request.adapter.slot,
             )
         )
@@ -113,7 +113,7 @@ class PlanBuilder:
         if longest + most_gained > self._max_context:
             self._max_context = longest + most_gained
         self._decoding.append((running, draft_len))
-        if running.given_draft and draft_len and running.may_follow_given_draft:
+        if running.predicted_output and draft_len and running.may_follow_predicted_output:
             self._given.append(running.row)
         running.num_pending_rounds += 1
         running.num_pending_tokens += most_gained
@@ -190,17 +190,19 @@ class PlanBuilder:
         most_missed = most_missed_rounds(len(self._decoding), may_sit_out=may_sit_out)
         drafts = any(draft_len for _, draft_len in self._decoding)
         late = [
-            running for running, _ in self._decoding if running.followed and running.num_missed_rounds >= most_missed
+            running
+            for running, _ in self._decoding
+            if running.has_draft_kv and running.num_missed_rounds >= most_missed
         ]
         if late and not drafts and not drafts_pay:
             for running in late:
-                running.drafted = running.followed = False
+                running.is_drafted_for = running.has_draft_kv = False
             late = []
         # Where some are late, all are fed: the draft's weights are read once for all.
         may_leave_out = may_sit_out and not late and (apart or not drafts)
         planned = []
         for running, draft_len in self._decoding:
-            if running.followed and (draft_len or not may_leave_out):
+            if running.has_draft_kv and (draft_len or not may_leave_out):
                 self._catch_up.append(running.num_unfed)
                 running.num_missed_rounds = 0 if may_sit_out or drafts else running.num_missed_rounds + 1
                 running.num_unfed = unfed_after(draft_len)
@@ -209,7 +211,7 @@ class PlanBuilder:
                 running.num_missed_rounds += 1
                 running.num_unfed += 1
             unfed = running.num_unfed
-            planned.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.followed, unfed, 0))
+            planned.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.has_draft_kv, unfed, 0))
         return planned + self._last_chunks
 
     def chunks(self) -> list[PlannedRow]:
@@ -228,7 +230,7 @@ class PlanBuilder:
         """Freeze to the plan that ranks get."""
         rows = [running.row for running, _ in self._decoding]
         # -1 says that nothing is drafted for the row in any round; 0 leaves it a row that may be drafted later.
-        lengths = [draft_len if running.drafted else -1 for running, draft_len in self._decoding]
+        lengths = [draft_len if running.is_drafted_for else -1 for running, draft_len in self._decoding]
         return RoundPlan(
             round_index=round_index,
             dropped_rows=dropped_rows,
@@ -238,7 +240,7 @@ class PlanBuilder:
             decode_rows=np.array(rows, dtype=np.int32),
             draft_lens=np.array(lengths, dtype=np.int32),
             catch_up=np.array(self._catch_up, dtype=np.int32),
-            given_rows=tuple(self._given),
+            predicted_output_rows=tuple(self._given),
             max_context=self._max_context,
         )
 

@@ -1,4 +1,4 @@
-"""The waiting queue: completions without a row, in turns between those who asked for them.
+"""The waiting queue: completions without a row, in fair queuing between those who asked for them.
 
 Completions that were asked for together are a group: those of one request, or of one call. Groups have an owner, such
 as the key of a server's client. The owner with the fewest rows is next, and of several such owners the one that has
@@ -64,9 +64,9 @@ class _Sharer:
 _SharerT = TypeVar("_SharerT", bound=_Sharer)
 
 
-class _Turns(Generic[_SharerT]):
-    """Those of whom a completion may have a row, the next one first: by their number of rows, and of those with as
-    many the ones that have been there longest first."""
+class _FairQueue(Generic[_SharerT]):
+    """Owners or groups of which a completion may have a row, the next one first: by their number of rows, and of those
+    with as many the ones that have been there longest first."""
 
     def __init__(self) -> None:
         self._of_rows: dict[int, OrderedDict[_SharerT, None]] = {}
@@ -106,14 +106,14 @@ class _Owner(_Sharer):
 
     Attributes:
         name: of the owner.
-        turns: the owner's groups in which a completion waits.
+        groups: the groups in which a completion waits, in fair order.
         preempted: completions that have lost a row, the earliest admitted first.
         num_groups: of the owner.
         num_waiting: of the owner's completions, those that never had a row.
     """
 
     name: Hashable = None
-    turns: _Turns[_Group] = field(default_factory=lambda: _Turns[_Group]())
+    groups: _FairQueue[_Group] = field(default_factory=lambda: _FairQueue[_Group]())
     preempted: deque[Completion] = field(default_factory=deque)
     num_groups: int = 0
     num_waiting: int = 0
@@ -141,12 +141,12 @@ class WaitingQueue:
         self._held_preempted: set[Completion] = set()
         self._groups: dict[tuple[Hashable, Hashable], _Group] = {}  # by owner and name
         self._owners: dict[Hashable, _Owner] = {}
-        self._turns: _Turns[_Owner] = _Turns()
+        self._owners_waiting: _FairQueue[_Owner] = _FairQueue()
         self._holding: dict[_Group, None] = {}
         self._num_waiting = 0
         self._num_held = 0
         self._num_preempted = 0
-        self._arrivals, self._next_turns = count(), count()
+        self._coalescer, self._next_turns = count(), count()
 
     def __len__(self) -> int:
         return self._num_preempted + self._num_waiting
@@ -169,12 +169,12 @@ class WaitingQueue:
     def in_turn(self) -> Iterator[Completion]:
         """The completions that may leave the queue now, the next one first: of each owner a preempted one, or each
         group's first. The queue must not be changed meanwhile."""
-        for owner in self._turns:
+        for owner in self._owners_waiting:
             preempted = self._next_preempted(owner)
             if preempted is not None:
                 yield preempted
                 continue
-            for group in owner.turns:
+            for group in owner.groups:
                 yield group.waiting[0]
 
     def first_without_rows(self) -> Completion | None:
@@ -207,7 +207,7 @@ class WaitingQueue:
         if not owner.num_waiting and not owner.preempted:
             owner.turn = next(self._next_turns)
         owner.num_waiting += 1
-        completion.arrival = next(self._arrivals)
+        completion.arrival = next(self._coalescer)
         self._num_waiting += 1
         if is_held:
             group.held.append(completion)
@@ -334,15 +334,15 @@ class WaitingQueue:
 
     def _leave(self, group: _Group) -> None:
         """A group and its owner are about to change."""
-        self._turns.leave(group.owner)
-        group.owner.turns.leave(group)
+        self._owners_waiting.leave(group.owner)
+        group.owner.groups.leave(group)
 
     def _enter(self, group: _Group) -> None:
         """They have changed."""
         if group.waiting:
-            group.owner.turns.enter(group)
-        if group.owner.turns or self._next_preempted(group.owner) is not None:
-            self._turns.enter(group.owner)
+            group.owner.groups.enter(group)
+        if group.owner.groups or self._next_preempted(group.owner) is not None:
+            self._owners_waiting.enter(group.owner)
 
     def _forget_if_empty(self, completion: Completion) -> None:
         """Its group, and so its owner."""

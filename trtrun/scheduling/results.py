@@ -138,7 +138,7 @@ def commit_logits(reported: Sequence[ScoredRow], logits: np.ndarray) -> list[Com
 def commit_chunk(planned: PlannedRow) -> None:
     """Offer for reuse what a prompt's chunk has written."""
     running = planned.completion
-    running.table.commit(running.token_ids, planned.end, planned.followed)
+    running.table.commit(running.token_ids, planned.end, planned.has_draft_kv)
 
 
 def commit_row(
@@ -189,11 +189,11 @@ def commit_row(
     new_token_ids, reason = append_tokens(running, tokens[:num_tokens], limits)
     if running.match is not None:
         running.match.read(running.token_ids, len(running.request.prompt_token_ids))
-    if running.given_draft:
+    if running.predicted_output:
         running.compare_given_draft(len(new_token_ids))
     # The target has written all but the last token. The draft may lack more, and writes them at its next catch-up.
-    lacking = planned.num_unfed if planned.followed else 1
-    running.table.commit(running.token_ids, len(running.token_ids) - lacking, planned.followed)
+    lacking = planned.num_unfed if planned.has_draft_kv else 1
+    running.table.commit(running.token_ids, len(running.token_ids) - lacking, planned.has_draft_kv)
     if reason is not None:
         running.finish(reason, now)
     return RowResult(running, new_token_ids, index, token_origins(verified, num_tokens)[: len(new_token_ids)])

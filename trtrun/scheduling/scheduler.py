@@ -162,7 +162,7 @@ class Scheduler:
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
             group=("completion", request.request_id) if group is None else group,
             owner=owner,
-            given_draft=request.sampling.draft_token_ids[
+            predicted_output=request.sampling.draft_token_ids[
                 : min(request.sampling.max_tokens, self.limits.max_length - len(request.prompt_token_ids))
             ],
         )
@@ -349,7 +349,7 @@ class Scheduler:
         num_tokens: Sequence[int],
         tokens: Sequence[Sequence[int]],
         draft_lens: Sequence[int] | None = None,
-        foreseen: Sequence[bool] | None = None,
+        cache_hits: Sequence[bool] | None = None,
         num_suffix_tokens: Sequence[int] | None = None,
         prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None,
         prompt_logits: np.ndarray | None = None,
@@ -363,7 +363,7 @@ class Scheduler:
                 beside the rounds (`core.nouns.WAITS`): the completion loses its row until that is done.
             tokens: per row, at least that many token ids; what follows is ignored.
             draft_lens: per row, how many draft tokens were verified; None stands for as many as were planned.
-            foreseen: per row, whether its draft was made before the verdict that it follows; None where none are.
+            cache_hits: per row, whether its draft was made before the verdict that it follows; None where none are.
             num_suffix_tokens: per row, how many of its first draft tokens were found in texts; None where none were.
             prompt_logprobs: token ids and values of the plan's scored positions, [positions, 1 + alternatives] each;
                 None where none are.
@@ -398,8 +398,8 @@ class Scheduler:
                 verified = planned.draft_len if draft_lens is None else draft_lens[index]
                 running, found = planned.completion, min(num_suffix_tokens[index], verified) if num_suffix_tokens else 0
                 # A draft that was found in texts is neither foreseen nor waited for.
-                if foreseen is not None and planned.draft_len > 0 and not found:
-                    running.statistics.foresight.record(running.last_accepted, foreseen[index], verified)
+                if cache_hits is not None and planned.draft_len > 0 and not found:
+                    running.statistics.foresight.record(running.last_accepted, cache_hits[index], verified)
                 if found and num_tokens[index]:
                     running.statistics.record_suffix(found, min(found, num_tokens[index] - 1))
                 row = commit_row(planned, index, verified, num_tokens[index], tokens[index], self.limits, now)

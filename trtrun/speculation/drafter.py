@@ -63,7 +63,7 @@ class Drafter(ABC):
     def begin_round(self, plan: RoundPlan) -> None:  # noqa: B027
         """Take in admissions, drops and blocks. Nothing to do for one that reads the target's rows."""
 
-    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(self, plan: RoundPlan, *, guesses: bool) -> int:
         """Draft for the likely verdicts of this very round; asked where it drafts ahead, each round.
 
         Args:
@@ -76,7 +76,7 @@ class Drafter(ABC):
         return 0
 
     def guesses(self) -> npt.NDArray[np.int64] | None:
-        """What `anticipate` has drafted, and for which verdicts: [guesses, 3 + steps], of each a row, how many of its
+        """What `draft_ahead` has drafted, and for which verdicts: [guesses, 3 + steps], of each a row, how many of its
         draft's tokens are accepted, the token that follows, and the draft behind it; None where that is nothing, and
         where the draft behind a verdict may be another one than what was foreseen."""
         return None

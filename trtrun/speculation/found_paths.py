@@ -24,7 +24,7 @@ from trtrun.core.nouns import Draft, RoundPlan, RowAdmission
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import device_integers, inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 def usable_draft(admission: RowAdmission, vocab_size: int | None) -> list[int]:
@@ -41,7 +41,7 @@ def with_certain_tokens(probs: Tensor, tokens: Tensor, is_given: Tensor) -> Tens
     return torch.where(is_given.unsqueeze(2), certain, probs)
 
 
-class GivenDrafts:
+class PredictedOutputs:
     """What requests said would follow their prompts, by row, where a drafter proposes for them; and before that what
     must follow, where a row is guided.
 
@@ -85,14 +85,14 @@ class GivenDrafts:
 
     def _of_requests(self, plan: RoundPlan) -> tuple[Tensor, Tensor] | None:
         """See `propose`: of the given drafts alone."""
-        of_plan = set(plan.given_rows) & self._drafts.keys() if plan.given_rows else ()
+        of_plan = set(plan.predicted_output_rows) & self._drafts.keys() if plan.predicted_output_rows else ()
         if not of_plan or not plan.draft_len:
             return None
         listed = plan.decode_rows.tolist()
         picks = [index for index, row in enumerate(listed) if row in of_plan]
         drafts, ends, starts = self._pack(tuple(listed[index] for index in picks))
         device, draft_len = drafts.device, plan.draft_len
-        rows, places = (kept_integers(one, device) for one in ([listed[index] for index in picks], picks))
+        rows, places = (cached_tensor(one, device) for one in ([listed[index] for index in picks], picks))
         token_ids, width = self._rows.token_ids, drafts.shape[1]
         behind = (self._rows.lengths[rows] - starts).unsqueeze(1)
         columns = torch.arange(self._num_compared(of_plan, plan.max_context), device=device)
@@ -127,7 +127,7 @@ class GivenDrafts:
             self._packed = None
 
 
-class HostGivenDrafts:
+class HostPredictedOutputs:
     """The same where the host knows every row's tokens, as on draft ranks that draft ahead."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -179,11 +179,11 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
         plan: the round's.
         found: of its decode rows; where a draft was given it takes the place of the first path, unless that goes on
             from it.
-        given: what `GivenDrafts.propose` says.
+        given: what `PredictedOutputs.propose` says.
     """
     tokens, counts = found
     device, max_paths = tokens.device, tokens.shape[1]
-    most = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
+    most = cached_tensor(plan.draft_lens.clip(min=0).tolist(), device)
     if given is not None:
         num_given = given[1].sum(dim=1)
         agrees = ((tokens[:, 0] == given[0]) | ~given[1]).all(dim=1)
@@ -192,8 +192,8 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
         counts[:, 0] = torch.where(is_given, num_given, counts[:, 0])
     if max_paths == 1:
         return Draft(tokens[:, 0], torch.minimum(counts[:, 0], most))
-    nodes = kept_range(0, max_paths * plan.draft_len, device).view(1, max_paths, -1)
-    steps = kept_range(0, plan.draft_len, device)
+    nodes = cached_range(0, max_paths * plan.draft_len, device).view(1, max_paths, -1)
+    steps = cached_range(0, plan.draft_len, device)
     paths = torch.where(steps < counts.unsqueeze(2), nodes, -1)
     return Draft(tokens.flatten(1), torch.minimum(counts.amax(dim=1), most), paths=paths)
 
@@ -230,7 +230,7 @@ class LookupDrafter(Drafter):
     def __init__(self, rows: Rows) -> None:
         """Look for the rows of the target."""
         self._rows = rows
-        self._given = GivenDrafts(rows)
+        self._given = PredictedOutputs(rows)
 
     @property
     @override
@@ -251,7 +251,7 @@ class LookupDrafter(Drafter):
         device = self._rows.lengths.device
         if plan.draft_len == 0:
             return no_draft(plan, device)
-        rows = kept_integers(plan.decode_rows.tolist(), device)
+        rows = cached_tensor(plan.decode_rows.tolist(), device)
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
         share = max(1, self._rows_at_a_time(columns, plan.draft_len))
         starts = range(0, len(rows), share)

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from trtrun.configuration.drafting.dynamic_tree import DynamicTree
 from trtrun.configuration.drafting.medusa_choices import Choice, ChoiceTree
-from trtrun.tensors import kept_range
+from trtrun.tensors import cached_range
 
 LEAST = -1e30
 """Log probability of a token that is impossible: sums of it fall, and are numbers."""
@@ -186,7 +186,7 @@ class DynamicGrowth(Growth):
         if given is not None:
             tokens[:, 0] = torch.where(given.is_given, given.tokens, tokens[:, 0])
             scores[:, 0] = torch.where(given.is_given, self._last_scores[:, 0], scores[:, 0])
-        number = kept_range(self._count, self._count + tokens.shape[1], tokens.device)
+        number = cached_range(self._count, self._count + tokens.shape[1], tokens.device)
         trails = self._last_trails.repeat_interleave(self.num_ranks, dim=1)
         trails = torch.cat((trails, number.expand_as(tokens).unsqueeze(2)), dim=2)
         self._count += tokens.shape[1]
@@ -215,7 +215,7 @@ class DynamicGrowth(Growth):
         trails = torch.cat([pad(one, (0, self._depth - one.shape[2]), value=-1) for one in self._trails], dim=1)
         picked = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
         numbers = torch.full_like(tokens, -1)
-        numbers.scatter_(1, picked, kept_range(0, count, picked.device).expand_as(picked))
+        numbers.scatter_(1, picked, cached_range(0, count, picked.device).expand_as(picked))
         trails = trails.gather(1, picked.unsqueeze(2).expand(-1, -1, self._depth))
         nodes = numbers.gather(1, trails.clamp(min=0).flatten(1)).view(trails.shape).masked_fill(trails < 0, -1)
         # A leaf is on its own way alone.

@@ -22,7 +22,7 @@ from trtrun.sampling.filters import likeliest
 from trtrun.speculation.growing_trees import DynamicGrowth, Given, Growth, Ranked, StaticGrowth, StaticShape
 from trtrun.speculation.protocols import FeatureHeads, GrowTree, Rows
 from trtrun.speculation.text_drafts import Suggestion
-from trtrun.tensors import kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor
 
 
 class HeadTrees:
@@ -97,11 +97,11 @@ class HeadTrees:
         """
         is_greedy = given is None and self._rows.sampling.passes(listed)
         if is_greedy and self._heads.tree_contexts(len(listed), plan.draft_len):
-            needed = kept_integers(asked, rows.device)
+            needed = cached_tensor(asked, rows.device)
             return self._draw_as_one(plan.draft_len, rows, positions, needed, hidden, plan.max_context)
         lengths, lens = self._rows.lengths.index_select(0, rows), None
         if min(asked) < plan.draft_len:
-            lens = kept_integers(asked, rows.device)
+            lens = cached_tensor(asked, rows.device)
         growth = self._growth(len(listed), plan.draft_len, lens)
         hidden = hidden.unsqueeze(1)
         # Of each node that is continued the tokens on its way, where choices look at them.
@@ -157,8 +157,8 @@ class HeadTrees:
             places = where.repeat_interleave(nodes)
             found = distributions_of(state.sampling, logits.unsqueeze(1), every, places, state.token_ids)
             return _best(found, growth, (len(listed), nodes))
-        of_nodes, rows = list[Ranked](), kept_integers(listed, where.device).unsqueeze(1)
-        columns = where.unsqueeze(1) - kept_range(0, ways.shape[2], where.device).flip(0) - 1
+        of_nodes, rows = list[Ranked](), cached_tensor(listed, where.device).unsqueeze(1)
+        columns = where.unsqueeze(1) - cached_range(0, ways.shape[2], where.device).flip(0) - 1
         by_node = logits.view(len(listed), nodes, -1)
         for node in range(nodes):
             # Scratch behind the row's length, which a verdict overwrites.

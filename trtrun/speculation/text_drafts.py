@@ -14,10 +14,10 @@ from torch import Tensor
 from trtrun.configuration.drafting.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.guiding.row_guides import RowGuides
-from trtrun.speculation.found_paths import GivenDrafts
+from trtrun.speculation.found_paths import PredictedOutputs
 from trtrun.speculation.protocols import Rows
 from trtrun.speculation.suffixes.search import SuffixSearch
-from trtrun.tensors import kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor
 
 
 class Suggestion(NamedTuple):
@@ -54,7 +54,7 @@ class TextDrafts:
         """Suggest for `rows` no id from `vocab_size` on; look texts up where `options` say so."""
         self._rows = rows
         self._vocab_size = vocab_size
-        self._given = GivenDrafts(rows, vocab_size)
+        self._given = PredictedOutputs(rows, vocab_size)
         self._search: SuffixSearch | None = None
         if options is not None and options.enable_suffix_decoding:
             self._search = SuffixSearch.of_options(options, rows)
@@ -87,13 +87,13 @@ class TextDrafts:
             counts = torch.where(is_own, 0, counts)
         elif counts.is_cpu and not counts.any():
             return None
-        is_given = kept_range(0, plan.draft_len, tokens.device) < counts.unsqueeze(1)
+        is_given = cached_range(0, plan.draft_len, tokens.device) < counts.unsqueeze(1)
         return Suggestion(tokens, is_given if given is None else is_given | given[1], counts)
 
     def _look_up(self, search: SuffixSearch, plan: RoundPlan) -> tuple[Tensor, Tensor]:
         """[rows, draft_len] int64 and how many of them there are, no more than the plan asks for."""
         device, draft_len = self._rows.lengths.device, plan.draft_len
-        rows = kept_integers(plan.decode_rows.tolist(), device)
+        rows = cached_tensor(plan.decode_rows.tolist(), device)
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
         share = max(1, search.rows_at_a_time(columns, draft_len))
         parts = [
@@ -102,7 +102,7 @@ class TextDrafts:
         ]
         tokens = torch.cat([part.tokens[:, 0] for part in parts])
         counts = torch.cat([part.counts[:, 0] for part in parts])
-        counts = torch.minimum(counts, kept_integers(plan.draft_lens.clip(min=0).tolist(), device))
+        counts = torch.minimum(counts, cached_tensor(plan.draft_lens.clip(min=0).tolist(), device))
         if self._vocab_size is not None:
             counts = torch.minimum(counts, (tokens < self._vocab_size).cumprod(dim=1).sum(dim=1))
         return tokens, counts

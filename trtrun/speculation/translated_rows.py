@@ -21,7 +21,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.guiding.host_copies import HostCopies
 from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache
 from trtrun.speculation.protocols import DraftEngine, KeptRows, PreparedStep
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import cached_tensor, device_integers
 from trtrun.tokens.translation import TranslatedText, Vocabularies
 
 _FED_AT_ONCE = 32
@@ -186,7 +186,7 @@ class TranslatedRows:
             count = min(left, entry.num_unfed - 1)
             if entry.num_unfed > _FED_AT_ONCE and count > 0:
                 start = len(entry.fed)
-                chunks.append(PrefillChunk(row, start, count, is_last=False, followed=True))
+                chunks.append(PrefillChunk(row, start, count, is_last=False, has_draft_kv=True))
                 entry.fed += entry.text.tokens[start : start + count]
                 left -= count
         if chunks:
@@ -198,7 +198,7 @@ class TranslatedRows:
         """Feed `rows` what they lack; [R, the draft's vocabulary] float32 after their last tokens."""
         counts = [self._rows[row].num_unfed for row in rows]
         context = max(self.lengths(rows)) + 1
-        logits = self._engine.catch_up(kept_integers(rows, self._engine.device), counts, context)
+        logits = self._engine.catch_up(cached_tensor(rows, self._engine.device), counts, context)
         for row in rows:
             entry = self._rows[row]
             entry.fed += entry.text.tokens[len(entry.fed) :]

@@ -25,7 +25,7 @@ from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling.row_steps import TokenMasks
 from trtrun.speculation.verify import accept_by_token, end_where_forbidden, top_logprobs, verify
-from trtrun.tensors import kept_range
+from trtrun.tensors import cached_range
 
 
 def verify_paths(
@@ -90,7 +90,7 @@ def _verify_nodes(
     count, of_nodes = logits.shape[:2]
     places = lengths.unsqueeze(1).expand(-1, of_nodes)
     if not sampling.passes(rows):
-        steps = kept_range(1, draft.depth + 1, logits.device).expand_as(draft.paths)
+        steps = cached_range(1, draft.depth + 1, logits.device).expand_as(draft.paths)
         # Paths go through a node at one depth; what is behind a path's end counts for the newest token, and as nothing.
         depths = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
         depths.scatter_(1, (draft.paths + 1).flatten(1), steps.masked_fill(draft.paths < 0, 0).flatten(1))

@@ -26,7 +26,7 @@ from trtrun.sampling.filters import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling.row_steps import TokenMasks
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import cached_tensor, device_integers
 
 
 def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +240,7 @@ def _accept_both_ways(
             # Launching for all rows is cheaper than picking some; those by probability are overwritten.
             num_tokens, tokens = accept_by_token(found.choose(Stream.TARGET), draft_tokens, draft_lens)
         streams = (int(Stream.ACCEPT), int(Stream.TARGET), int(Stream.RECOVER))
-        picks = kept_integers(probability_rows, device)
+        picks = cached_tensor(probability_rows, device)
         accept_from_lines(found.lines, picks, draft_probs, draft_tokens, draft_lens, streams, num_tokens, tokens)
         return num_tokens, tokens
     processed = found.processed

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.translation import Vocabularies, read_vocabularies
 
 
-def read_draft_vocabularies(config: RuntimeConfig) -> Vocabularies:
+def read_draft_vocabularies(spec: JobSpec) -> Vocabularies:
     """The vocabularies of target and draft, where the tokenizers are not the same.
 
     Raises:
         CheckpointError: a tokenizer is missing or damaged, or cannot be matched.
     """
+    config = spec.config
     assert config.draft is not None
-    target, draft = config.target.model, config.draft.model
-    ends = (read_model_config(path).eos_token_ids for path in (target, draft))
-    return read_vocabularies(config.tokenizer or target, draft, *ends)
+    ends = (spec.model_of(role).eos_token_ids for role in ("target", "draft"))
+    return read_vocabularies(config.tokenizer or config.target.model, config.draft.model, *ends)
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,17 @@ class DraftTranslation:
     draft_tokens: int
 
     @classmethod
-    def of(cls, config: RuntimeConfig) -> DraftTranslation | None:
-        """Of a configuration; None where nothing is translated.
+    def of(cls, spec: JobSpec) -> DraftTranslation | None:
+        """The way of a job's drafts; None where nothing is translated.
 
         Raises:
             CheckpointError: see `read_draft_vocabularies`.
         """
-        if config.draft is None or not config.draft.is_translated:
+        draft = spec.config.draft
+        if draft is None or not draft.is_translated:
             return None
-        common = read_draft_vocabularies(config).common
-        return cls(config.draft.vocabulary, len(common.draft_of), common.num_target, common.num_draft)
+        common = read_draft_vocabularies(spec).common
+        return cls(draft.vocabulary, len(common.draft_of), common.num_target, common.num_draft)
 
     def describe(self) -> str:
         """One line."""

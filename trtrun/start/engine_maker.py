@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel.communicator import Communicator
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.engine.forwards import EngineShape
 from trtrun.engine.graphs.graph_cache import MOST_GRAPHS, Capture, capture_for
 from trtrun.engine.heads.head_rows import HeadRows
 from trtrun.engine.rows import RowState
@@ -27,13 +27,13 @@ from trtrun.memory.largest_round import Rehearsal, SilentExchange, chained_round
 from trtrun.memory.memory_requirements import HiddenKind, guess_space, path_space, round_shape, target_taps
 from trtrun.memory.window_rings import ring_space
 from trtrun.memory.working_memory import RoundShape
-from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.rounds.exchange.exchange import Exchange
 from trtrun.rounds.round import Worker
 from trtrun.sampling.distributions import NUM_KINDS
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.start.graph_counts import count_graphs, head_graph_shapes
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.policies import sure_draft_lens
 
 _FEW_LAYERS = 2
@@ -54,23 +54,17 @@ class EngineMaker:
     """Of one rank.
 
     Attributes:
-        config: of the job.
+        spec: of the job.
         device: of the engines.
-        target_vocab_size: padding included.
-        context: tokens of a request, at most.
         loaded: by role, as far as they are loaded.
-        target: config.json of the target.
         heads: plan of those that draft from what the target computes; None without.
         has_heads: whether they are on this rank.
         make_worker: of engines by role, and whose rows heads are fed, over an exchange.
     """
 
-    config: RuntimeConfig
+    spec: JobSpec
     device: torch.device
-    target_vocab_size: int
-    context: int
     loaded: Mapping[str, LoadedEngine]
-    target: ModelConfig
     heads: HeadsPlan | None
     has_heads: bool
     make_worker: Callable[[Mapping[str, Engine], HeadRows | None, Exchange], Worker]
@@ -81,28 +75,28 @@ class EngineMaker:
 
     def head_rows(self, engines: Mapping[str, Engine], capture: Capture | None = None) -> HeadRows | None:
         """Whose rows the rank's heads are fed, where these keep keys and values of rows; None elsewhere."""
-        config, heads = self.config, self.heads
+        config, heads = self.spec.config, self.heads
         if heads is None or heads.stored is None or not self.has_heads:
             return None
         if not config.heads_apart:
             return HeadRows.of(engines["target"])
         rows = RowState(
             config.scheduler.max_batch_size,
-            self.context,
+            self.spec.models.context,
             config.kv_cache.block_size,
             config.speculation.draft_len,
-            self.target_vocab_size,
+            self.spec.target.vocab_size,
             self.device,
             guess_space(config, 0).most_guesses,
         )
         capture = (capture or capture_for(self.device)) if config.cuda_graphs else None
-        shapes = None if capture is None else head_graph_shapes(config, self.context)
-        return HeadRows(rows, (len(heads.taps), self.target.hidden_size), capture, shapes, are_own=True)
+        shapes = None if capture is None else head_graph_shapes(config, self.spec.models.context)
+        return HeadRows(rows, (len(heads.taps), self.spec.target.hidden_size), capture, shapes, are_own=True)
 
     def warm_up(self, worker: Worker, engines: Mapping[str, Engine]) -> None:
         """Run every kernel once, and capture the graphs."""
-        config, limits = self.config, self.config.scheduler
-        shape = round_shape(config, self.context)
+        config, limits = self.spec.config, self.spec.config.scheduler
+        shape = round_shape(config, self.spec.models)
         for role, engine in engines.items():
             verifies, is_apart = role == "target", role == "draft" and config.drafts_apart
             # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
@@ -126,10 +120,10 @@ class EngineMaker:
     def rehearsal(self, shape: RoundShape, capture: Capture | None = None) -> Rehearsal:
         """Engines over stores of the null block alone."""
         engines = self.engines(1, capture)
-        told = HiddenKind.of(self.config, self.target, self.heads)
+        told = HiddenKind.of(self.spec.config, self.spec.target, self.heads)
         exchange = SilentExchange(
             self.device,
-            self.target_vocab_size,
+            self.spec.target.vocab_size,
             verifies="target" in engines,
             tapped=None if told is None else (told.shape, told.dtype),
         )
@@ -140,7 +134,7 @@ class EngineMaker:
         with ExitStack() as stack:
             for loaded in self.loaded.values():
                 stack.enter_context(loaded.model.shortened(_FEW_LAYERS))
-            shape = round_shape(self.config, self.context)
+            shape = round_shape(self.spec.config, self.spec.models)
             rehearsal = self.rehearsal(shape, lambda work: _do_nothing)
             stack.callback(rehearsal.close)
             mixed, _, short, _, few, scored = largest_rounds(shape)  # the others run the same kernels
@@ -149,7 +143,7 @@ class EngineMaker:
             self.warm_up(rehearsal.worker, rehearsal.engines)
 
     def _make(self, role: str, loaded: LoadedEngine, num_blocks: int, capture: Capture | None) -> Engine:
-        model, config = loaded.model, self.config
+        model, config = loaded.model, self.spec.config
         guesses, paths = guess_space(config, num_blocks), path_space(config, num_blocks)
         store = KVStore(
             model.config.num_layers,
@@ -170,25 +164,22 @@ class EngineMaker:
             store.commit(min(num_blocks, blocks_of_tokens(config.scheduler.max_num_tokens, config.kv_cache.block_size)))
         rows = RowState(
             config.scheduler.max_batch_size,
-            self.context,
+            self.spec.models.context,
             config.kv_cache.block_size,
             config.speculation.draft_len,
-            min(model.config.vocab_size, self.target_vocab_size),
+            min(model.config.vocab_size, self.spec.target.vocab_size),
             self.device,
             guesses.most_guesses if role == "draft" else 0,
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
         capture = (capture or capture_for(self.device)) if graphs else None
-        shape = round_shape(config, self.context)
-        num_made = count_graphs(config, self.context, role, model.config, model.prompt_width, NUM_KINDS)
+        shape = round_shape(config, self.spec.models)
+        num_made = count_graphs(config, self.spec.models, role, model.prompt_width, NUM_KINDS)
         most_graphs = max(MOST_GRAPHS, num_made)  # all that a start makes are kept: which rounds need them is not known
         if role != "target":
             masked = config.draft_len if shape.in_parallel else 0
-            return Engine(model, store, rows, capture, most_masked=masked, most_graphs=most_graphs)
-        return Engine(
-            model,
-            store,
-            rows,
+            return Engine(model, store, rows, EngineShape(capture, most_masked=masked, most_graphs=most_graphs))
+        asked = EngineShape(
             capture,
             shape.verified_tokens,
             target_taps(config, model.config, self.heads),
@@ -196,6 +187,7 @@ class EngineMaker:
             max_tokens=config.scheduler.max_num_tokens,
             most_graphs=most_graphs,
         )
+        return Engine(model, store, rows, asked)
 
 
 def _do_nothing() -> None:

@@ -16,30 +16,27 @@ from trtrun.engine.start_forwards import (
     count_target_graphs,
     count_tree_graphs,
 )
+from trtrun.loading.model_settings import JobModels
 from trtrun.memory.memory_requirements import guess_space, path_space, round_shape
-from trtrun.models.config import ModelConfig
 from trtrun.start.policies import sure_draft_lens
 
 
-def count_graphs(
-    config: RuntimeConfig, context: int, role: str, model: ModelConfig, prompt_width: int | None, num_kinds: int
-) -> int:
+def count_graphs(config: RuntimeConfig, models: JobModels, role: str, prompt_width: int | None, num_kinds: int) -> int:
     """Graphs of one rank of an engine that has any, and of heads beside it or on a rank of their own, once it is warm.
 
     Args:
         config: of the job.
-        context: most tokens of one request.
+        models: of the job.
         role: "draft" or "target".
-        model: of the engine.
         prompt_width: tokens of the tiles that it cuts prompts into (`prompt_tiles.tile_width`); None where it cuts
             none.
         num_kinds: kinds of choices of sampled rows that have kernels (`KeyedRanks.kinds`).
     """
     size = config.kv_cache.block_size
-    _, max_blocks = row_columns(context, size, config.speculation.draft_len)
+    _, max_blocks = row_columns(models.context, size, config.speculation.draft_len)
     rows = config.scheduler.max_batch_size
-    limits = StartLimits(config.scheduler.max_num_tokens, rows, context)
-    shape = round_shape(config, context)
+    limits = StartLimits(config.scheduler.max_num_tokens, rows, models.context)
+    shape = round_shape(config, models)
     if role == "target":
         verified = shape.verified_tokens
         has_trees = path_space(config, 0).most_paths > 1
@@ -54,7 +51,7 @@ def count_graphs(
         return graphs + of_trees + count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees)
     masked = config.draft_len if shape.in_parallel else 0
     if config.heads_apart:
-        shapes, has_trees = head_graph_shapes(config, context), path_space(config, 0).most_paths > 1
+        shapes, has_trees = head_graph_shapes(config, models.context), path_space(config, 0).most_paths > 1
         of_trees = count_tree_graphs(shapes, config.draft_len) if has_trees else 0
         return of_trees + count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees)
     shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width, masked)

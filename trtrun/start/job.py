@@ -22,11 +22,9 @@ from parallel.mpi_rank import find_mpi_rank, is_lost_peer
 from parallel.probe import verify_groups
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.blame import CLOSED_SECONDS
+from parallel.watchdog.fault_attribution import CLOSED_SECONDS
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import RankReport, StartReport
 from trtrun.errors import PlacementError
 from trtrun.garbage import leaving_out_what_is
@@ -36,6 +34,7 @@ from trtrun.rounds.failures import RankFailures, losable_ranks, unawaited_ranks
 from trtrun.rounds.round import Worker
 from trtrun.rounds.served_rank import serve
 from trtrun.rounds.solo_ranks import SoloRanks
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.rendezvous import start_orchestrator, start_worker
 from trtrun.start.startup import Progress, RankStartup, device_of
 from trtrun.threads import has_free_cores, threads_per_slot
@@ -63,7 +62,7 @@ class StartedJob:
     report: StartReport
 
 
-def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | None:
+def open_job(spec: JobSpec, progress: Progress | None) -> StartedJob | None:
     """Start this rank.
 
     Returns:
@@ -74,10 +73,10 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
         StartError: on the orchestrator, when any rank could not start.
         RankFailedError: on the orchestrator, when any rank failed while it started, or the start takes too long.
     """
-    topology = make_topology(config)
+    config, topology = spec.config, spec.topology
     if topology.world_size == 1 and find_mpi_rank() is None:
         torch.set_num_threads(threads_per_slot(config.threads, 1))
-        return _open_solo(config, topology, progress)
+        return _open_solo(spec, progress)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -89,35 +88,35 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
     threads = threads_per_slot(config.threads, len(topology.slots_of_host(host)))
     torch.set_num_threads(threads)
     if topology.world_size == 1:
-        return _open_solo(config, topology, progress)
+        return _open_solo(spec, progress)
     may_spin = has_free_cores(topology, host, threads)
     if losable_ranks(config, topology):
         abort.leave_at_exit()
     if world.rank == topology.orchestrator_rank:
-        return _open_orchestrator(config, topology, world, progress, may_spin)
+        return _open_orchestrator(spec, world, progress, may_spin)
     control = ControlPlane(world, topology, may_spin)
     try:
-        _run_worker(config, topology, control, world, may_spin)
+        _run_worker(spec, control, world, may_spin)
     except Exception as error:
         # Rank 0 is not told, or has let this rank go: there is no other way to end the job.
         control.abort(_cause(error))
     return None
 
 
-def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | None) -> StartedJob:
+def _open_solo(spec: JobSpec, progress: Progress | None) -> StartedJob:
+    topology = spec.topology
     check_device(topology.slots[0].device)
     groups = open_groups(None, topology, device_of(topology.slots[0]))
-    startup = RankStartup(config, topology, 0, groups)
+    startup = RankStartup(spec, 0, groups)
     blocks = startup.load(progress or (lambda done, total: None))
     worker, report = startup.finish(blocks)
     assert isinstance(worker, Worker)  # one device holds both engines
     return StartedJob(SoloRanks(worker, launches_ahead=worker.device.type == "cuda"), blocks, StartReport((report,)))
 
 
-def _open_orchestrator(
-    config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, progress: Progress | None, may_spin: bool
-) -> StartedJob:
+def _open_orchestrator(spec: JobSpec, world: MPI.Intracomm, progress: Progress | None, may_spin: bool) -> StartedJob:
     """Rank 0 without a device: start the others, under a deadline from here on."""
+    config, topology = spec.config, spec.topology
     abort.stand_by()
     activity = Activity()
     limit = config.launch.heartbeat_seconds
@@ -141,7 +140,7 @@ def _open_orchestrator(
         control.warm_up()
         activity.start(Phase.LOADED)
         failures = RankFailures(heartbeat, control)
-        blocks, reports = start_orchestrator(control, topology, failures, progress)
+        blocks, reports = start_orchestrator(control, spec, failures, progress)
     except BaseException:
         if heartbeat.has_failed():
             abort.abort_at_exit()  # the other ranks hang
@@ -152,11 +151,9 @@ def _open_orchestrator(
     return StartedJob(MpiRanks(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
 
 
-def _run_worker(
-    config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm, may_spin: bool
-) -> None:
+def _run_worker(spec: JobSpec, control: ControlPlane, world: MPI.Intracomm, may_spin: bool) -> None:
     """A rank with a device: start its engines, and run rounds until the orchestrator lets it end."""
-    activity = Activity()
+    config, topology, activity = spec.config, spec.topology, Activity()
     expendable = losable_ranks(config, topology)
     heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds, expendable)
     slot = topology.slot(world.rank)
@@ -167,9 +164,11 @@ def _run_worker(
     control.warm_up()
     try:
         is_lost = partial(_is_lost, heartbeat, topology)
-        worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity, is_lost))
+        worker = start_worker(
+            control, lambda told: RankStartup(spec.told_by(told), world.rank, groups, activity, is_lost)
+        )
         if worker is not None:
-            heartbeat.beat()
+            heartbeat.send_now()
             with leaving_out_what_is():
                 serve(control, worker)
             worker.close()  # NCCL's communicators wait for graphs that hold their operations

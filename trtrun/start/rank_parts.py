@@ -12,7 +12,6 @@ import torch
 
 from parallel.communicator import Communicator
 from parallel.groups import Groups
-from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.kvcache.sizing import SlotMemory
 from trtrun.loading.loading import heads_bytes, shard_bytes
@@ -23,9 +22,10 @@ from trtrun.memory.memory_requirements import (
     resolve_dtype,
     store_bytes_per_block,
 )
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
 from trtrun.start.adapters import adapter_hashes
 from trtrun.start.corpora import corpus_bytes
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.rank_heads import RankHeads, demand_apart
 from trtrun.weights.model_files import hash_model_files
 
@@ -44,18 +44,15 @@ class RankParts:
 
     def __init__(
         self,
-        config: RuntimeConfig,
+        spec: JobSpec,
         groups: Groups,
-        target: ModelConfig,
-        context: int,
         heads: RankHeads,
         device: torch.device,
     ) -> None:
-        """Of a rank with these groups; `context` is the most tokens of a row."""
-        self._config = config
+        """Name the engines of a rank with these groups."""
+        self._spec = spec
+        self._config = spec.config
         self._groups = groups
-        self._target = target
-        self._context = context
         self._heads = heads
         self._device = device
 
@@ -64,16 +61,15 @@ class RankParts:
         """Engines with weights here."""
         parts: list[Part] = []
         if self._groups.draft is not None and self._config.draft is not None:
-            model = read_model_config(self._config.draft.model)
-            parts.append(Part("draft", self._config.draft, model, self._groups.draft))
+            parts.append(Part("draft", self._config.draft, self._spec.model_of("draft"), self._groups.draft))
         if self._groups.target is not None:
-            parts.append(Part("target", self._config.target, self._target, self._groups.target))
+            parts.append(Part("target", self._config.target, self._spec.target, self._groups.target))
         return parts
 
     def demand(self) -> SlotMemory:
         """What this rank's engines need; the memory of a round by its shapes."""
         if self._heads.plan_apart is not None:
-            return demand_apart(self._config, self._context, self._target, self._heads.plan_apart, self._device)
+            return demand_apart(self._config, self._spec.models, self._heads.plan_apart, self._device)
         weights = block = working = 0
         for role, section, model, communicator in self.all:
             dtype = resolve_dtype(section, model)
@@ -87,7 +83,7 @@ class RankParts:
                 weights += corpus_bytes(self._config)
             block += store_bytes_per_block(self._config, model, heads_here, communicator.size, dtype)
             working += engine_working_bytes(
-                self._config, self._context, role, section, model, communicator.rank, self._device, heads
+                self._config, self._spec.models, role, communicator.rank, self._device, heads
             )
         return SlotMemory(weights, block, working, self.ring_bytes())
 

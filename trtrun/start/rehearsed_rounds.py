@@ -239,7 +239,7 @@ class _Rehearsal:
         alone = self._plan(1, 0, 0)
         tokens = np.zeros(length, dtype=np.int32)
         admission = replace(alone.admissions[0], tokens=tokens, num_prompt_tokens=length)
-        chunk = PrefillChunk(0, 0, length, is_last=True, followed=admission.followed)
+        chunk = PrefillChunk(0, 0, length, is_last=True, has_draft_kv=admission.has_draft_kv)
         plan = replace(
             alone,
             admissions=(admission,),
@@ -261,7 +261,7 @@ class _Rehearsal:
             self._num_admitted = 2
             tokens = np.zeros(_PROMPT, dtype=np.int32)
             admission = replace(plan.admissions[0], row=1, request_id=1, tokens=tokens, num_prompt_tokens=_PROMPT)
-            chunk = PrefillChunk(1, 0, _PROMPT, is_last=True, followed=plan.admissions[0].followed)
+            chunk = PrefillChunk(1, 0, _PROMPT, is_last=True, has_draft_kv=plan.admissions[0].has_draft_kv)
             self._ranks.publish(replace(self._plan(1, draft_len, 1), admissions=(admission,), prefill=(chunk,)))
             self._await_verdict()
 

@@ -1,6 +1,7 @@
 """How the ranks of a job agree at start: what each can hold, what all will hold, and whether anybody failed.
 
-Messages are small JSON texts on the control plane, before the first plan. Each worker sends `progress` while it loads,
+Messages are JSON texts on the control plane, before the first plan. The orchestrator tells the models' configurations,
+which no other rank has to read. Each worker sends `progress` while it loads,
 then `loaded` with the KV blocks that it could hold. The orchestrator answers with the smallest number; workers
 allocate, warm up and send `ready`. A worker that cannot start for a reason that the user can mend sends `failed`
 instead of one of the two. It knows the order of messages and not what engines do.
@@ -22,13 +23,14 @@ from trtrun.core.outputs import RankReport
 from trtrun.errors import StartError, TrtrunError
 from trtrun.rounds.failures import RankFailures
 from trtrun.rounds.round import Worker
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.startup import Progress, RankStartup
 
 _PROGRESS_INTERVAL = 0.1
 """Seconds between two progress messages of one rank."""
 
 
-def start_worker(control: ControlPlane, startup: Callable[[], RankStartup]) -> Worker | None:
+def start_worker(control: ControlPlane, startup: Callable[[bytes], RankStartup]) -> Worker | None:
     """A worker rank's side; returns None when some rank failed and the job is to end."""
     last_sent = 0.0
 
@@ -40,7 +42,10 @@ def start_worker(control: ControlPlane, startup: Callable[[], RankStartup]) -> W
             _send(control, {"kind": "progress", "done": done, "total": total})
 
     try:
-        rank = startup()
+        told = control.receive()
+        if told is None:
+            return None
+        rank = startup(told)
         blocks = rank.load(progress)
         _send(control, {"kind": "loaded", "blocks": blocks})
         answer = control.receive(timeout=None)
@@ -58,13 +63,13 @@ def start_worker(control: ControlPlane, startup: Callable[[], RankStartup]) -> W
 
 
 def start_orchestrator(
-    control: ControlPlane, topology: Topology, failures: RankFailures, progress: Progress | None
+    control: ControlPlane, spec: JobSpec, failures: RankFailures, progress: Progress | None
 ) -> tuple[int, tuple[RankReport, ...]]:
     """The orchestrator's side.
 
     Args:
         control: the control plane.
-        topology: of the job.
+        spec: of the job.
         failures: of the ranks.
         progress: called with the bytes of weights that are in place and that will be, over all ranks, or None.
 
@@ -75,7 +80,8 @@ def start_orchestrator(
         StartError: with the message of the first rank that could not start; the others are let go.
         RankFailedError: a rank failed in another way, or the start takes too long.
     """
-    messages = _Messages(control, topology, failures, progress)
+    control.publish(spec.tell_models())
+    messages = _Messages(control, spec.topology, failures, progress)
     loaded = messages.await_all("loaded")
     blocks = min(int(message["blocks"]) for message in loaded.values())
     control.publish(json.dumps({"blocks": blocks}).encode())

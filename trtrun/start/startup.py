@@ -18,9 +18,8 @@ import torch
 
 from parallel.errors import ParallelError
 from parallel.groups import Groups
-from parallel.topology import Slot, Topology
+from parallel.topology import Slot
 from parallel.watchdog.activity import Activity, Phase
-from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import RankReport
 from trtrun.engine.heads.head_rows import HeadRows
 from trtrun.engine.runner import Engine
@@ -36,7 +35,6 @@ from trtrun.kvcache.sizing import (
 )
 from trtrun.linear.layer import AdaptedLayers
 from trtrun.loading.loading import load_model
-from trtrun.loading.model_settings import row_context
 from trtrun.loading.stored_report import describe_kept, describe_weights
 from trtrun.loading.weight_check import choose_default
 from trtrun.memory.largest_round import measure_largest_round
@@ -47,7 +45,6 @@ from trtrun.memory.memory_requirements import (
     resolve_dtype,
     round_shape,
 )
-from trtrun.models.config import read_model_config
 from trtrun.rounds.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.adapters import load_adapters
@@ -55,6 +52,7 @@ from trtrun.start.corpora import load_corpus
 from trtrun.start.draft_translation import DraftTranslation
 from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.kept_pacing import device_kind
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
@@ -79,36 +77,32 @@ class RankStartup:
 
     def __init__(
         self,
-        config: RuntimeConfig,
-        topology: Topology,
+        spec: JobSpec,
         rank: int,
         groups: Groups,
         activity: Activity | None = None,
         draft_is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        slot = topology.slot(rank)
+        slot = spec.topology.slot(rank)
         assert slot is not None, "only ranks with a device start engines"
         self._activity = activity or Activity()
         self._draft_is_lost = draft_is_lost
-        self._config = config
-        self._topology = topology
+        self._spec = spec
+        self._config = config = spec.config
+        self._topology = spec.topology
         self._rank = rank
         self._slot = slot
         self._groups = groups
         self._device = device_of(slot)
-        self._target_config = read_model_config(config.target.model)
-        self._context = row_context(config, self._target_config)
-        self._heads = RankHeads.read(config, self._target_config, groups)
-        self._parts = RankParts(config, groups, self._target_config, self._context, self._heads, self._device)
+        self._models = spec.models
+        self._heads = RankHeads.read(spec, groups)
+        self._parts = RankParts(spec, groups, self._heads, self._device)
         self._corpus: SortedCorpus | None = None
         self._engines: dict[str, LoadedEngine] = {}
         self._made = EngineMaker(
-            config,
+            spec,
             self._device,
-            self._target_config.vocab_size,
-            self._context,
             self._engines,
-            self._target_config,
             self._heads.plan,
             self._heads.are_here,
             lambda engines, fed, exchange: self._worker_factory(engines, fed, 1).make_worker(exchange),
@@ -193,7 +187,7 @@ class RankStartup:
             self._working_bytes = demand.working_bytes
         blocks = self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
         done = 0
-        translation = DraftTranslation.of(self._config) if self._groups.draft is not None else None
+        translation = DraftTranslation.of(self._spec) if self._groups.draft is not None else None
         for role, section, config, communicator in self._parts.all:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
@@ -217,6 +211,7 @@ class RankStartup:
             try:
                 model, loaded = load_model(
                     section.model,
+                    config,
                     communicator,
                     self._device,
                     dtype,
@@ -254,7 +249,7 @@ class RankStartup:
             fraction=cache.free_memory_fraction or default_fraction(self._slot.device),
             block_size=cache.block_size,
             max_tokens=cache.max_tokens,
-            most_useful=most_useful_blocks(self._config, self._context),
+            most_useful=most_useful_blocks(self._config, self._models.context),
             where=self._topology.describe(self._rank),
         )
 
@@ -266,7 +261,7 @@ class RankStartup:
         demand = self._parts.demand()
         torch.cuda.empty_cache()
         left = torch.cuda.mem_get_info(self._device)[0]
-        shape = round_shape(self._config, self._context)
+        shape = round_shape(self._config, self._models)
         try:
             self._working_bytes = working_bytes or measure_largest_round(
                 self._device, lambda: self._made.rehearsal(shape), shape
@@ -281,7 +276,7 @@ class RankStartup:
         # The weights are in place, so that what is left is beside what they really take.
         free = left + demand.shard_bytes
         # Which nobody measures: a rehearsal sends nothing.
-        told = HiddenKind.of(self._config, self._target_config, self._heads.plan)
+        told = HiddenKind.of(self._config, self._models.target, self._heads.plan)
         under_way = told.bytes_under_way(self._config) if told is not None and "target" in self._engines else 0
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes + under_way))
 
@@ -296,7 +291,7 @@ class RankStartup:
         self._kernels.finish(self._working_bytes)
         self._cache.finish()
         self._lap("all kernels once, graphs")
-        worker.first_uses.take()  # from here on somebody may wait
+        worker.warmup_misses.take()  # from here on somebody may wait
         self._activity.rest()
         return worker, self._report(num_blocks)
 
@@ -304,28 +299,24 @@ class RankStartup:
         self, engines: Mapping[str, Engine], head_rows: HeadRows | None, num_blocks: int
     ) -> WorkerFactory:
         return WorkerFactory(
-            config=self._config,
-            topology=self._topology,
+            spec=self._spec,
             rank=self._rank,
             groups=self._groups,
             device=self._device,
             engines=engines,
-            heads=self._heads.loaded,
-            heads_keep=self._heads.keep,
+            heads=self._heads,
             head_rows=head_rows,
             corpus=self._corpus,
             num_blocks=num_blocks,
-            target_vocab_size=self._target_config.vocab_size,
             activity=self._activity,
             draft_is_lost=self._draft_is_lost,
-            hidden_kind=HiddenKind.of(self._config, self._target_config, self._heads.plan),
         )
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [*(engine.report for engine in self._engines.values()), self._heads.report]
         dtypes = {engine.model.dtype for engine in self._engines.values()}
         if self._heads.plan_apart is not None:
-            dtypes.add(resolve_dtype(self._config.target, self._target_config))
+            dtypes.add(resolve_dtype(self._config.target, self._models.target))
         free, total = torch.cuda.mem_get_info(self._device) if self._device.type == "cuda" else (0, 0)
         corpus = self._corpus.num_bytes if self._corpus is not None else 0
         return RankReport(

@@ -15,7 +15,7 @@ import torch
 from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
-from parallel.topology import Role, Topology
+from parallel.topology import Role
 from parallel.transports.device_gate import KEY_NUMBERS, DeviceGate
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
@@ -28,10 +28,8 @@ from trtrun.errors import CheckpointError
 from trtrun.guiding.grammars import Grammars, Spelling, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.kvcache.formats import choose_format
-from trtrun.loading.model_settings import mask_token
 from trtrun.memory.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
 from trtrun.memory.window_rings import most_chunk
-from trtrun.models.config import read_model_config
 from trtrun.rounds.exchange.exchange import DeviceExchange, Exchange
 from trtrun.rounds.exchange.gated_drafts import GatedDrafts
 from trtrun.rounds.exchange.hidden_link import HiddenLink
@@ -40,6 +38,8 @@ from trtrun.rounds.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.translated_rows import Translation
 from trtrun.start.draft_translation import read_draft_vocabularies
+from trtrun.start.job_spec import JobSpec
+from trtrun.start.rank_heads import RankHeads
 from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 from trtrun.tokens.text import Tokenizer, read_tokenizer
@@ -70,43 +70,40 @@ class WorkerFactory:
     """One rank with its engines.
 
     Attributes:
-        config: of the job.
-        topology: of the job.
+        spec: of the job.
         rank: this one.
         groups: its communicators.
         device: of its engines.
         engines: by role.
-        heads: of the method, on a rank that has them; None without.
-        heads_keep: whether these keep keys and values of every token.
+        heads: what the rank has of them.
         head_rows: whose rows these are fed; None where they keep none.
         corpus: that the method looks up, on a rank that holds the target; None without.
         num_blocks: blocks of every KV store, but for those of guesses.
-        target_vocab_size: padding included.
         activity: where the process says what it is doing.
         draft_is_lost: whether the draft engine is gone for good.
-        hidden_kind: what a head on a rank of its own is told; None without one.
     """
 
-    config: RuntimeConfig
-    topology: Topology
+    spec: JobSpec
     rank: int
     groups: Groups
     device: torch.device
     engines: Mapping[str, Engine]
-    heads: object | None
-    heads_keep: bool
+    heads: RankHeads
     head_rows: HeadRows | None
     corpus: object | None
     num_blocks: int
-    target_vocab_size: int
     activity: Activity
     draft_is_lost: Callable[[], bool]
-    hidden_kind: HiddenKind | None = None
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The job's configuration."""
+        return self.spec.config
 
     def make_worker(self, exchange: Exchange | None = None) -> Worker:
         """The rank's part of each round, over `exchange` or the job's own."""
         drafter = self._make_drafter()
-        leads_draft, leads_target = self.rank == self._drafting_leader, self.rank == self.topology.target_leader
+        leads_draft, leads_target = self.rank == self._drafting_leader, self.rank == self.spec.topology.target_leader
         guides = self._make_guides(is_ready=exchange is None) if leads_target or drafter is not None else None
         if guides is not None and drafter is not None:
             drafter.guide(guides)
@@ -129,7 +126,7 @@ class WorkerFactory:
     def _make_guides(self, *, is_ready: bool) -> RowGuides:
         """Of the target's rows, where they are decided or drafted; where `is_ready`, their vocabulary is read now, in a
         thread, so that no round has to wait for it."""
-        ends, vocab = read_model_config(self.config.target.model).eos_token_ids, self.target_vocab_size
+        ends, vocab = self.spec.target.eos_token_ids, self.spec.target.vocab_size
         # In this thread: nobody else may look at a tokenizer that is just being made.
         tokenizer = self._read_tokenizer() if is_ready else None
         spelling = Spelling.of(tokenizer, vocab, ends) if tokenizer is not None and ends else None
@@ -137,9 +134,9 @@ class WorkerFactory:
         def make_grammars() -> Grammars:
             return grammars_of((spelling or Spelling.of(self._read_tokenizer(), vocab, ends)).read())
 
-        slot, group = self.topology.slot(self.rank), self.groups.target
+        slot, group = self.spec.topology.slot(self.rank), self.groups.target
         assert slot is not None
-        slots = len(self.topology.slots_of_host(slot.host))
+        slots = len(self.spec.topology.slots_of_host(slot.host))
         threads = torch.get_num_threads() if self.device.type == "cpu" else count_cores() // slots
         in_place = self._drafting_role is Role.TARGET and group is not None and group.size > 1
         share = GroupOfTarget(group).share if in_place and group is not None else None
@@ -147,7 +144,7 @@ class WorkerFactory:
         drafting = self.groups.draft
         if share is None and drafting is not None and drafting.size > 1:  # a matcher's bounds are each rank's own
             share = GroupOfTarget(drafting).share
-        follows = not in_place or self.rank == self.topology.target_leader
+        follows = not in_place or self.rank == self.spec.topology.target_leader
         guides = RowGuides(
             make_grammars,
             vocab,
@@ -176,18 +173,18 @@ class WorkerFactory:
     def _make_drafter(self) -> Drafter | None:
         """The method's drafter, where this rank is one of those that draft."""
         config = self.config
-        if self._drafting_role not in self.topology.roles(self.rank):
+        if self._drafting_role not in self.spec.topology.roles(self.rank):
             return None
         is_apart = config.drafts_apart
         place = DrafterContext(
             config.speculation,
             self.engines.get("draft"),
             self.engines.get("target"),
-            self.target_vocab_size,
+            self.spec.target.vocab_size,
             guess_space(config, self.num_blocks) if is_apart else None,
             guess_steps(config) if is_apart else (),
-            mask_token(config),
-            heads=self._make_stored_heads() if self.heads_keep else self.heads,
+            self.spec.models.mask_token,
+            heads=self._make_stored_heads() if self.heads.keep else self.heads.loaded,
             corpus=self.corpus,
             group=GroupOfTarget(self.groups.target) if self.groups.target is not None else None,
             translation=self._make_translation() if config.translates_drafts else None,
@@ -202,13 +199,13 @@ class WorkerFactory:
         """
         config = self.config
         assert config.draft is not None
-        vocabularies = read_draft_vocabularies(config)
+        vocabularies = read_draft_vocabularies(self.spec)
         return Translation(
             vocabularies,
-            self.engines["draft"].rows.beside(self.target_vocab_size),
-            self.target_vocab_size,
+            self.engines["draft"].rows.beside(self.spec.target.vocab_size),
+            self.spec.target.vocab_size,
             num_blocks=self.num_blocks,
-            most_tokens=most_chunk(config, read_model_config(config.draft.model)) or config.scheduler.max_num_tokens,
+            most_tokens=most_chunk(config, self.spec.draft) or config.scheduler.max_num_tokens,
             reuses_blocks=config.kv_cache.enable_block_reuse,
             by_text=config.draft.vocabulary == "text",
             is_apart=config.drafts_apart,
@@ -221,10 +218,10 @@ class WorkerFactory:
         assert self.head_rows is not None
         if METHODS[self.config.speculation.method].drafts_masked:
             without_graphs = replace(self.head_rows, capture=None, graph_shapes=None)
-            return MaskedHeads(cast(MaskedLayers, self.heads), without_graphs, space, kv_format)
+            return MaskedHeads(cast(MaskedLayers, self.heads.loaded), without_graphs, space, kv_format)
         if self.head_rows.are_own:
             guesses = guess_space(self.config, self.num_blocks).num_blocks
-        return StoredHeads(cast(FeatureLayers, self.heads), self.head_rows, space, kv_format, guesses)
+        return StoredHeads(cast(FeatureLayers, self.heads.loaded), self.head_rows, space, kv_format, guesses)
 
     @property
     def _drafting_role(self) -> Role | None:
@@ -232,10 +229,11 @@ class WorkerFactory:
 
     @property
     def _drafting_leader(self) -> int | None:
-        return self.topology.target_leader if self._drafting_role is Role.TARGET else self.topology.draft_leader
+        topology = self.spec.topology
+        return topology.target_leader if self._drafting_role is Role.TARGET else topology.draft_leader
 
     def _make_messages(self, guides: RowGuides | None) -> MessageExchange:
-        topology, groups = self.topology, self.groups
+        topology, groups = self.spec.topology, self.groups
         assert groups.mail is not None and groups.workers is not None and topology.draft_leader is not None
         return MessageExchange(
             mail=groups.mail,
@@ -246,10 +244,10 @@ class WorkerFactory:
             draft_peer=topology.worker_ranks.index(topology.draft_leader),
             target_peer=topology.worker_ranks.index(topology.target_leader),
             group=groups.target,
-            target_vocab_size=self.target_vocab_size,
+            target_vocab_size=self.spec.target.vocab_size,
             use_logits=self.config.speculation.use_logits,
             draft_is_lost=self.draft_is_lost,
-            hidden=self._make_hidden_link() if self.hidden_kind is not None else None,
+            hidden=self._make_hidden_link(),
             gated=self._make_gated_drafts(guides),
             tells_guesses=self._waits_at_gates and self.config.drafts_ahead,
         )
@@ -266,7 +264,7 @@ class WorkerFactory:
         group = self.groups.target
         if group is None or not self._waits_at_gates:
             return None
-        if self.rank != self.topology.target_leader:
+        if self.rank != self.spec.topology.target_leader:
             return GatedDrafts(None, group)
         assert guides is not None
         rows, draft_len = self.config.scheduler.max_batch_size, self.config.draft_len
@@ -276,10 +274,11 @@ class WorkerFactory:
 
     def _make_hidden_link(self) -> HiddenLink | None:
         """This rank's end of the way of hidden states, where it has one."""
-        topology, groups, leads_target = self.topology, self.groups, self.rank == self.topology.target_leader
-        if not leads_target and self.rank != topology.draft_leader:
+        topology, groups, leads_target = self.spec.topology, self.groups, self.rank == self.spec.topology.target_leader
+        kind = HiddenKind.of(self.config, self.spec.target, self.heads.plan)
+        if kind is None or (not leads_target and self.rank != topology.draft_leader):
             return None
-        assert groups.mail is not None and groups.workers is not None and self.hidden_kind is not None
+        assert groups.mail is not None and groups.workers is not None
         other = topology.draft_leader if leads_target else topology.target_leader
         assert other is not None
         return HiddenLink(
@@ -287,17 +286,17 @@ class WorkerFactory:
             peers=groups.workers,
             rank=other,
             peer=topology.worker_ranks.index(other),
-            shape=self.hidden_kind.shape,
-            dtype=self.hidden_kind.dtype,
-            most_bytes=self.hidden_kind.bytes_under_way(self.config),
+            shape=kind.shape,
+            dtype=kind.dtype,
+            most_bytes=kind.bytes_under_way(self.config),
         )
 
     def _make_link(self) -> DeviceExchange:
         section = self.config.speculation
         return DeviceExchange(
-            Link(self.topology, self.rank, self.groups.workers),
+            Link(self.spec.topology, self.rank, self.groups.workers),
             in_place=self._drafting_role is Role.TARGET,
             leads_draft=self.rank == self._drafting_leader,
-            target_vocab_size=self.target_vocab_size if "target" in self.engines else None,
+            target_vocab_size=self.spec.target.vocab_size if "target" in self.engines else None,
             looks_texts_up=isinstance(section, HybridOptions) and section.enable_suffix_decoding,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from trtrun.core.request_statistics import ForesightStatistics, RequestStatistics
-from trtrun.first_uses import FirstUses
+from trtrun.warmup_misses import WarmupMisses
 
 ROUND_PARTS = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")
 """What `round_parts` shares the time of rounds out to."""
@@ -100,7 +100,7 @@ class RunStatistics:
         self.transferring += transferring
         self.verifying += verifying
 
-    def add_first_uses(self, uses: FirstUses) -> None:
+    def add_warmup_misses(self, uses: WarmupMisses) -> None:
         """Add what a leader made in rounds."""
         self.num_captures += uses.captures
         self.num_compilations += uses.compilations

@@ -1,3 +1,1 @@
-"""Between text and token ids: the tokenizer, texts that grow token by token, strings that are looked for in them. It
-does not know requests or models.
-"""
+"""Between text and token ids: the tokenizer, texts that grow token by token, strings that are looked for in them."""

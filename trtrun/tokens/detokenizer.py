@@ -6,8 +6,6 @@ end of what came so far that begins a sequence. What a step costs depends neithe
 how long they are, but for a search among them where a state is reached for the first time; so the automaton of a
 request is made at once, and its completions share it.
 
-It knows tokenizers and stop strings. It does not know when a completion ends for other reasons, or who reads the text.
-
 Source: A. V. Aho, M. J. Corasick, "Efficient string matching: an aid to bibliographic search", 1975.
 """
 
@@ -158,7 +156,7 @@ class IncrementalDetokenizer:
         self._num_of_prompt = len(self._of_prompt)  # of them, or to be expected
 
     def copied(self) -> IncrementalDetokenizer:
-        """One that goes on by itself: completions of one prompt need not read it again."""
+        """Make a copy that goes on by itself: completions of one prompt need not read it again."""
         other = copy(self)
         other._chain = self._chain.copied()
         return other
@@ -229,7 +227,7 @@ class _ThoughtEnd:
         self.is_certain, self.is_behind = not begin, False
 
     def pass_thoughts(self, text: str, place: int) -> int:
-        """Where in a text, from `place` on, the next character stands that is none of the thoughts'. What may become
+        """Find in a text, from `place` on, the next character that is not part of the thoughts. What may become
         their mark is asked for again."""
         if not self.is_certain:
             begun = text[place:].lstrip()
@@ -280,7 +278,7 @@ class CompletionText:
         self._thoughts = None if thoughts is None else _ThoughtEnd(*thoughts)
 
     def copied(self) -> CompletionText:
-        """One that goes on by itself."""
+        """Make a copy that goes on by itself."""
         other = copy(self)
         other._detokenizer = self._detokenizer.copied()
         other._thoughts = copy(self._thoughts)
@@ -337,7 +335,7 @@ class CompletionText:
         return False
 
     def end_tokens(self) -> None:
-        """No token follows: what may have become a character is text after all."""
+        """Take note that no token follows: what may have become a character is text after all."""
         if not self._is_over:
             try:
                 self._pending += self._detokenizer.flush()

@@ -1,7 +1,4 @@
-"""Makes tokens of bytes, as a tokenizer would make them of the text, wherever in a text the bytes stand.
-
-It knows a tokenizer and what its tokens stand for. It does not know whose bytes these are.
-"""
+"""Makes tokens of bytes, as a tokenizer would make them of the text, wherever in a text the bytes stand."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _ANCHORS = ("\n", "a")
 Hardly any token begins with a line's end, or with a letter and what follows no word."""
 
 _BEGIN_BYTES = 2
-"""Of a piece, by which it is looked for."""
+"""Bytes of a piece by which it is looked for."""
 
 _RUNS = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
 """Bytes that are no characters, as they are decoded, and characters."""
@@ -54,7 +51,7 @@ class Respeller:
         return tokens
 
     def num_bytes(self, token: int) -> int:
-        """That a token stands for."""
+        """The number of bytes that a token stands for."""
         return len(self._vocabulary.of_token.get(token, b""))
 
     def _of_text(self, text: str, data: bytes, is_start: bool) -> list[int]:
@@ -73,8 +70,8 @@ class Respeller:
     def _behind(
         self, tokens: Sequence[int], anchor: bytes, data: bytes, *, keeps_space: bool = False
     ) -> list[int] | None:
-        """Those of `tokens` that stand for `data` behind `anchor`; None where they stand for something else, or a token
-        for both. A space that is not the text's may stand in front, and is left there with `keeps_space`."""
+        """Tokens of `tokens` that stand for `data` behind `anchor`; None where they stand for something else, or a
+        token for both. A space that is not the text's may stand in front, and is left there with `keeps_space`."""
         texts = [self._vocabulary.of_token.get(token, b"") for token in tokens]
         whole = b"".join(texts)
         if not all(texts) or not whole.endswith(anchor + data) or whole not in (anchor + data, b" " + anchor + data):
@@ -105,7 +102,7 @@ class Respeller:
 
 
 def _lengths_by_begin(pieces: Iterable[bytes]) -> dict[bytes, list[int]]:
-    """Of pieces that begin with the same bytes, which lengths there are above 1, longest first."""
+    """Lengths above 1 of pieces that begin with the same bytes, longest first."""
     found: defaultdict[bytes, set[int]] = defaultdict(set)
     for piece in pieces:
         if len(piece) > 1:

@@ -127,7 +127,7 @@ class Tokenizer:
 
     @_LIBRARY
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same for several texts at once: in as many threads as RAYON_NUM_THREADS and TOKENIZERS_PARALLELISM allow,
+        """Encode several texts at once: in as many threads as RAYON_NUM_THREADS and TOKENIZERS_PARALLELISM allow,
         and without the interpreter, which this process's other threads have meanwhile."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
 
@@ -138,8 +138,8 @@ class Tokenizer:
         return text
 
     def decoding(self, skip_special_tokens: bool = True, end_token_ids: Sequence[int] = ()) -> Decoding:
-        """The same token by token: what each adds to a text. Shared by all texts of this tokenizer. Special tokens that
-        are not skipped are there as they are written, but for `end_token_ids`."""
+        """Decode token by token: what each adds to a text. It is shared by all texts of this tokenizer. Special tokens
+        that are not skipped are there as they are written, but for `end_token_ids`."""
         left_out = self.special_tokens
         if not skip_special_tokens:
             left_out &= {self._backend.id_to_token(token) for token in end_token_ids}
@@ -272,14 +272,14 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 @lru_cache(maxsize=2)
 def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
-    """Once for a file's content: it takes seconds."""
+    """Convert a file, once for its content: it takes seconds."""
     return read_sentencepiece(path)
 
 
 @lru_cache(maxsize=2)
 @_LIBRARY
 def _read_backend(content: bytes) -> tuple[tokenizers.Tokenizer, bytes]:
-    """From the content of tokenizer.json, which is kept once: a start reads the same several times, of target and
+    """Read the content of tokenizer.json, and keep the result: a start reads the same several times, of target and
     draft, and each takes a part of a second. Nothing alters the tokenizer but `Tokenizer`, always alike."""
     return tokenizers.Tokenizer.from_buffer(content), content
 

@@ -35,7 +35,7 @@ class TokenBytes:
 
     @property
     def num_tokens(self) -> int:
-        """Those that stand for something, special ones among them."""
+        """The number of tokens that stand for something, special ones among them."""
         return len(self.of_token) + len(self.special)
 
 
@@ -175,5 +175,5 @@ def _by_bytes(texts: Mapping[int, bytes], later: frozenset[int]) -> dict[bytes, 
 
 
 def _first_by_bytes(vocabulary: TokenBytes) -> dict[int, bytes]:
-    """Of tokens for the same text the one that is no fallback, or the first."""
+    """The token of each text: of several, the one that is no fallback, or the first."""
     return {token: data for data, token in _by_bytes(vocabulary.of_token, vocabulary.fallbacks).items()}

@@ -1,7 +1,5 @@
 """Translates a growing text from one vocabulary's tokens into another's; and reads the vocabularies of a target and a
 draft, and how drafts get from one to the other.
-
-It knows tokenizers. It does not know the configuration, rows, models or drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _MOST_BYTES = 128
 word begins, at least the first from the end."""
 
 _ENDLESS_BYTES = 1024
-"""After which a text in which no word begins is parted between any two tokens."""
+"""Bytes after which a text in which no word begins is parted between any two tokens."""
 
 _LOOKED_BACK = 16
 """Tokens of a text that are spelled again together with what is put behind it."""
@@ -53,7 +51,7 @@ class Vocabularies:
 
     @cached_property
     def special_of_draft(self) -> dict[int, int]:
-        """Of the draft's special tokens that mean something to the target, the target's."""
+        """The target's tokens for special tokens of the draft that mean something to it."""
         return {d: t for t, d in self.common.draft_of.items() if d in self.draft.special}
 
     def to_target(self, behind: Sequence[int], drafted: Sequence[int]) -> list[int]:
@@ -204,7 +202,7 @@ class TranslatedText:
             self._tail, self._is_start = self._tail[ends[count - 1] :], False
 
     def _settle_bytes(self) -> None:
-        """The same where the draft lacks some of the bytes, so that tokens do not tell where their ends are."""
+        """Settle bytes if the draft lacks some of them, so that tokens do not tell where their ends are."""
         last = len(self._tail) - _KEPT_BYTES
         end = self._tail.rfind(b" ", 0, last + 1)
         while end > 0 and not _begins_word(self._tail, end):
@@ -226,7 +224,8 @@ def _begins_word(text: bytes | bytearray, place: int) -> bool:
 Way = Literal["same", "intersection", "text"]
 
 _LARGE_SHARE = 0.5
-"""Of the target's tokens, from which the draft chooses among the common ones: the rest could never be proposed."""
+"""The share of the target's tokens from which the draft chooses among the common ones: the rest could never be
+proposed."""
 
 
 def choose_way(target: Path, draft: Path) -> Way:
@@ -269,7 +268,7 @@ def read_vocabularies(
 
 @lru_cache(maxsize=1)
 def _read_both(target: Path, draft: Path, hashes: tuple[str, str]) -> list[tuple[TokenBytes, Respeller]]:
-    """Once for the contents of files, which `hashes` stand for: a start needs them several times."""
+    """Read both vocabularies, once for the contents that `hashes` stand for: a start needs them several times."""
     found: list[tuple[TokenBytes, Respeller]] = []
     for path, role in ((target, "target"), (draft, "draft")):
         tokenizer = read_tokenizer(path)

@@ -32,7 +32,7 @@ class _PlanHeader(NamedTuple):
     decode: int
     max_context: int
     num_guesses: int
-    redraft_from: int
+    redraft_threshold: int
     given: int
     lists: int
     guides: int
@@ -47,7 +47,7 @@ _ADMISSION = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
+            "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "has_draft_kv",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists", "guide",
             "window", "ngram", "verified", "adapter_slot", "return_generation_logits",
             "has_cache_salt",
@@ -82,7 +82,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         plan.decode_rows.astype(np.int64),
         plan.draft_lens.astype(np.int64),
         plan.catch_up.astype(np.int64),
-        np.asarray(plan.given_rows, dtype=np.int64),
+        np.asarray(plan.predicted_output_rows, dtype=np.int64),
     ]
     lists: dict[int, TokenLists] = {}
     floats: list[np.ndarray] = []
@@ -112,8 +112,8 @@ def encode_plan(plan: RoundPlan) -> bytes:
         decode=len(plan.decode_rows),
         max_context=plan.max_context,
         num_guesses=plan.num_guesses,
-        redraft_from=plan.redraft_from,
-        given=len(plan.given_rows),
+        redraft_threshold=plan.redraft_threshold,
+        given=len(plan.predicted_output_rows),
         lists=len(lists),
         guides=len(told),
         integers=sum(map(len, integers)),
@@ -131,10 +131,10 @@ def is_plan(message: bytes) -> bool:
 def _chunk_numbers(chunk: PrefillChunk) -> tuple[int, ...]:
     """A chunk's `_CHUNK_NUMBERS`."""
     asked = (*(chunk.scored or _NOT_SCORED), *(chunk.reported or _NOT_REPORTED))
-    return (chunk.row, chunk.start, chunk.length, chunk.is_last, chunk.followed, *asked)
+    return (chunk.row, chunk.start, chunk.length, chunk.is_last, chunk.has_draft_kv, *asked)
 
 
-def _chunk(row: int, start: int, length: int, is_last: int, followed: int, *asked: int) -> PrefillChunk:
+def _chunk(row: int, start: int, length: int, is_last: int, has_draft_kv: int, *asked: int) -> PrefillChunk:
     """The chunk of `_chunk_numbers`."""
     scored = ScoredPart(*asked[: len(_NOT_SCORED)])
     reported = LogitsPart(*asked[len(_NOT_SCORED) :])
@@ -143,7 +143,7 @@ def _chunk(row: int, start: int, length: int, is_last: int, followed: int, *aske
         start,
         length,
         bool(is_last),
-        bool(followed),
+        bool(has_draft_kv),
         scored if scored.length else None,
         reported if reported.length else None,
     )
@@ -151,7 +151,7 @@ def _chunk(row: int, start: int, length: int, is_last: int, followed: int, *aske
 
 def _encode_admission(record: np.void, admission: RowAdmission, integers: list[np.ndarray]) -> None:
     sampling = admission.sampling
-    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed", "adapter_slot"):
+    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "has_draft_kv", "adapter_slot"):
         record[name] = getattr(admission, name)
     for name in _INTEGERS + _NUMBERS:
         record[name] = getattr(sampling, name)
@@ -218,8 +218,8 @@ def decode_plan(payload: bytes) -> RoundPlan:
         catch_up=decode[2],
         max_context=header.max_context,
         num_guesses=header.num_guesses,
-        redraft_from=header.redraft_from,
-        given_rows=given,
+        redraft_threshold=header.redraft_threshold,
+        predicted_output_rows=given,
     )
 
 
@@ -263,7 +263,7 @@ def _decode_admission(
         tokens=tokens,
         num_prompt_tokens=int(record["num_prompt_tokens"]),
         num_cached_tokens=int(record["num_cached_tokens"]),
-        followed=bool(record["followed"]),
+        has_draft_kv=bool(record["has_draft_kv"]),
         sampling=SamplingParams.from_checked(values),
         lists=lists[int(record["lists"])],
         draft_tokens=draft_tokens,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trtrun.core.nouns import TokenLogprobs
-from trtrun.first_uses import FirstUses
+from trtrun.warmup_misses import WarmupMisses
 
 
 class ReportKind(IntEnum):
@@ -68,7 +68,7 @@ class RoundTimes:
         verifying: the forward and the acceptance.
         anticipating: drafting for guesses while the target verifies.
         guiding: what the target leader's thread computed for rows that are guided.
-        first_uses: what the leader's process captured and compiled in rounds since it told that last.
+        warmup_misses: what the leader's process captured and compiled in rounds since it told that last.
     """
 
     drafting: float = 0.0
@@ -76,7 +76,7 @@ class RoundTimes:
     verifying: float = 0.0
     anticipating: float = 0.0
     guiding: float = 0.0
-    first_uses: FirstUses = field(default_factory=FirstUses)
+    warmup_misses: WarmupMisses = field(default_factory=WarmupMisses)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RoundReport:
         draft_lens: one a sampled row: draft tokens that were verified.
         tokens: [sampled_rows][num_tokens] the tokens gained.
         logprobs: for each sampled row that asked, in order, one entry a token gained.
-        foreseen: one a sampled row: whether its draft was made before the verdict that it follows.
+        cache_hits: one a sampled row: whether its draft was made before the verdict that it follows.
         num_suffix_tokens: one a sampled row: how many of its first draft tokens were found in texts, beside a model.
         num_guesses: drafts that a draft leader of its own made ahead.
         num_redrafted: rows that it drafted for while the target waited.
@@ -111,7 +111,7 @@ class RoundReport:
     draft_lens: list[int]
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
-    foreseen: list[bool] = field(default_factory=list)
+    cache_hits: list[bool] = field(default_factory=list)
     num_suffix_tokens: list[int] = field(default_factory=list)
     num_guesses: int = 0
     num_redrafted: int = 0
@@ -138,7 +138,7 @@ class ReportArrays:
         tokens: [rows, width].
         logprob_ids: [logprob_rows, width, 1 + alternatives].
         logprob_values: the same shape.
-        foreseen: [rows] of 0 and 1; see RoundReport for this and what follows.
+        cache_hits: [rows] of 0 and 1; see RoundReport for this and what follows.
     """
 
     round_index: int
@@ -148,7 +148,7 @@ class ReportArrays:
     tokens: np.ndarray = field(default_factory=lambda: _no_rows(2))
     logprob_ids: np.ndarray = field(default_factory=lambda: _no_rows(3))
     logprob_values: np.ndarray = field(default_factory=lambda: _no_rows(3))
-    foreseen: np.ndarray = field(default_factory=lambda: _no_rows(1))
+    cache_hits: np.ndarray = field(default_factory=lambda: _no_rows(1))
     num_suffix_tokens: np.ndarray = field(default_factory=lambda: _no_rows(1))
     num_guesses: int = 0
     num_redrafted: int = 0
@@ -179,8 +179,8 @@ class ReportArrays:
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
             hit_chances=len(self.hit_chances),
-            captures=self.times.first_uses.captures,
-            compilations=self.times.first_uses.compilations,
+            captures=self.times.warmup_misses.captures,
+            compilations=self.times.warmup_misses.compilations,
             drafting=self.times.drafting,
             transferring=self.times.transferring,
             verifying=self.times.verifying,
@@ -189,12 +189,21 @@ class ReportArrays:
         )
         counts = _no_rows(1) if self.num_tokens is None else self.num_tokens
         parts = [_REPORT_HEADER.pack(*header)]
-        foreseen, found = (
+        cache_hits, found = (
             array if len(array) == len(counts) else np.zeros(len(counts), dtype=np.int64)
-            for array in (self.foreseen, self.num_suffix_tokens)
+            for array in (self.cache_hits, self.num_suffix_tokens)
         )
         places = np.array([*self.logits], dtype=np.int64)
-        for array in (counts, self.draft_lens, foreseen, found, self.tokens, self.logprob_ids, self.prompt_ids, places):
+        for array in (
+            counts,
+            self.draft_lens,
+            cache_hits,
+            found,
+            self.tokens,
+            self.logprob_ids,
+            self.prompt_ids,
+            places,
+        ):
             parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         for array in (self.logprob_values, self.prompt_values, *reported, self.hit_chances):
             parts.append(np.ascontiguousarray(array, dtype=np.float32).tobytes())
@@ -211,7 +220,7 @@ class ReportArrays:
             draft_lens=self.draft_lens.tolist(),
             tokens=[row[: max(0, count)] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)],
             logprobs=_list_logprobs(self.logprob_ids, self.logprob_values) if len(self.logprob_ids) else [],
-            foreseen=list(map(bool, self.foreseen.tolist())) or [False] * len(num_tokens),
+            cache_hits=list(map(bool, self.cache_hits.tolist())) or [False] * len(num_tokens),
             num_suffix_tokens=self.num_suffix_tokens.tolist() or [0] * len(num_tokens),
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
@@ -229,7 +238,7 @@ def decode_report(payload: bytes) -> RoundReport:
     rows, width = header.rows, header.width
     # Plain integers: for few rows that takes half of the time of numpy's arrays.
     integers = struct.unpack_from(f"<{rows * (4 + width)}q", payload, _REPORT_HEADER.size)
-    num_tokens, draft_lens, foreseen, found = (list(integers[rows * part : rows * (part + 1)]) for part in range(4))
+    num_tokens, draft_lens, cache_hits, found = (list(integers[rows * part : rows * (part + 1)]) for part in range(4))
     starts = range(4 * rows, len(integers), width) if width else [0] * rows
     at = _REPORT_HEADER.size + 8 * len(integers)
     shape, of_prompts = (header.logprob_rows, width, header.logprob_width), (header.prompt_rows, header.prompt_width)
@@ -253,14 +262,14 @@ def decode_report(payload: bytes) -> RoundReport:
             header.verifying,
             header.anticipating,
             header.guiding,
-            FirstUses(header.captures, header.compilations),
+            WarmupMisses(header.captures, header.compilations),
         ),
         is_verdict=bool(header.is_verdict),
         num_tokens=num_tokens,
         draft_lens=draft_lens,
         tokens=[list(integers[start : start + max(0, count)]) for start, count in zip(starts, num_tokens, strict=True)],
         logprobs=_list_logprobs(ids.reshape(shape), values.reshape(shape)) if header.logprob_rows else [],
-        foreseen=list(map(bool, foreseen)),
+        cache_hits=list(map(bool, cache_hits)),
         num_suffix_tokens=found,
         num_guesses=header.num_guesses,
         num_redrafted=header.num_redrafted,

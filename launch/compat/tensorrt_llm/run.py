@@ -246,7 +246,7 @@ def _play(job: Job, options: Any) -> int:
     from trtrun.core.sampling_params import SamplingParams
 
     refused = 0
-    with load_llm(job.config) as llm:
+    with load_llm(job.spec) as llm:
         outputs = llm.generate(list(options.prompts), SamplingParams.from_mapping(options.sampling))
     for output in outputs:
         print(f'Input [Text {output.index}]: "{output.prompt}"')

@@ -27,18 +27,16 @@ from launch.jobs.placement.memory import JobMemory
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
-from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine
 from trtrun.configuration.hub_cache import snapshot_of
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.loading.loading import check_embedding_and_head
-from trtrun.loading.model_settings import read_target_heads
 from trtrun.loading.weight_check import check_model_weights
 from trtrun.lora.lora_files import open_adapter
-from trtrun.models.config import read_model_config
 from trtrun.start.draft_translation import read_draft_vocabularies
+from trtrun.start.job_spec import JobSpec
 from trtrun.weights.checkpoint import read_json
 from trtrun.weights.quantization_config import QUANTIZATION_FILE, configuration_bytes
 
@@ -93,8 +91,7 @@ class RankInventory:
 
 
 def take_inventory(
-    config: RuntimeConfig,
-    topology: Topology,
+    spec: JobSpec,
     rank: int,
     tell: Callable[[str], None] = lambda step: None,
     *,
@@ -103,13 +100,13 @@ def take_inventory(
     """Look at this rank's host: versions, models, device, memory.
 
     Args:
-        config: as this rank sees it, with its own model directories.
-        topology: of the job.
+        spec: as this rank sees it, with its own model directories.
         rank: this process's world rank.
         tell: called with what comes next, because file systems and drivers may hang.
         reads_engines: read this rank's shards of engines whole, and compare them with what was built.
     """
     problems: list[str] = []
+    config, topology = spec.config, spec.topology
     tell("versions of the software")
     host = socket.gethostname()
     slot = topology.slot(rank)
@@ -121,7 +118,7 @@ def take_inventory(
     engines: dict[str, str] = {}
     for name, section, is_held in model_sections(config, topology, rank):
         try:
-            configs[name] = _read_model(section, is_held)
+            configs[name] = _read_model(spec, name, section, is_held)
             if is_held or is_engine(section.model):
                 engines[name] = _read_built(section.model)
         except TrtrunError as error:
@@ -130,7 +127,7 @@ def take_inventory(
             problems.append(f"{name}: {section.model} cannot be read: {error.strerror or error}")
     if rank in topology.worker_ranks and not problems:
         try:
-            _read_beside(config, topology, rank)
+            _read_beside(spec, rank)
         except TrtrunError as error:
             problems.append(str(error))
     snapshots = {
@@ -147,7 +144,7 @@ def take_inventory(
         compared, wrong = compare_engines(config, topology, rank, tell)
         inventory = replace(inventory, compared_bytes=compared, problems=wrong)
     tell(f"looking at {slot.device}")
-    return _look_at_device(inventory, config, topology, rank)
+    return _look_at_device(inventory, spec, rank)
 
 
 def find_misfits(ranks: Sequence[RankInventory], topology: Topology) -> list[str]:
@@ -171,7 +168,7 @@ def describe_rank(topology: Topology, inventory: RankInventory) -> str:
     return name if topology.host(inventory.rank) == inventory.host else f"{name} on {inventory.host}"
 
 
-def _read_model(section: ModelSection, is_held: bool) -> str:
+def _read_model(spec: JobSpec, role: str, section: ModelSection, is_held: bool) -> str:
     """Hash of config.json and of ModelOpt's file beside it; where this rank holds a shard, its weights are looked at as
     the loader will.
 
@@ -181,8 +178,7 @@ def _read_model(section: ModelSection, is_held: bool) -> str:
     path = Path(section.model)
     read_json(path, "config.json", required=True)
     if is_held:
-        model, size = read_model_config(path), len(section.devices)
-        check_model_weights(path, model, size, section.quantization, section.load_format)
+        check_model_weights(path, spec.model_of(role), len(section.devices), section.quantization, section.load_format)
     return hashlib.sha256(b"\0".join(configuration_bytes(path))).hexdigest()[:16]
 
 
@@ -190,34 +186,33 @@ def _read_built(path: Path) -> str:
     return hashlib.sha256((path / ENGINE_FILE).read_bytes()).hexdigest()[:16] if is_engine(path) else "none"
 
 
-def _read_beside(config: RuntimeConfig, topology: Topology, rank: int) -> None:
+def _read_beside(spec: JobSpec, rank: int) -> None:
     """Look at what a rank loads beside its models: heads, vocabularies, adapters.
 
     Raises:
         TrtrunError: one is wrong.
     """
-    model = read_model_config(config.target.model)
-    heads = read_target_heads(config, model)
+    config, topology, model, heads = spec.config, spec.topology, spec.target, spec.heads
     if heads is not None and config.heads_apart and rank in topology.draft_ranks:
         check_embedding_and_head(config.target, model, heads.target_weights(model))
     if config.translates_drafts and rank in topology.draft_ranks:
-        read_draft_vocabularies(config)
+        read_draft_vocabularies(spec)
     if rank in topology.target_ranks:
         for name, path in config.adapters.items():
             open_adapter(name, path, model, config.adapter_slots.max_rank)
     if config.draft is not None and config.draft_adapters and rank in topology.draft_ranks:
-        draft = read_model_config(config.draft.model)
         for name, path in config.draft_adapters.items():
-            open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
+            open_adapter(name, path, spec.model_of("draft"), config.adapter_slots.max_rank, "draft_adapters")
 
 
-def _look_at_device(inventory: RankInventory, config: RuntimeConfig, topology: Topology, rank: int) -> RankInventory:
+def _look_at_device(inventory: RankInventory, spec: JobSpec, rank: int) -> RankInventory:
     """The inventory, with the memory of this rank's device and what fits into it."""
+    config, topology = spec.config, spec.topology
     slot = topology.slot(rank)
     assert slot is not None
     values, name = inventory.to_dict(), describe_rank(topology, inventory)
     try:
-        memory = JobMemory.read(config, topology)
+        memory = JobMemory.read(spec)
         values["shard_bytes"] = sum(memory.shard_bytes(rank))
         values["free_bytes"] = free_bytes_of_slot(slot.device, len(topology.slots_of_host(slot.host)))
         blocks = memory.count_blocks(rank, values["free_bytes"], name)

@@ -22,14 +22,14 @@ from trtrun.heads.head_reading import tell_heads
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.loading.model_settings import (
     mask_token,
-    read_target_heads,
     resolve_dtype_name,
     target_context,
 )
 from trtrun.loading.weight_check import check_model_weights, check_split, choose_default
 from trtrun.lora.lora_files import open_adapter
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
 from trtrun.start.draft_translation import read_draft_vocabularies
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.corpus import read_corpus
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 from trtrun.weights.checkpoint import NoWeightsError
@@ -39,32 +39,28 @@ _LOOKED_AT = 4096
 """Tokens of a corpus that are read before ranks start."""
 
 
-def check_job(config: RuntimeConfig, topology: Topology) -> None:
-    """Raise the TrtrunError that starting this job would end in, as far as it can be told without weights.
-
-    Args:
-        config: of the run.
-        topology: its ranks.
-    """
-    check_models(config)
-    for report in inspect_weights(config, topology):
+def check_job(spec: JobSpec) -> None:
+    """Raise the TrtrunError that starting this job would end in, as far as it can be told without weights."""
+    check_models(spec)
+    for report in inspect_weights(spec):
         if report.problem is not None and report.is_held:
             raise report.problem
-    check_devices(topology)
-    check_tokenizers(config)
+    check_devices(spec.topology)
+    check_tokenizers(spec)
 
 
-def check_models(config: RuntimeConfig) -> None:
+def check_models(spec: JobSpec) -> None:
     """Raise CheckpointError or ConfigError for models that are not supported, or that cannot be split like this. Only
     their config.json is read, headers of adapters, and the first lines of a corpus."""
+    config = spec.config
     KV_FORMATS.get(config.kv_cache.dtype)
-    target = _check_model("target", config.target)
+    target = _check_model("target", spec)
     target_context(config, target)
     for name, path in config.adapters.items():
         open_adapter(name, path, target, config.adapter_slots.max_rank)
     if config.draft is not None:
-        draft = _check_model("draft", config.draft)
-        mask_token(config)
+        draft = _check_model("draft", spec)
+        mask_token(config, draft)
         for name, path in config.draft_adapters.items():
             open_adapter(name, path, draft, config.adapter_slots.max_rank, "draft_adapters")
     check_corpus(config, target.vocab_size)
@@ -99,19 +95,16 @@ class WeightsReport:
         return isinstance(self.problem, NoWeightsError)
 
 
-def inspect_weights(
-    config: RuntimeConfig, topology: Topology, hosts_to_come: Collection[str] = ()
-) -> list[WeightsReport]:
+def inspect_weights(spec: JobSpec, hosts_to_come: Collection[str] = ()) -> list[WeightsReport]:
     """Look at the files of each model's weights as the loader will, by their headers.
 
     Weights that only other hosts need may be missing here; the ranks there read them.
 
     Args:
-        config: of the run, with models that `check_models` has passed.
-        topology: its ranks.
+        spec: a job whose models `check_models` has passed.
         hosts_to_come: made-up hosts; this one stands for them.
     """
-    reports = []
+    reports, config, topology = [], spec.config, spec.topology
     for role, section in (("target", config.target), ("draft", config.draft), ("heads", config.heads)):
         if section is None:
             continue
@@ -122,10 +115,10 @@ def inspect_weights(
         problem: CheckpointError | None = None
         try:
             if isinstance(section, ModelSection):
-                model, size = read_model_config(section.model), len(section.devices)
-                check_model_weights(section.model, model, size, section.quantization, section.load_format)
+                size = len(section.devices)
+                check_model_weights(section.model, spec.model_of(role), size, section.quantization, section.load_format)
             else:
-                read_target_heads(config, read_model_config(config.target.model))
+                _ = spec.heads
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {str(error).removeprefix(f'{role}: ')}")
         except CheckpointError as error:
@@ -135,9 +128,7 @@ def inspect_weights(
     return reports
 
 
-def check_visible_weights(
-    config: RuntimeConfig, topology: Topology, hosts_to_come: Collection[str] = ()
-) -> Iterator[str]:
+def check_visible_weights(spec: JobSpec, hosts_to_come: Collection[str] = ()) -> Iterator[str]:
     """Refuse weights that are here and that the job's hosts would refuse; say what could not be looked at.
 
     Yields:
@@ -146,7 +137,7 @@ def check_visible_weights(
     Raises:
         CheckpointError: the weights that this host holds are wrong.
     """
-    for report in inspect_weights(config, topology, hosts_to_come):
+    for report in inspect_weights(spec, hosts_to_come):
         if report.problem is None:
             continue
         if report.is_absent:
@@ -159,10 +150,11 @@ def check_visible_weights(
             yield f"warning: {report.problem} (so it is on this host; {', '.join(report.hosts)} will look at their own)"
 
 
-def check_tokenizers(config: RuntimeConfig) -> None:
+def check_tokenizers(spec: JobSpec) -> None:
     """Raise CheckpointError where draft and target do not spell text alike, or their tokens cannot be matched."""
+    config = spec.config
     if config.translates_drafts:
-        read_draft_vocabularies(config)
+        read_draft_vocabularies(spec)
         return
     tokenizer = read_tokenizer(config.tokenizer or config.target.model)
     draft_tokenizer = read_tokenizer(config.draft.model) if config.draft is not None else None
@@ -207,11 +199,13 @@ def _count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _check_model(role: str, section: ModelSection) -> ModelConfig:
+def _check_model(role: str, spec: JobSpec) -> ModelConfig:
     """Read one model's configuration, and try its split over the section's devices."""
+    section = spec.config.draft if role == "draft" else spec.config.target
+    assert section is not None
     kind = kind_of(section.devices[0])
     try:
-        config = read_model_config(section.model)
+        config = spec.model_of(role)
         default = choose_default(config, section.quantization, for_target=role == "target")
         share = Share(0, len(section.devices))
         check_split(config, share, resolve_dtype_name(section, config), kind, default)

@@ -25,16 +25,16 @@ from parallel.communicator import Communicator, SumTiming
 from parallel.errors import ControlPlaneError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.errors import RankFailedError
 from trtrun.rounds.failures import describe_draft_loss
 from trtrun.start.draft_translation import DraftTranslation
+from trtrun.start.job_spec import JobSpec
 
 LAUNCH_SECONDS = 8.0
 """How much of the time of `trtrun check` is for the start of mpirun and for the end of a job that hangs."""
 
 
-def check_before_run(config: RuntimeConfig) -> None:
+def check_before_run(spec: JobSpec) -> None:
     """The short check: the inventories of all ranks fit together. Collective over the job; a single process passes.
 
     The messages between ranks are tried where the job opens its communicators, so not here.
@@ -47,7 +47,7 @@ def check_before_run(config: RuntimeConfig) -> None:
     if place is None or place.size == 1:
         StartProgress().tell(DONE, "the start")
         return
-    with Session.open(config, config.launch.check_seconds) as session:
+    with Session.open(spec, spec.config.launch.check_seconds) as session:
         if session.rank != 0:
             session.send_inventory()
             if not session.next_order()["ok"]:
@@ -59,7 +59,7 @@ def check_before_run(config: RuntimeConfig) -> None:
             raise SystemExit(_refuse(problems))
 
 
-def play_check(config: RuntimeConfig, as_json: bool) -> int:
+def play_check(spec: JobSpec, as_json: bool) -> int:
     """This rank's part of `trtrun check`; rank 0 tells what was found.
 
     Returns:
@@ -69,10 +69,10 @@ def play_check(config: RuntimeConfig, as_json: bool) -> int:
         RankFailedError: on rank 0, a rank failed, or was not done in time.
     """
     if not is_reporting_rank():
-        follow_check(config)
+        follow_check(spec)
         return ExitCode.DONE
     try:
-        report = lead_check(config)
+        report = lead_check(spec)
     except SetupError as error:
         if as_json:
             print(report_json(None, error.problems), flush=True)
@@ -92,26 +92,26 @@ def play_check(config: RuntimeConfig, as_json: bool) -> int:
     return ExitCode.FAILED if report.failures else ExitCode.DONE
 
 
-def lead_check(config: RuntimeConfig) -> CheckReport:
+def lead_check(spec: JobSpec) -> CheckReport:
     """The thorough check, on rank 0 or in a job of one process.
 
     Raises:
         SetupError: with all that is wrong.
         RankFailedError: with the ranks that failed, or that were not done in time.
     """
-    topology = make_topology(config)
+    config, topology = spec.config, spec.topology
     if topology.world_size == 1:
-        ranks = [take_inventory(config, topology, 0, reads_engines=True)]
+        ranks = [take_inventory(spec, 0, reads_engines=True)]
         problems = find_misfits(ranks, topology)
         if problems:
             raise SetupError(problems)
         links = list_links(topology, dict.fromkeys(GROUPS, Kind.SOLO), _sends_probs(config), config.heads_apart)
         untried = [LinkReport.untried(link) for link in links]
         seconds = time.monotonic() - STARTED
-        return CheckReport.make(topology, ranks, untried, seconds, translation=DraftTranslation.of(config))
+        return CheckReport.make(topology, ranks, untried, seconds, translation=DraftTranslation.of(spec))
     seconds = config.launch.check_seconds
     until = STARTED + max(seconds / 2, seconds - LAUNCH_SECONDS)
-    with Session.open(config, until - time.monotonic(), reads_engines=True) as session:
+    with Session.open(spec, until - time.monotonic(), reads_engines=True) as session:
         ranks, problems = session.gather_inventories()
         if problems:
             session.order({"step": "end", "ok": False})
@@ -119,13 +119,13 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
         reports = list(_lead_steps(session))
         session.order({"step": "end", "ok": True})
         draft_loss = describe_draft_loss(config, topology)
-        translation = DraftTranslation.of(config)
+        translation = DraftTranslation.of(spec)
         return CheckReport.make(topology, ranks, reports, time.monotonic() - STARTED, draft_loss, translation)
 
 
-def follow_check(config: RuntimeConfig) -> None:
+def follow_check(spec: JobSpec) -> None:
     """The thorough check on all other ranks: do what rank 0 says until it ends."""
-    with Session.open(config, config.launch.check_seconds, reads_engines=True) as session:
+    with Session.open(spec, spec.config.launch.check_seconds, reads_engines=True) as session:
         session.send_inventory()
         while (order := session.next_order())["step"] != "end":
             if session.rank not in order["ranks"]:

@@ -19,14 +19,12 @@ from launch.jobs.mpi.start_progress import DONE, StartProgress
 from parallel.control import ControlPlane
 from parallel.errors import HeartbeatError
 from parallel.groups import Groups, open_groups
-from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
 from trtrun.rounds.failures import RankFailures
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.startup import device_of
 
 if TYPE_CHECKING:
@@ -61,12 +59,11 @@ class Session:
     when time is over, also where rank 0 itself waits inside MPI.
     """
 
-    def __init__(
-        self, config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, seconds: float, *, reads_engines: bool
-    ) -> None:
+    def __init__(self, spec: JobSpec, world: MPI.Intracomm, seconds: float, *, reads_engines: bool) -> None:
         self._reads_engines = reads_engines
-        self.config = config
-        self.topology = topology
+        self._spec = spec
+        self.config = spec.config
+        self.topology = topology = spec.topology
         self.world = world
         self.rank: int = world.Get_rank()
         self.groups: Groups | None = None
@@ -83,17 +80,17 @@ class Session:
             teller.tell(DONE, "the start")
 
     @classmethod
-    def open(cls, config: RuntimeConfig, seconds: float, *, reads_engines: bool = False) -> Session:
+    def open(cls, spec: JobSpec, seconds: float, *, reads_engines: bool = False) -> Session:
         """Join the check. Collective.
 
         Args:
-            config: of the job, as this rank sees it.
+            spec: of the job, as this rank sees it.
             seconds: that the check may take from now on; only rank 0's count. A rank that does not come ends the job.
             reads_engines: ranks read their shards of engines whole, and have more time by READ_BYTES_A_SECOND.
         """
         from mpi4py import MPI
 
-        return cls(config, make_topology(config), MPI.COMM_WORLD, seconds, reads_engines=reads_engines)
+        return cls(spec, MPI.COMM_WORLD, seconds, reads_engines=reads_engines)
 
     def __enter__(self) -> Session:
         return self
@@ -131,7 +128,7 @@ class Session:
         logger.info("check: %s", title)
         self._activity.check(title)
         if isinstance(self._heartbeat, HeartbeatClient):
-            self._heartbeat.beat()  # with the next regular beat it might be too late
+            self._heartbeat.send_now()  # with the next regular heartbeat it might be too late
 
     # Rank 0.
 
@@ -217,7 +214,7 @@ class Session:
         self.groups = open_groups(self.world, self.topology, device)
 
     def _take_own_inventory(self) -> RankInventory:
-        inventory = take_inventory(self.config, self.topology, self.rank, self.begin, reads_engines=self._reads_engines)
+        inventory = take_inventory(self._spec, self.rank, self.begin, reads_engines=self._reads_engines)
         logger.info("%s", ", ".join(f"{name} {version}" for name, version in inventory.versions.items()))
         for problem in inventory.problems:
             logger.info("problem: %s", problem)

@@ -39,10 +39,10 @@ from parallel import abort
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.environment import settle
 from trtrun.errors import PlacementError
 from trtrun.rounds.failures import expendable_hosts, expendable_ranks
+from trtrun.start.job_spec import JobSpec
 from trtrun.threads import threads_per_slot
 
 OWN_PREFIX = "TRTRUN_"
@@ -58,6 +58,8 @@ class Job:
 
     Attributes:
         config: of the run.
+        spec: the configuration, its topology and its models.
+        topology: of the ranks that are started.
         arguments: command line of `module`.
         module: the Python module that each rank runs.
         nests: under an mpirun of one rank, start an mpirun of the right size inside it instead of refusing.
@@ -71,10 +73,12 @@ class Job:
     nests: bool = False
     drains: bool = False
     is_check: bool = False
+    spec: JobSpec = field(init=False)
     topology: Topology = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "topology", make_topology(self.config))
+        object.__setattr__(self, "spec", JobSpec(self.config))
+        object.__setattr__(self, "topology", self.spec.topology)
 
     @property
     def threads(self) -> int:

@@ -6,8 +6,8 @@ the heartbeat (`parallel.watchdog`), which watches all that comes after. The hea
 workers learn its address and token over MPI, and MPI's start hangs while one rank is missing.
 
 The parent of mpirun takes the marks out of the ranks' stderr and, when the time is over, names those that hold up the
-rest; which those are is decided in `parallel.watchdog.blame`. Where a user's own mpirun started the ranks nobody reads
-marks, and none are written. It does not know what the steps mean.
+rest; which those are is decided in `parallel.watchdog.fault_attribution`. Where a user's own mpirun started the ranks
+nobody reads marks, and none are written. It does not know what the steps mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from parallel.mpi_rank import find_mpi_rank
-from parallel.watchdog import blame
+from parallel.watchdog import fault_attribution
 
 STARTED = time.monotonic()
 """When this process began, near enough: commands import this first."""
@@ -99,7 +99,7 @@ class StartProgress:
 def say_hello() -> None:
     """A rank's first mark, before anything that can hang. It keeps the way to the parent open for later ones."""
     if has_parent():
-        StartProgress().tell(blame.FIRST_STEP, "start of MPI")
+        StartProgress().tell(fault_attribution.FIRST_STEP, "start of MPI")
 
 
 DONE = 1_000_000
@@ -190,11 +190,13 @@ class StartWatch:
 
     def find_stuck(self) -> list[int]:
         """Ranks that hold up the others, as far as can be told from here."""
-        return blame.find_stuck({number: self._progress(rank) for number, rank in self._ranks.items()}, self.size)
+        return fault_attribution.find_stuck(
+            {number: self._progress(rank) for number, rank in self._ranks.items()}, self.size
+        )
 
-    def _progress(self, rank: _Rank) -> blame.Progress:
+    def _progress(self, rank: _Rank) -> fault_attribution.Progress:
         silence = self.clock() - rank.heard_at
-        return blame.Progress(rank.number, silence, rank.number >= DONE, _is_stopped(rank))
+        return fault_attribution.Progress(rank.number, silence, rank.number >= DONE, _is_stopped(rank))
 
     def _hear(self, mark: re.Match[str]) -> str:
         rank, number, process, host, step = mark.groups()

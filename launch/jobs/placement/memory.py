@@ -17,7 +17,7 @@ from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks, default_fraction
 from trtrun.loading.loading import heads_bytes, shard_bytes
-from trtrun.loading.model_settings import read_target_heads, row_context
+from trtrun.loading.model_settings import JobModels
 from trtrun.memory.memory_requirements import (
     adapter_slots_bytes,
     engine_working_bytes,
@@ -26,8 +26,9 @@ from trtrun.memory.memory_requirements import (
     resolve_dtype,
     store_bytes_per_block,
 )
-from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.config import ModelConfig
 from trtrun.start.corpora import corpus_bytes
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.rank_heads import demand_apart
 from trtrun.start.startup import device_of
 from trtrun.weights.checkpoint import NoWeightsError
@@ -65,34 +66,42 @@ class JobMemory:
 
     Attributes:
         config, topology: of the job.
+        models: what their config.json says.
         draft: None without one.
         target: of the run.
-        context: most tokens of one request.
         heads: that draft from what the target computes, on its ranks or on one of their own; None without, or where
             they are not on this host.
     """
 
     config: RuntimeConfig
     topology: Topology
+    models: JobModels
     draft: ModelShards | None
     target: ModelShards
-    context: int
     heads: HeadsPlan | None = None
 
     @classmethod
-    def read(cls, config: RuntimeConfig, topology: Topology) -> JobMemory:
+    def read(cls, spec: JobSpec) -> JobMemory:
         """Read both models' config.json.
 
         Raises:
             TrtrunError: one of them cannot be read, or is shorter than scheduler.max_seq_len.
         """
-        target = _read_shards(config.target)
-        draft = _read_shards(config.draft) if config.draft is not None else None
+        config, draft = spec.config, None
+        target = ModelShards(config.target, spec.target, resolve_dtype(config.target, spec.target))
+        if config.draft is not None:
+            model = spec.model_of("draft")
+            draft = ModelShards(config.draft, model, resolve_dtype(config.draft, model))
         try:
-            heads = read_target_heads(config, target.model)
+            heads = spec.heads
         except NoWeightsError:
             heads = None
-        return cls(config, topology, draft, target, row_context(config, target.model), heads)
+        return cls(config, spec.topology, spec.models, draft, target, heads)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of one request."""
+        return self.models.context
 
     @property
     def heads_on_target(self) -> HeadsPlan | None:
@@ -103,7 +112,7 @@ class JobMemory:
         """What heads on a rank of their own need, on that rank; None elsewhere."""
         if self.heads is None or not self.config.heads_apart or slot.draft_index is None:
             return None
-        return demand_apart(self.config, self.context, self.target.model, self.heads, device_of(slot))
+        return demand_apart(self.config, self.models, self.heads, device_of(slot))
 
     def shard_bytes(self, rank: int) -> tuple[int, int]:
         """Bytes of the draft's weights, or of the heads or the corpus, and of the target's on one rank."""
@@ -161,8 +170,8 @@ class JobMemory:
             ("target", self.target, slot.target_index),
         ):
             if engine is not None and index is not None:
-                arguments = (self.config, self.context, role, engine.section, engine.model, index, device)
-                total += engine_working_bytes(*arguments, self.heads if role == "target" else None)
+                heads = self.heads if role == "target" else None
+                total += engine_working_bytes(self.config, self.models, role, index, device, heads)
         return total
 
     def count_blocks(self, rank: int, free_bytes: int, where: str) -> int:
@@ -196,8 +205,3 @@ class JobMemory:
             most_useful=most_useful_blocks(self.config, self.context),
             where=where,
         )
-
-
-def _read_shards(section: ModelSection) -> ModelShards:
-    model = read_model_config(section.model)
-    return ModelShards(section, model, resolve_dtype(section, model))

@@ -34,7 +34,6 @@ from launch.jobs.terminal import output_console
 from parallel.topology import Topology
 from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
-from trtrun.loading.model_settings import mask_token
 from trtrun.loading.stored_report import describe_kept, describe_weights
 from trtrun.memory.window_rings import describe_rings
 from trtrun.start.draft_translation import DraftTranslation
@@ -115,11 +114,11 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     Raises:
         TrtrunError: the job could not start, or would not fit; one line says why.
     """
-    config, topology = job.config, job.topology
-    check_models(config)
-    check_tokenizers(config)
-    unseen = list(check_visible_weights(config, topology, made_up_hosts))
-    memory = JobMemory.read(config, topology)
+    spec, config, topology = job.spec, job.config, job.topology
+    check_models(spec)
+    check_tokenizers(spec)
+    unseen = list(check_visible_weights(spec, made_up_hosts))
+    memory = JobMemory.read(spec)
     here = {host for host in topology.hosts if host not in made_up_hosts and is_local(host)}
     absent = missing_devices(topology) if here else []
     ranks = [_plan_rank(rank, memory, here, bool(absent)) for rank in range(topology.world_size)]
@@ -144,8 +143,8 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
         kv_tokens=kv_tokens,
         draft_dtype=None if memory.draft is None else _dtype_name(memory.draft.dtype),
         target_dtype=_dtype_name(memory.target.dtype),
-        parallel_drafting=mask_token(config) is not None,
-        translation=DraftTranslation.of(config),
+        parallel_drafting=spec.models.mask_token is not None,
+        translation=DraftTranslation.of(spec),
         heads=None if memory.heads is None else memory.heads.describe(),
         links=list_links(
             topology, expect_kinds(topology, nccl), config.speculation.use_logits, sends_hidden=config.heads_apart

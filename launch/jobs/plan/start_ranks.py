@@ -101,7 +101,8 @@ class RankStarts:
         return {device_kind(device) for device in devices}
 
     def _with(self, config: RuntimeConfig, context: int | None) -> RankStarts:
-        memory = replace(self._memory, config=config, context=context or self._memory.context)
+        models = replace(self._memory.models, context=context or self._memory.context)
+        memory = replace(self._memory, config=config, models=models)
         return RankStarts(memory, self._files, self._here, self._absent, self._nccl)
 
     def _look(self, slot: Slot) -> RankStart:
@@ -129,8 +130,7 @@ class RankStarts:
         if role == "draft" and config.heads_apart:
             has_graphs = slot.device.startswith("cuda") and config.cuda_graphs
             kinds = NUM_KINDS if self._has_triton(slot) else 0
-            model = self._memory.target.model
-            return count_graphs(config, self._memory.context, role, model, None, kinds) if has_graphs else 0
+            return count_graphs(config, self._memory.models, role, None, kinds) if has_graphs else 0
         shards = self._shards(role)
         if not (slot.device.startswith("cuda") and config.cuda_graphs and (shards.tp_size == 1 or self._nccl)):
             return 0
@@ -138,7 +138,7 @@ class RankStarts:
         tiled = has_triton and reads_in_place(config, shards.model, "cuda")
         width = tile_width(shards.model, shards.tp_size, slot.device) if tiled else None
         kinds = NUM_KINDS if has_triton else 0
-        return count_graphs(config, self._memory.context, role, shards.model, width, kinds)
+        return count_graphs(config, self._memory.models, role, width, kinds)
 
     def _shards(self, role: str) -> ModelShards:
         shards = self._memory.draft if role == "draft" else self._memory.target

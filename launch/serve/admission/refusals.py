@@ -1,5 +1,5 @@
-"""Why a request is not answered, in no protocol's words: a kind and one line. Protocols give each kind their number,
-those over HTTP the same one.
+"""Refusals, whatever the protocol: why a request is not answered, as a kind and one line. Protocols give each kind
+their number, those over HTTP the same one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HTTP_STATUS: Mapping[Kind, int] = {
     Kind.UNAVAILABLE: 503,
     Kind.TIMEOUT: 504,
 }
-"""Of each kind, in every protocol over HTTP; metrics count all protocols' refusals by it."""
+"""The status of each kind, in every protocol over HTTP; metrics count all protocols' refusals by it."""
 
 
 class Refusal(TrtrunError):
@@ -98,3 +98,30 @@ def refusing() -> Iterator[None]:
     except InvalidRequestError as error:
         field, _, _ = str(error).partition(":")
         raise Refusal(Kind.INVALID, str(error), field if field.isidentifier() else None) from None
+
+
+RETRY_SECONDS = 1
+"""Seconds after which a client that was turned away may try again: a queue moves with every completion that ends."""
+
+RESTART_RETRY_SECONDS = 5
+"""Seconds to wait while the engine starts, or hangs, and while the server ends: another may stand in for it."""
+
+
+def engine_starting() -> Refusal:
+    """What a request is told while there is no engine."""
+    return Refusal(
+        Kind.UNAVAILABLE, "the engine is starting: send the request again later", code="engine_starting",
+        retry_after=RESTART_RETRY_SECONDS,
+    )  # fmt: skip
+
+
+def server_ending() -> Refusal:
+    """What a request is told that comes too late, or is not done when the server's time is over."""
+    return Refusal(Kind.UNAVAILABLE, "the server is ending", code="server_ending", retry_after=RESTART_RETRY_SECONDS)
+
+
+def out_of_time(seconds: float) -> Refusal:
+    """What a request is told that was not done in time."""
+    return Refusal(
+        Kind.TIMEOUT, f"the request was not done within {seconds:g} s (server.request_timeout_s)", code="timeout"
+    )

@@ -1,4 +1,4 @@
 """What puts a server together and runs it: its parts from the configuration, its applications and ports, its process.
 
-It knows every room of `launch.serve` and none of what they do inside. It does not know rounds.
+It knows every room of `launch.serve` and none of what they do inside.
 """

@@ -28,8 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
-from launch.serve.admission.limits import RETRY_SECONDS
-from launch.serve.admission.refusals import Refusal, retry_headers
+from launch.serve.admission.refusals import RETRY_SECONDS, Refusal, retry_headers
 from launch.serve.api.anthropic import api as anthropic
 from launch.serve.api.kserve import http_api as kserve
 from launch.serve.api.openai import api as openai
@@ -74,7 +73,7 @@ def make_application(frontend: Frontend, routes: Sequence[Route], allowed_origin
         return _count(frontend, protocol.answer_refusal(error))
 
     async def refuse_http(request: Request, error: Exception) -> Response:
-        """No such path, or no such method of it."""
+        """Refuse a path that there is not, or a method that it does not have."""
         assert isinstance(error, HTTPException)
         path = request.url.path[:200]
         line = f"{request.method} {path}: {error.detail}{_hint(path, error.headers or {}, routes)}"
@@ -174,7 +173,7 @@ def is_loopback(listener: Listener) -> bool:
 
 
 class HttpServer(uvicorn.Server):
-    """One application on one socket, until `finish`."""
+    """A server of one application on one socket, until `finish`."""
 
     def __init__(self, application: Starlette, listener: Listener, section: ServerSection, connections: int) -> None:
         """Answer requests.
@@ -209,7 +208,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn calls it: begin to take connections."""
+        """Begin to take connections; uvicorn calls it."""
         if self.config.ssl is None:
             await super().startup(sockets)
             return

@@ -11,21 +11,20 @@ from typing import Any
 
 from starlette.routing import Route
 
-from launch.serve.admission.limits import AdmissionControl
-from launch.serve.admission.logits import LogitsLimit
+from launch.serve.admission.control import AdmissionControl, LogitsLimit
 from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
-from launch.serve.api.kserve.row_requests import ModelFacts
 from launch.serve.api.kserve.service import KServeService
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.api.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.engine.adapters import AdapterRegistry
 from launch.serve.engine.client import EngineClient
 from launch.serve.frontend.adapters import AdapterDesk
-from launch.serve.frontend.frontend import Frontend
+from launch.serve.frontend.frontend import Frontend, RequestOptions, ServedModel
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontendMetrics
@@ -37,10 +36,9 @@ from trtrun.chats.chat_template import ChatTemplate, read_chat_template
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.server_config import ServerSection
-from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import sampling_defaults
-from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one server.
+    """Parts of one server.
 
     Attributes:
         frontend: a request's way.
@@ -70,18 +68,18 @@ def model_name(config: RuntimeConfig) -> str:
     return config.server.model_name or name_of_model(config.target.model)
 
 
-def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts:
+def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     """The parts, which know each other.
 
     Raises:
         TrtrunError: the model's configuration, tokenizer or chat template cannot be read, or no parser has the name
             that the section has.
     """
+    config, model = spec.config, spec.target
     section = config.server
     directory = config.tokenizer or config.target.model
     tokenizer_hash = hash_tokenizer_files(directory)  # before the reading: whatever comes between shows
     tokenizer = read_tokenizer(directory)
-    model = read_model_config(config.target.model)
     name = model_name(config)
     if name in config.adapters:
         raise ConfigError(f"adapters.{name}: clients call the model itself so: give the adapter another name")
@@ -91,61 +89,45 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
     defaults = sampling_defaults(config)
     tool_format, reasoning_format = _formats(section, template)
     _say_unseen_tools(section, template)
-    parsers = Parsers(
-        Facts(
-            tokenizer=None if tokenizer is None else str(directory),
-            tokenizer_hash=tokenizer_hash,
-            template=None if template is None else template.source,
-            template_tokens={} if template is None else template.tokens,
-            tool_template=None if template is None else template.tool_source,
-            tool_format=tool_format,
-            reasoning_format=reasoning_format,
-            model_name=name,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            draft_len=config.draft_len,
-            excludes_prompt=section.exclude_input_in_output,
-            max_batch_size=config.scheduler.max_batch_size,
-            lora_tasks=tuple(config.adapters),
-            sampling_defaults=defaults,
-            refuses_unseen_tools=section.tools_unseen == "refuse",
-        ),
-        section.max_body_bytes,
+    facts = Facts(
+        tokenizer=None if tokenizer is None else str(directory),
+        tokenizer_hash=tokenizer_hash,
+        template=None if template is None else template.source,
+        template_tokens={} if template is None else template.tokens,
+        tool_template=None if template is None else template.tool_source,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+        model_name=name,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        draft_len=config.draft_len,
+        excludes_prompt=section.exclude_input_in_output,
+        max_batch_size=config.scheduler.max_batch_size,
+        lora_tasks=tuple(config.adapters),
+        sampling_defaults=defaults,
+        refuses_unseen_tools=section.tools_unseen == "refuse",
     )
-    prompts = PromptReader(model, tokenizer)
+    parsers = Parsers(facts, section.max_body_bytes, RequestParser(facts, tokenizer))
     frontend = Frontend(
-        name,
-        prompts,
-        tokenizer,
-        config.draft_len,
+        ServedModel(name, PromptReader(model, tokenizer), tokenizer, config.draft_len),
         admission,
         engine,
         metrics,
-        section.request_timeout_s,
         parsers,
-        section.ping_seconds,
+        RequestOptions(section.request_timeout_s, section.ping_seconds, section.cache_by_client),
         LogitsLimit(model.vocab_size, section.max_logits_bytes, section.max_total_logits_bytes),
-        cache_by_client=section.cache_by_client,
     )
     engine.adapters = AdapterRegistry.of(config.adapters)
-    facts = ModelFacts(
-        tokenizer,
-        model.vocab_size,
-        model.eos_token_ids,
-        config.draft_len,
-        section.exclude_input_in_output,
-        tuple(config.adapters),
-    )
-    kserve = KServeService(frontend, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
+    kserve = KServeService(frontend, config.scheduler.max_batch_size, config.kv_cache.block_size)
     bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
-    chats = OpenAIApi(frontend, keys, bodies, defaults)
+    chats = OpenAIApi(frontend, keys, bodies)
     routes = (
         *chats.routes(),
         *MessagesApi(chats, frontend, keys, bodies).routes(),
         *TokenApi(frontend, keys, bodies).routes(),
         *AdapterApi(AdapterDesk.of(frontend, section), keys, bodies).routes(),
         *KServeHttpApi(kserve, keys, bodies).routes(),
-        *StatusBoard(frontend, config, make_topology(config), keys, template is not None).routes(),
+        *StatusBoard(frontend, spec, keys, template is not None).routes(),
         *page_routes(),
         metrics_route(frontend, keys),
     )
@@ -153,7 +135,7 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
 
 
 def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:
-    """In which chats' texts have calls and thoughts, as the section says, or the template shows.
+    """Formats of calls and thoughts in chats' texts, as the section says, or the template shows.
 
     Raises:
         ConfigError: there is none of that name.

@@ -21,7 +21,7 @@ from launch.jobs.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.jobs.mpi.job import finish_mpi, is_reporting_rank
 from launch.jobs.slurm.reach import describe_way, tell_way
 from launch.serve.admission.event_loop_stalls import MeasuredLoop
-from launch.serve.admission.limits import server_ending
+from launch.serve.admission.refusals import server_ending
 from launch.serve.api.kserve.grpc_server import GrpcServer
 from launch.serve.application.http_server import (
     HttpServer,
@@ -33,23 +33,23 @@ from launch.serve.application.http_server import (
 )
 from launch.serve.application.parts import make_parts
 from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
-from launch.serve.frontend.arrivals import bound_threads
+from launch.serve.frontend.coalescing import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
-from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.configuration.drafting.suffix_options import SuffixOptions
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.garbage import leave_out_what_is
 from trtrun.loading.model_settings import describe_generation_defaults
+from trtrun.start.job_spec import JobSpec
 
 METRICS_CONNECTIONS = 64
-"""That may be open on the metrics port."""
+"""Connections that may be open on the metrics port."""
 
 ERROR_SECONDS = 1.0
-"""For the last words to streams that are cut off."""
+"""Seconds for the last words to streams that are cut off."""
 
 if TYPE_CHECKING:  # the frontend of an engine in processes of its own does without torch
     from launch.serve.engine.own_engine import OwnEngine
@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # the frontend of an engine in processes of its own does with
 logger = logging.getLogger(__name__)
 
 
-def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> int:
+def play_serve(spec: JobSpec, running: RestartedEngine | OwnEngine) -> int:
     """Serve until a signal ends it.
 
     Args:
@@ -73,7 +73,7 @@ def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> i
         FailedError: the engine ended too often.
         RankFailedError: a rank failed, and nothing starts it again.
     """
-    section = config.server
+    section = spec.config.server
     check_tls(section)
     keys = Keys.read(section.api_key_file)
     allow_open_files(section.max_connections)
@@ -84,11 +84,11 @@ def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> i
         say(
             f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
         )
-    if keys.have_several and (told := _what_keys_share(config.speculation)):
+    if keys.have_several and (told := _what_keys_share(spec.config.speculation)):
         say(f"WARNING: {told}")
     # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
     with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
-        return runner.run(_serve(config, keys, running, http, metrics))
+        return runner.run(_serve(spec, keys, running, http, metrics))
 
 
 def _what_keys_share(section: SpeculationSection) -> str | None:
@@ -106,7 +106,7 @@ def _what_keys_share(section: SpeculationSection) -> str | None:
     return None
 
 
-def play_serve_rank(config: RuntimeConfig) -> int:
+def play_serve_rank(spec: JobSpec) -> int:
     """The part of a rank that a user's own launcher has started: rank 0 serves, and the others compute for it.
 
     Raises:
@@ -119,11 +119,11 @@ def play_serve_rank(config: RuntimeConfig) -> int:
     from trtrun.api.async_llm import AsyncLLM
 
     with Drain().listening() if not is_reporting_rank() else nullcontext():
-        check_before_run(config)
+        check_before_run(spec)
         if is_reporting_rank():
-            status = play_serve(config, OwnEngine(config))
+            status = play_serve(spec, OwnEngine(spec))
         else:
-            AsyncLLM.open(config)
+            AsyncLLM.open(spec)
             status = ExitCode.DONE
     finish_mpi()
     return status
@@ -137,18 +137,18 @@ def say(line: str) -> None:
 
 
 async def _serve(
-    config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine, http: Listener, metrics: Listener
+    spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine, http: Listener, metrics: Listener
 ) -> int:
-    return await _Server(config, keys, running).run(http, metrics)
+    return await _Server(spec, keys, running).run(http, metrics)
 
 
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine) -> None:
-        self._config = config
+    def __init__(self, spec: JobSpec, keys: Keys, running: RestartedEngine | OwnEngine) -> None:
+        self._config = spec.config
         self._running = running
-        parts = make_parts(config, keys, running.engine)
+        parts = make_parts(spec, keys, running.engine)
         self._frontend, self._parsers = parts.frontend, parts.parsers
         self._admission, self._metrics = self._frontend.admission, self._frontend.metrics
         self._routes, self._servicer = parts.routes, parts.servicer

@@ -20,18 +20,15 @@ from starlette.routing import Route
 from launch.serve.engine.messages import Ready, Standing, Status
 from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.requests import Keys
-from parallel.topology import Role, Topology
+from parallel.topology import Role
 from trtrun import __version__
-from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.configuration.hub_cache import name_of_model
-from trtrun.configuration.model_sections import ModelSection
-from trtrun.loading.model_settings import mask_token
-from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 
 
-def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:
+def describe_drafts(spec: JobSpec) -> dict[str, Any]:
     """What `GET /status` tells.
 
     Returns:
@@ -40,7 +37,7 @@ def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:
         None of chains, and of trees whose shape follows from what is drafted.
         `drafts_in_parallel`: whether a draft model makes all of them in one forward.
     """
-    section, most = config.speculation, config.draft_len
+    section, most = spec.config.speculation, spec.config.draft_len
     size = section.size_of(most)
     paths: Iterable[Sequence[int]] | None = None
     tree = getattr(section, "tree", None)
@@ -51,7 +48,7 @@ def describe_drafts(config: RuntimeConfig) -> dict[str, Any]:
     return {
         "draft_nodes": size.nodes,
         "draft_parents": _parents(paths, size.nodes) if paths is not None and size.paths > 1 else None,
-        "drafts_in_parallel": mask_token(config) is not None,
+        "drafts_in_parallel": spec.models.mask_token is not None,
     }
 
 
@@ -67,7 +64,7 @@ METRICS_PATH = "/metrics"
 
 
 def metrics_route(frontend: Frontend, keys: Keys) -> Route:
-    """For an application.
+    """The route of the metrics, for an application.
 
     Args:
         frontend: whose metrics they are.
@@ -93,23 +90,20 @@ FRESH_SECONDS = 0.2
 class StatusBoard:
     """What the server tells of itself."""
 
-    def __init__(
-        self, frontend: Frontend, config: RuntimeConfig, topology: Topology, keys: Keys, has_template: bool
-    ) -> None:
+    def __init__(self, frontend: Frontend, spec: JobSpec, keys: Keys, has_template: bool) -> None:
         """Begin to tell.
 
         Args:
             frontend: of the server.
-            config: that is served.
-            topology: that its devices make.
+            spec: of the job that is served.
             keys: one of which is asked for, where there are any: names of hosts are not for everybody.
             has_template: whether chats are answered.
         """
         self._frontend = frontend
-        self._config = config
-        self._models = _models(config)
-        self._drafts = describe_drafts(config)
-        self._topology = topology
+        self._config = spec.config
+        self._models = _models(spec)
+        self._drafts = describe_drafts(spec)
+        self._topology = spec.topology
         self._keys = keys
         self._has_template = has_template
         self._asking: asyncio.Task[Status | None] | None = None
@@ -117,7 +111,7 @@ class StatusBoard:
         self._told: tuple[Ready, Status] | None = None
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The board's routes, for the application."""
         return [Route("/status", self.status, methods=["GET"])]
 
     async def status(self, request: Request) -> Response:
@@ -204,8 +198,8 @@ class StatusBoard:
 
 
 def describe_phases(standings: Sequence[Standing], *, with_words: bool = False) -> list[dict[str, Any]]:
-    """In which phase each process of the engine is, and for how long: for anybody, or with words, which may have names
-    of adapters, for who has a key."""
+    """Describe in which phase each process of the engine is, and for how long: for anybody, or with words, which may
+    have names of adapters, for who has a key."""
     return [
         {"rank": one.rank, "phase": one.phase, "seconds": round(one.seconds, 3)}
         | ({"doing": one.doing, "still_seconds": round(one.still_seconds, 3)} if with_words else {})
@@ -213,22 +207,22 @@ def describe_phases(standings: Sequence[Standing], *, with_words: bool = False) 
     ]
 
 
-def _models(config: RuntimeConfig) -> dict[str, Any]:
+def _models(spec: JobSpec) -> dict[str, Any]:
     """What each model is called, and how its weights are held: as the YAML file says, or as the checkpoint is
     quantized. A head with a rank of its own stands in the draft's place."""
+    config = spec.config
     sections = {"target": config.target, "draft": config.draft if config.draft_devices else None}
     told: dict[str, Any] = {
         role: None
         if section is None
-        else {"name": name_of_model(section.model), "dtype": section.dtype, "quantization": _quantization(section)}
+        else {
+            "name": name_of_model(section.model),
+            "dtype": section.dtype,
+            "quantization": spec.model_of(role).quant_method or section.quantization,
+        }
         for role, section in sections.items()
     }
     if config.heads is not None and config.heads_apart:
         name = name_of_model(config.heads.model)
         told["draft"] = {"name": name, "dtype": config.target.dtype, "quantization": "none"}
     return told
-
-
-def _quantization(section: ModelSection) -> str:
-    stored = read_model_config(section.model).quant_method
-    return section.quantization if stored is None else stored

@@ -1,3 +1,3 @@
 """The engine as a server has it: in processes of its own that are started again, or in this one; what both sides say to
-each other, and the requests that outlive it. It does not know protocols, prompts' texts or rounds.
+each other, and the requests that outlive it.
 """

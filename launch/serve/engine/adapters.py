@@ -1,8 +1,7 @@
-"""Which adapters the engine has to have: those of the configuration, and what was loaded and dropped since.
+"""Adapters that the engine has to have: those of the configuration, and what was loaded and dropped since.
 
 An engine that is started again has those of the configuration; it is told the rest before it gets the requests that go
-on. An adapter that was dropped while requests have it is loaded once more for them, and dropped when they are gone. It
-knows names, directories and messages. It does not know connections.
+on. An adapter that was dropped while requests have it is loaded once more for them, and dropped when they are gone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MOST_LOST = 2
 
 @dataclass(frozen=True)
 class _Source:
-    """Where an adapter was loaded from, and what its files were then."""
+    """The directory that an adapter was loaded from, and what its files were then."""
 
     path: Path
     files: str
@@ -50,12 +49,12 @@ class AdapterRegistry:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> AdapterRegistry:
-        """That of a configuration."""
+        """Make the registry of a configuration."""
         return cls(tuple(names), dict.fromkeys(names))
 
     @property
     def names(self) -> list[str]:
-        """Those that requests may ask for."""
+        """Names that requests may ask for."""
         return list(self.offered)
 
     def enter(self, change: AdapterChange) -> None:

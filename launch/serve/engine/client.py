@@ -1,10 +1,10 @@
 """The frontend's side of the engine, wherever that runs: behind a socket, of another process or of this one.
 
 A request is sent to the engine that is there, together with those of the same turn of the event loop, and begins with
-them. Whatever comes back is kept: its tokens, as long as it goes on. When
-the engine's connection ends, the request waits; the next engine gets it with those tokens and goes on behind them, and
-its reader sees a pause (`open_requests`). Requests that may be what ends engines are given up, too. It knows
-the messages. It does not know how engines are started (`keeper`), or what prompts and texts are for.
+them. Whatever comes back is kept: its tokens, as long as it goes on. When the engine's connection ends, the request
+waits; the next engine gets it with those tokens and goes on behind them, and its reader sees a pause (`open_requests`).
+Requests that may be what ends engines are given up, too. It does not know how engines are started (`keeper`), or what
+prompts and texts are for.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from itertools import count
 import msgspec
 
 from launch.serve.admission.event_loop_stalls import YieldTimer
-from launch.serve.admission.limits import engine_starting
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.refusals import Kind, Refusal, engine_starting
 from launch.serve.engine.adapters import AdapterChange, AdapterRegistry
 from launch.serve.engine.handshake import listen
 from launch.serve.engine.messages import (
@@ -97,7 +96,7 @@ class EngineClient:
         return len(self._requests)
 
     def standings(self) -> list[Standing]:
-        """In which phase each process of the engine is, and since when, as it has last told."""
+        """The phase of each process of the engine, and since when it is in it, as last reported."""
         now = time.monotonic()
         if self.ready is None:
             since = now - self._absent_since
@@ -183,7 +182,7 @@ class EngineClient:
         return {name for opened in self._requests.values() if (name := opened.request.sampling.lora_name) is not None}
 
     def _take_change(self, answer: AdapterChanged) -> None:
-        """What came of the first change that was not answered."""
+        """Take the outcome of the first change that was not answered."""
         change, done = self._changes.popleft()
         if done is None:  # nobody has asked for it: an engine is told what the one before had
             self.adapters.note_loaded(change.lora_name)
@@ -258,7 +257,7 @@ class EngineClient:
                 self._writer.write(data)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One engine's connection, from its first message to its end."""
+        """Serve the connection of one engine, from its first message to its end."""
         try:
             messages = MessageStream(reader)
             ready = await messages.read()

@@ -1,11 +1,10 @@
 """Keeps an engine running: starts it, sees whether it gets on, hears that it has ended, starts it again, and gives up
 when it ends too often.
 
-An engine tells about once a second where each of its threads stands, in rounds and outside of them. It hangs where
-it is silent, or where a thread stands still for longer than its phase may take, and where it is not up after
+An engine tells about once a second where each of its threads stands, in rounds and outside of them. It hangs where it
+is silent, or where a thread stands still for longer than its phase may take, and where it is not up after
 launch.start_seconds. The ranks of a job watch each other (`parallel.watchdog`): of these the frontend asks only that
-rank 0 goes on telling. It knows processes, times and how often engines may end. It does not know what an engine does
-(`process`) or what it is told (`client`).
+rank 0 goes on telling. It does not know what an engine does (`process`) or what it is told (`client`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.jobs.mpi.parent_death import ending_with_parent
 from launch.jobs.mpi.supervise import GRACE_SECONDS
 from launch.serve.engine.messages import Beat, Standing
-from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, beat_seconds
+from parallel.watchdog.heartbeat_server import PATIENCE_HEARTBEATS, heartbeat_interval
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 
@@ -53,7 +52,7 @@ class EngineWatch:
             start_limit: seconds from its start to its first beat; None where its start is watched elsewhere.
             clock: seconds; for tests.
         """
-        self.beat = beat_seconds(limit)
+        self.beat = heartbeat_interval(limit)
         self._limit = limit
         self._start_limit = start_limit
         self._clock = clock
@@ -65,16 +64,15 @@ class EngineWatch:
         self._last, self._heard = beat, self._clock()
 
     def forget(self) -> None:
-        """It is over; another one may start now."""
+        """Forget an engine that is over; another one may start now."""
         self._last, self._begun = None, self._clock()
 
     def find_fault(self) -> str | None:
-        """Why the engine has to be ended, once it hangs. Called about once a beat."""
+        """Find out why the engine has to be ended, once it hangs. Called about once a beat."""
         now, before = self._clock(), self._looked
         self._looked = now
-        if (
-            now - before > PATIENCE_BEATS * self.beat
-        ):  # the frontend was stopped, or busy: that is no news of the engine
+        # The frontend was stopped, or busy: that is no news of the engine.
+        if now - before > PATIENCE_HEARTBEATS * self.beat:
             self._heard = now
             self._begun += now - before
         if self._last is None:
@@ -147,7 +145,7 @@ class RestartLimit:
 
     @property
     def engines(self) -> list[int | None]:
-        """Those whose ends are counted."""
+        """Engines whose ends are counted."""
         return [engine for _, engine in self._restarts]
 
     def __str__(self) -> str:
@@ -155,7 +153,8 @@ class RestartLimit:
 
 
 class EngineKeeper:
-    """One engine at a time, in a child process. An engine that ends before one was ever up is not started again."""
+    """Keeps one engine at a time, in a child process. An engine that ends before one was ever up is not started
+    again."""
 
     def __init__(
         self,

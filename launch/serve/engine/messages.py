@@ -3,9 +3,8 @@
     4 bytes, big-endian: length │ {"kind": "begin", "requests": […]}
 
 The frontend sends Begin, Abort, AskStatus, LoadAdapter, DropAdapter and Close; the engine sends Ready, Deltas, Ended,
-AdapterChanged, Status and Beat. They are
-plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. It does
-not know who sends what when.
+AdapterChanged, Status and Beat. They are plain values, checked as they are read: a field that is missing, unknown or of
+another type ends the connection.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from trtrun.errors import TrtrunError, one_line
 from trtrun.scheduling.limits import SchedulerLimits
 
 MOST_BYTES = 1 << 28
-"""Of one message: many times the tokens of the longest request."""
+"""The most bytes of one message: many times the tokens of the longest request."""
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 18
@@ -189,7 +188,7 @@ class Status(_Message, frozen=True, tag="status"):
 
     @property
     def drafts_foreseen(self) -> int:
-        """Of these, those that were there before their verdict."""
+        """The number of these that were ready before their verdict."""
         return sum(self.totals.get("foresight", {}).get("foreseen_by_place", ()))
 
     @property
@@ -199,7 +198,7 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a thread of a rank stands.
+    """The state of a thread of a rank.
 
     Attributes:
         rank: world rank.

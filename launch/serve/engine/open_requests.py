@@ -9,7 +9,7 @@ engine without a token in between is suspected:
   has ended, so that a third loss shows which one it was.
 
 Requests that came together, the prompts of one client's request, are one: they are alone together, and given up
-together. It knows requests, deltas and numbers of engines. It does not know connections, or who reads.
+together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trtrun.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt to complete.
+    """A prompt to complete.
 
     Attributes:
         prompt_token_ids: checked against the model and the engine's limits.
@@ -63,7 +63,7 @@ class Inbox:
             self._end_completion()
 
     def end(self, error: Refusal) -> None:
-        """Nothing will come any more, of any request."""
+        """End all requests: nothing more will come."""
         self._error = self._error or error
         self._has_news.set()
 
@@ -171,7 +171,7 @@ _COUNTERS = (
     "num_accepted_suffix_draft_tokens",
     "num_preemptions",
 )
-"""Those of a completion that go on with its next engine; cached tokens and times are those of the first."""
+"""Statistics of a completion that go on with its next engine; cached tokens and times are those of the first."""
 
 
 def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics:
@@ -185,7 +185,8 @@ LOSSES_ALONE = 2
 """Engines in a row that a request may lose without a token in between, and without another one in work."""
 
 MOST_LOSSES = 3
-"""The same beside other requests. No more than the restarts that a server has by default: the others go on."""
+"""The most engines that a request may lose beside other requests. No more than the restarts that a server has by
+default: the others go on."""
 
 _END = "it is not tried again"
 
@@ -267,7 +268,7 @@ class Suspects:
         return None
 
     def _had(self, requests: Mapping[str, OpenRequest]) -> list[OpenRequest]:
-        """Those that the engine has got so far."""
+        """Requests that the engine has got so far."""
         waiting = set(self._waiting)
         return [opened for opened in requests.values() if opened.request_id not in waiting]
 

@@ -1,9 +1,9 @@
 """The engine's way out to the frontend: what a round added becomes one message, written by the engine's own thread.
 
 An event loop beside the rounds would have to wake up for each of them, and take the interpreter from the engine's
-thread in its middle. So the thread that has made the deltas encodes them and hands them to the kernel, which takes
-less time than waking somebody. Where the frontend does not read, they wait here and become one delta a completion; the
-event loop then writes them when there is room again. It does not know what the messages are about.
+thread in its middle. So the thread that has made the deltas encodes them and hands them to the kernel, which takes less
+time than waking somebody. Where the frontend does not read, they wait here and become one delta a completion; the event
+loop then writes them when there is room again.
 """
 
 from __future__ import annotations

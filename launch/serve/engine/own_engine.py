@@ -1,7 +1,7 @@
 """An engine in this process: rank 0 of a job that a user's own mpirun or srun has started holds the frontend, too.
 
 Both sides speak as elsewhere, over a pair of sockets. Nothing restarts it: the launcher ends the job with the first
-rank that it needs. It does not know HTTP.
+rank that it needs.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import socket
 
 from launch.exit_codes import ExitCode
 from launch.jobs.mpi.drain import end_at_once
-from launch.serve.admission.limits import server_ending
+from launch.serve.admission.refusals import server_ending
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.keeper import EngineWatch, is_watched
 from launch.serve.engine.process import open_engine, serve_frontend
 from launch.serve.engine.restarted_engine import EngineEvents
 from trtrun.api.async_llm import AsyncLLM
-from trtrun.configuration.config import RuntimeConfig
+from trtrun.start.job_spec import JobSpec
 
 
 class OwnEngine:
-    """The same as a `RestartedEngine` to the server.
+    """An engine in this process, with the interface of a `RestartedEngine`.
 
     Attributes:
         engine: for requests.
     """
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, spec: JobSpec) -> None:
         self.engine = EngineClient()
-        self._config = config
+        self._spec, self._config = spec, spec.config
         self._launcher = os.getppid()
         self._is_over = False
 
@@ -63,14 +63,14 @@ class OwnEngine:
         self.engine.close()
 
     def kill(self) -> None:
-        """Nothing: the ranks end with this process."""
+        """Do nothing: the ranks end with this process."""
 
     def is_abandoned(self) -> bool:
         """Whether the launcher has died, which this process is told by SIGTERM."""
         return os.getppid() != self._launcher
 
     def _open(self) -> AsyncLLM:
-        llm = open_engine(self._config)
+        llm = open_engine(self._spec)
         assert llm is not None  # this is rank 0
         return llm
 

@@ -2,7 +2,7 @@
 
 The frontend starts it as a child: alone where one slot does everything, else as the parent of mpirun, as in `trtrun
 run`. Rank 0 loads the models and then calls the frontend. Texts are made here, because a stop string ends its row in
-the round in which it is whole. It does not know HTTP, prompts as text, or who reads what it sends.
+the round in which it is whole.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ from launch.serve.engine.messages import (
     Status,
 )
 from launch.serve.engine.outbox import Outbox, Sending
-from parallel.watchdog.heartbeat_server import beat_seconds
+from parallel.watchdog.heartbeat_server import heartbeat_interval
 from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
 from trtrun.api.engine_thread import Arrival
 from trtrun.api.llm_engine import LLMEngine
-from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import StartReport
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.garbage import leave_out_what_is
 from trtrun.rounds.failures import losable_ranks
+from trtrun.start.job_spec import JobSpec
 
 
 async def describe_engine(llm: AsyncLLM) -> Ready:
@@ -69,7 +68,7 @@ async def describe_engine(llm: AsyncLLM) -> Ready:
 
 
 def describe_ranks(llm: AsyncLLM) -> Beat:
-    """Where the engine's threads stand. In any thread. Ranks of a job are watched by each other."""
+    """Describe the states of the engine's threads, in any thread. Ranks of a job are watched by each other."""
     is_alone, limit = is_watched(llm.config), llm.config.launch.heartbeat_seconds
     standings = []
     for rank, doing in llm.engine.orchestrator.look().items():
@@ -112,16 +111,16 @@ def read_status(engine: LLMEngine) -> Status:
     )
 
 
-def play_engine(config: RuntimeConfig, socket_name: str) -> int:
-    """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the frontend until that ends.
+def play_engine(spec: JobSpec, socket_name: str) -> int:
+    """Play this rank's part: workers serve rank 0 until the job is over, rank 0 serves the frontend until that ends.
 
     Raises:
         TrtrunError: the ranks do not fit together, or a model cannot be loaded.
         RankFailedError: a rank failed.
         FailedError: the frontend cannot be reached.
     """
-    check_before_run(config)
-    llm = open_engine(config)
+    check_before_run(spec)
+    llm = open_engine(spec)
     if llm is not None:
         with llm:
             asyncio.run(_serve(llm, socket_name))
@@ -129,12 +128,12 @@ def play_engine(config: RuntimeConfig, socket_name: str) -> int:
     return ExitCode.DONE
 
 
-def open_engine(config: RuntimeConfig) -> AsyncLLM | None:
+def open_engine(spec: JobSpec) -> AsyncLLM | None:
     """Load this rank's part, and tell the terminal of it; None on workers, once they have served to the end."""
     with Bar("loading weights", in_bytes=True, then="compiling kernels and trying rounds") as bar:
-        llm = AsyncLLM.open(config, bar.update)
+        llm = AsyncLLM.open(spec, bar.update)
     if llm is not None:
-        StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
+        StartProgress().tell_expendable(losable_ranks(spec.config, spec.topology))
         leave_out_what_is()
     return llm
 
@@ -165,7 +164,7 @@ async def serve_frontend(llm: AsyncLLM, connection: socket.socket) -> None:
 
 
 class _Served:
-    """One frontend's requests. What comes of them, the engine's thread sends itself."""
+    """Serves one frontend's requests. The engine's thread itself sends what comes of them."""
 
     def __init__(self, llm: AsyncLLM, outbox: Outbox) -> None:
         self._llm = llm
@@ -178,7 +177,7 @@ class _Served:
         self._held: set[str] = set()
 
     async def follow(self, messages: MessageStream) -> None:
-        """See `serve_frontend`."""
+        """Serve the frontend's messages until it ends; see `serve_frontend`."""
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
         changing = asyncio.create_task(self._change_adapters())
@@ -233,7 +232,7 @@ class _Served:
             self._changing[change.lora_name] -= 1
 
     async def _load(self, change: LoadAdapter) -> TrtrunError | None:
-        """Why an adapter cannot be loaded; None once requests may name it."""
+        """Load an adapter. Returns why it cannot be loaded; None once requests may name it."""
         ended: asyncio.Future[TrtrunError | None] = self._loop.create_future()
 
         def tell(error: TrtrunError | None) -> None:
@@ -267,7 +266,7 @@ class _Served:
                 faulthandler.dump_traceback()  # before the frontend hears it, and may end this process
             was_hanging = is_hanging
             self._outbox.offer(beat)
-            await asyncio.sleep(beat_seconds(limit))
+            await asyncio.sleep(heartbeat_interval(limit))
 
     async def _tell_status(self) -> None:
         try:
@@ -278,7 +277,7 @@ class _Served:
             pass  # it is closed
 
     def _begin(self, requests: Sequence[Generate]) -> None:
-        """One that names an adapter which is being changed waits for that, and no other does."""
+        """Begin requests; one that names an adapter which is being changed waits for that, and no other does."""
         beginning = []
         for request in requests:
             name = request.sampling.get("lora_name")
@@ -306,7 +305,7 @@ class _Served:
             self._llm.deliver(arrivals)
 
     def _hear_failure(self, error: RankFailedError) -> None:
-        """In the engine's thread."""
+        """Pass a failure on to the event loop; called in the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: another request's failure has ended it
             self._loop.call_soon_threadsafe(self._fail, error)
 

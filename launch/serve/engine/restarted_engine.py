@@ -1,7 +1,7 @@
 """An engine in processes of its own, which is started again when it ends: keeper, socket and client joined.
 
-It knows that an engine goes on with the requests of the one before it only if it is the same once more: it has read the
-same configuration and the same files, and has the same room. It does not know requests.
+An engine goes on with the requests of the one before it only if it is the same once more: it has read the same
+configuration and the same files, and has the same room.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RestartedEngine:
     """
 
     def __init__(self, config: RuntimeConfig, command: Sequence[str]) -> None:
-        """Nothing is started yet.
+        """Set the engine up; nothing is started yet.
 
         Args:
             config: of the ranks, and the limits of restarts.

@@ -1,7 +1,6 @@
 """Adapters that clients load and drop while the server runs: which names and directories are let in.
 
-A path comes from outside: only what lies below one directory is looked at, links followed, those of its files, too. It
-knows names and paths, and no protocol.
+A path comes from outside: only what lies below one directory is looked at, links followed, those of its files, too.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.serve.admission.limits import RETRY_SECONDS, out_of_time
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.refusals import RETRY_SECONDS, Kind, Refusal, out_of_time
 from launch.serve.engine.adapters import AdapterChange
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
 from launch.serve.frontend.frontend import Frontend
@@ -33,7 +31,7 @@ _MOST_WAITING = 16
 
 @dataclass
 class AdapterDesk:
-    """Who loads and drops them: one after the other.
+    """Loads and drops adapters, one after the other.
 
     Attributes:
         frontend: that takes requests.
@@ -50,7 +48,7 @@ class AdapterDesk:
 
     @classmethod
     def of(cls, frontend: Frontend, section: ServerSection) -> AdapterDesk:
-        """That of a server.
+        """Make the desk of a server.
 
         Raises:
             ConfigError: there is no such directory.

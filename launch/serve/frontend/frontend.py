@@ -2,8 +2,7 @@
 
 The way of a request: its prompts become tokens here, beside the rounds, or are tokens already where it was long; what
 the model cannot follow is refused; admission lets it in; the engine's client has it completed, over as many engines as
-it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`. It
-knows no HTTP and no process.
+it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`.
 """
 
 from __future__ import annotations
@@ -16,25 +15,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from launch.serve.admission.limits import (
-    SHORT_BODY,
-    AdmissionControl,
-    Ticket,
-    check_counts,
-    distinct,
-    engine_starting,
-    out_of_time,
-)
-from launch.serve.admission.logits import LogitsLimit, LogitsPlace
-from launch.serve.admission.owners import OWNER
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.control import OWNER, AdmissionControl, LogitsLimit, LogitsPlace, Ticket
+from launch.serve.admission.limits import SHORT_BODY, check_counts, distinct
+from launch.serve.admission.refusals import Kind, Refusal, engine_starting, out_of_time, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.frontend.arrivals import ArrivalBatches, PromptTokens
+from launch.serve.frontend.coalescing import PromptTokens, RequestCoalescer
 from launch.serve.metrics import FrontendMetrics
-from launch.serve.parsing.parsers import Parsed, ParsedRequest, Parsers
+from launch.serve.parsing.messages import Stops
+from launch.serve.parsing.parsers import Parsed, ParsedRequest, Parsers, UnencodedRequest
 from trtrun.api.adapters import check_adapter
-from trtrun.api.prompts import Prompt, PromptReader
+from trtrun.api.prompts import PromptReader
 from trtrun.core.outputs import OWN_FAULTS, CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
@@ -70,7 +61,7 @@ class Usage:
 
 
 class Generation:
-    """One request in work. Iterating it yields its pieces; `close` has to be called, however that ends.
+    """A request in work. Iterating it yields its pieces; `close` has to be called, however that ends.
 
     Attributes:
         prompts: the tokens of each prompt.
@@ -173,6 +164,38 @@ class Generation:
         self._observed.end(is_whole=not self._going_on, now=time.perf_counter())
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model as clients see it.
+
+    Attributes:
+        name: what clients call it.
+        prompts: checks and encodes prompts.
+        tokenizer: None where prompts are token ids alone.
+        draft_len: tokens drafted in a round, at most; 0 where none are.
+    """
+
+    name: str
+    prompts: PromptReader
+    tokenizer: Tokenizer | None
+    draft_len: int
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How all requests are treated.
+
+    Attributes:
+        timeout: seconds that one may take.
+        ping_seconds: after so long without news a stream says that it is there; None for never.
+        cache_by_client: whether clients share no prefixes in the cache.
+    """
+
+    timeout: float
+    ping_seconds: float | None = None
+    cache_by_client: bool = False
+
+
 class Frontend:
     """What all protocols share.
 
@@ -188,34 +211,28 @@ class Frontend:
 
     def __init__(
         self,
-        model_name: str,
-        prompts: PromptReader,
-        tokenizer: Tokenizer | None,
-        draft_len: int,
+        model: ServedModel,
         admission: AdmissionControl,
         client: EngineClient,
         metrics: FrontendMetrics,
-        timeout: float,
         parsers: Parsers,
-        ping_seconds: float | None = None,
+        options: RequestOptions,
         logits_limit: LogitsLimit | None = None,
-        *,
-        cache_by_client: bool = False,
     ) -> None:
-        self._cache_by_client = cache_by_client
         self._logits_limit = logits_limit or LogitsLimit(0, 0, 0)
-        self.ping_seconds = ping_seconds
-        self.model_name = model_name
-        self.tokenizer = tokenizer
-        self.draft_len = draft_len
+        self._cache_by_client = options.cache_by_client
+        self._timeout = options.timeout
+        self.ping_seconds = options.ping_seconds
+        self.model_name = model.name
+        self.tokenizer = model.tokenizer
+        self.draft_len = model.draft_len
         self.admission = admission
         self.client = client
         self.metrics = metrics
-        self._prompts = prompts
-        self._timeout = timeout
+        self._prompts = model.prompts
         self._parsers = parsers
-        self._tokens = PromptTokens(prompts)
-        self._arrivals = ArrivalBatches(admission)
+        self._tokens = PromptTokens(model.prompts)
+        self._coalescer = RequestCoalescer(admission)
 
     @property
     def adapters(self) -> list[str]:
@@ -227,11 +244,17 @@ class Frontend:
         """Tokens that end a text."""
         return self._prompts.end_token_ids
 
+    def parse_in_loop(
+        self, kind: str, body: bytes, model: str = "", json_length: int = 0
+    ) -> UnencodedRequest | Stops | None:
+        """Parse a request at once if it is short and cannot take long; None if `read` has to do it; see there."""
+        return self._parsers.parse_in_loop(kind, body, self.most_prompt_tokens, model, json_length, self.adapters)
+
     async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Parsed:
-        """Have a request read beside the event loop.
+        """Have a request parsed by a worker, beside the event loop.
 
         Args:
-            kind, model, json_length: see `reading.messages.Task`.
+            kind, model, json_length: see `parsing.messages.Task`.
             body: its bytes.
             arrived: as of `begin`.
 
@@ -243,7 +266,7 @@ class Frontend:
         is_short = len(body) <= SHORT_BODY
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
-                with self._arrivals.announced() if is_short else nullcontext():
+                with self._coalescer.expect_other() if is_short else nullcontext():
                     found = await self._parsers.read(kind, body, most_tokens, model, json_length, self.adapters)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
@@ -255,36 +278,28 @@ class Frontend:
 
     async def begin(
         self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams],
+        request: ParsedRequest | UnencodedRequest,
         arrived: float,
-        are_read: bool = False,
     ) -> Generation:
         """Let a request in and have it completed.
 
         Args:
-            prompts: each completed `sampling.n` times.
-            sampling: of all of them, or of each, with the same `n`. A seed is drawn for each object without one.
+            request: each of its prompts is completed `sampling.n` times, which is the same for all. A seed is drawn for
+                each object of parameters without one. Of a ParsedRequest all was checked already, whatever its length;
+                an UnencodedRequest is short, and nothing guides its text.
             arrived: when its body was there, in seconds of `time.perf_counter`: its time runs from then on.
-            are_read: prompts are the model's tokens, and it can follow the parameters, whatever their length (`reading`
-                has looked at them); else the request is short, and nothing guides its text.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        if not are_read:
-            check_counts(prompts, of_each)
-        ticket = self.admission.enter(sum(parameters.n for parameters in of_each), OWNER.get())
+        sampling = request.sampling
+        if isinstance(request, UnencodedRequest):
+            check_counts(request.prompts, sampling)
+        ticket = self.admission.enter(sum(parameters.n for parameters in sampling), OWNER.get())
         try:
-            tokens: Sequence[Sequence[int]]
-            if are_read:
-                tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
-            else:
-                with refusing():
-                    tokens = await self._read(prompts, of_each)
-            await self._arrivals.wait()
-            requests = self._join(tokens, of_each)
+            tokens = await self._encode(request) if isinstance(request, UnencodedRequest) else request.prompts
+            await self._coalescer.wait()
+            requests = self._join(tokens, sampling)
             logits = self._check(requests)
             generation = Generation(self.client, requests, ticket, logits, self.metrics, arrived, self._timeout)
         except BaseException:
@@ -298,15 +313,16 @@ class Frontend:
             raise
         return generation
 
-    async def _read(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
-        """Prompts as tokens, with parameters that the model can follow. All of them are short, for this is the event
-        loop."""
-        for parameters in distinct(sampling):
-            # A grammar may take any time and memory, which only another process can be held to.
-            assert parameters.guided is None, "what is guided is read elsewhere"
-            self._prompts.check(parameters)
-        with self._arrivals.coming():
-            return await self._tokens.encode(prompts)
+    async def _encode(self, request: UnencodedRequest) -> Sequence[Sequence[int]]:
+        """Check that the model can follow the parameters, and make tokens of the prompts, together with those of other
+        requests."""
+        with refusing():
+            for parameters in distinct(request.sampling):
+                # A grammar may take any time and memory, which only another process can be held to.
+                assert parameters.guided is None, "guided requests are parsed by workers"
+                self._prompts.check(parameters)
+            with self._coalescer.expect_admitted():
+                return await self._tokens.encode(request.prompts)
 
     def _join(self, tokens: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
         seeded = {id(parameters): parameters.with_seed() for parameters in distinct(sampling)}
@@ -333,7 +349,7 @@ class Frontend:
         return self._limits().max_prompt_length
 
     def _limits(self) -> SchedulerLimits:
-        """Of the engine; raises a Refusal where it is gone, and its limits with it."""
+        """The engine's limits; raises a Refusal if it is gone, and its limits with it."""
         self.admission.check_open()
         assert self.client.limits is not None
         return self.client.limits

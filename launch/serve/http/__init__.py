@@ -1,3 +1,1 @@
-"""HTTP beneath every protocol: connections, TLS, keys and ids of requests, bodies, streams of events. It does not know
-what requests ask for, or engines.
-"""
+"""HTTP beneath every protocol: connections, TLS, keys and ids of requests, bodies, streams of events."""

@@ -1,9 +1,8 @@
 """Answers that are long or last, for every protocol: whole ones, made and sent in parts as their client reads, and
 streams of events, written as they come, where it is asked for with comments while nothing does.
 
-The HTML standard has the format of events (https://html.spec.whatwg.org/multipage/server-sent-events.html). It knows
-ASGI, and when a client is gone. It does not know what answers hold, or how clients that read nothing are cut
-(`connections`).
+The HTML standard has the format of events (https://html.spec.whatwg.org/multipage/server-sent-events.html). It does not
+know what answers hold, or how clients that read nothing are cut (`connections`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from launch.serve.admission.event_loop_stalls import YieldTimer
 
 JOINED_BYTES = 1 << 16
-"""Of an answer that is sent as one: more than most have."""
+"""The most bytes of an answer that is sent as one: more than most have."""
 
 PING = b": ping\n\n"
 """A comment, which breaks a silence and says nothing."""
@@ -41,7 +40,7 @@ class _PartsResponse(Response):
         self._let_go = let_go
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Send the answer; ASGI's interface."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             yield_timer = YieldTimer()
@@ -123,7 +122,7 @@ class EventStream(Response):
         self._pinging: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Send the answer; ASGI's interface."""
         streaming = asyncio.current_task()
         assert streaming is not None
         watching = asyncio.create_task(self._watch(receive, streaming))

@@ -5,7 +5,7 @@ Each body has a limit, but so many connections may each send the largest one at 
 are counted, from the moment that they are read until their request is in work or refused: a client that announces more
 than there is room for is told at once, and one that sends more is told then. Short bodies are not counted, so that long
 ones never keep them out; there are no more of them than connections. Of compressed bytes a few may become many, so no
-more is ever made than may be. It knows HTTP through Starlette. It does not know what bodies hold.
+more is ever made than may be.
 
 JSON is read strictly: a key that stands twice is refused, because one of the two would be lost.
 """
@@ -20,8 +20,8 @@ from types import TracebackType
 
 from starlette.requests import Request
 
-from launch.serve.admission.limits import RETRY_SECONDS, SHORT_BODY
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.limits import SHORT_BODY
+from launch.serve.admission.refusals import RETRY_SECONDS, Kind, Refusal
 from trtrun.core.values import unique_keys
 from trtrun.errors import InvalidRequestError
 
@@ -148,7 +148,7 @@ class Bodies:
 
 
 class Body:
-    """One body. A context, at whose end it is let go.
+    """A body. It is a context, at whose end the body is let go.
 
     Attributes:
         content: its bytes; empty where it came another way, and once it is let go.
@@ -162,7 +162,7 @@ class Body:
         self._num_counted = 0
 
     def count(self, num_bytes: int) -> None:
-        """It has so many bytes by now.
+        """Count the bytes that it has by now.
 
         Raises:
             Refusal: there is no room for them.
@@ -173,7 +173,7 @@ class Body:
             self._num_counted = num_bytes
 
     def let_go(self) -> None:
-        """Nothing needs it any more; calling it again does nothing."""
+        """Let the body go; calling it again does nothing."""
         self._all.num_bytes -= self._num_counted
         self._num_counted, self.content = 0, b""
 

@@ -2,7 +2,7 @@
 
 Requests are bounded behind their heads: by their bodies' size and time, by admission, by the time that they may take.
 This bounds what comes before and behind: connections that send nothing, heads that do not end, answers that nobody
-reads. It knows uvicorn's protocol over httptools. It does not know what is asked for.
+reads.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ HEAD_SECONDS = 20.0
 """How long a connection may be open, or a request have begun, without the end of a request's head."""
 
 MOST_HEAD_BYTES = 1 << 16
-"""Of the head of a request that has not come to its end. (One that comes whole may be a little longer.)"""
+"""The most bytes of the head of a request that has not come to its end. (One that comes whole may be a little
+longer.)"""
 
 MOST_FRAMING_BYTES = 1 << 16
-"""Of a body, beside its content and as much again for each of its bytes: lengths of chunks and what may stand by them,
-and what follows the last one."""
+"""The most bytes of a body, beside its content and as much again for each of its bytes: lengths of chunks and what may
+stand by them, and what follows the last one."""
 
 FRAMING_A_BYTE = 8
 """Such bytes for each of the content: chunks of one byte take six."""
@@ -50,7 +51,7 @@ MOST_HEADERS = 256
 """Fields of a request's head, each of which is looked at several times."""
 
 FED_BYTES = 1 << 12
-"""That are parsed before the next look at the clock."""
+"""Bytes that are parsed before the next look at the clock."""
 
 _SWEEP_SECONDS = 1.0
 _OTHER_FILES = 256
@@ -80,7 +81,7 @@ class Connections:
     mark: Callable[[], object] = lambda: None
 
     def protocol(self) -> type[BoundedProtocol]:
-        """For uvicorn, which makes one for each connection."""
+        """The protocol's class, of which uvicorn makes one for each connection."""
         return type("BoundedProtocol", (BoundedProtocol,), {"bounds": self})
 
     def now(self) -> float:
@@ -88,7 +89,7 @@ class Connections:
         return self.clock() if self.clock is not None else asyncio.get_running_loop().time()
 
     def make_room(self) -> None:
-        """Where no more may be open, end the one that has gone longest without a request, if there is one."""
+        """End the connection that has gone longest without a request, if no more may be open."""
         if len(self.open) >= self.most and self.idle:
             oldest = next(iter(self.idle))
             self.leave(oldest)
@@ -100,7 +101,7 @@ class Connections:
         return max(SPARE, self.most - len(self.open))
 
     def leave(self, protocol: BoundedProtocol) -> None:
-        """One that is closed counts no more."""
+        """Stop counting a connection that is closed."""
         self.open.discard(protocol)
         self.idle.pop(protocol, None)
 
@@ -135,7 +136,7 @@ class _Flow(FlowControl):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """A connection within bounds."""
 
     bounds: Connections
 
@@ -274,7 +275,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """As uvicorn calls it: the request is answered as it stands, and the log has no two lines for each."""
+        """Warn of nothing: the request is answered as it stands, and the log has no two lines for each."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         answer: Any = self.bounds.refuse if self._is_spare else app
@@ -283,14 +284,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, answer)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """As asyncio calls it: true keeps the connection for what has to be sent."""
+        """Return true to keep the connection for what has to be sent."""
         if self.pipeline or not may_be_half_closed(self.transport, self.cycle):
             return None
         HalfClosed(self.transport, self.cycle)
         return True
 
     def resume_writing(self) -> None:
-        """As asyncio calls it, where the client has read most of what there was for it. (As much may lie there again
+        """Note that the client has read most of what there was for it. (As much may lie there again
         at the next look.)"""
         self._unread_since = self.bounds.now()
         super().resume_writing()

@@ -2,7 +2,6 @@
 
 HTTP/1.0 knows no chunks: an answer whose length is not known ends with its connection (RFC 9112, 6.1). A client that
 ends its sending once its request is out, as `nc -N` does, may still read; on the wire it looks like one that has gone.
-It knows uvicorn's cycle of a request and TCP sockets. It does not know what is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _CLOSED = 7
 
 
 def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """The same application, whose answers of unknown length end with the connection."""
+    """Wrap an application so that answers of unknown length end with the connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = True

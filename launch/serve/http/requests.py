@@ -1,7 +1,6 @@
 """What every HTTP request goes through before and after its endpoint: an id, a key, a look at who is gone.
 
-It knows HTTP through Starlette. It does not know what endpoints do, or any protocol's errors: those that it raises are
-Refusals, which the application turns into answers.
+Errors raised here are Refusals, which the application turns into answers of each protocol.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.serve.admission.owners import OWNER, owner_of_address
+from launch.serve.admission.control import OWNER, owner_of_address
 from launch.serve.admission.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, wrap_errors
 
@@ -44,7 +43,7 @@ class RequestLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Handle one request; ASGI's interface."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -79,7 +78,7 @@ class Slashless:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Handle one request; ASGI's interface."""
         path = scope.get("path", "")
         if len(path) > 1 and path.endswith("/"):
             scope = {**scope, "path": path.rstrip("/") or "/"}
@@ -94,7 +93,7 @@ class Endpoint:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
+        """Handle one request; ASGI's interface."""
         answer = await self._answer(Request(scope, receive, send))
         await answer(scope, receive, send)
 
@@ -114,7 +113,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path | None) -> Keys:
-        """One key a line; empty lines do not count.
+        """Read keys, one a line; empty lines do not count.
 
         Raises:
             ConfigError: the file cannot be read, is too large, or holds no key, or one that no header can hold.
@@ -160,7 +159,7 @@ class Keys:
             self.check_header(f"Bearer {key}")
 
     def check_header(self, authorization: str) -> None:
-        """The same for the value of that header; empty where it is missing. Without keys it notes nothing."""
+        """Check the value of that header, which is empty if it is missing. Without keys it notes nothing."""
         if not self._digests:
             return
         scheme, _, key = authorization.partition(" ")

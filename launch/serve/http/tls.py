@@ -2,8 +2,7 @@
 
 The files are looked at before anything listens, so that what is wrong with them is one line. Event loops tell a
 protocol of a connection once its handshake is over, so what `connections` bounds does not hold before. `TlsPort`
-accepts the sockets itself, so that these have their own bound, and the oldest gives way. It knows PEM files through
-OpenSSL. It does not know what comes behind a handshake.
+accepts the sockets itself, so that these have their own bound, and the oldest gives way.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ MOST_ACCEPTED = 64
 """Sockets that are taken at a stretch, before others in the event loop have their turn."""
 
 FULL_SECONDS = 1.0
-"""After which sockets are taken again, where the system had no room for one."""
+"""Seconds after which sockets are taken again, where the system had no room for one."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class TlsPort:
 
     @property
     def num_handshakes(self) -> int:
-        """That there are."""
+        """The number of handshakes that are going on."""
         return len(self._shaking)
 
     def close(self) -> None:

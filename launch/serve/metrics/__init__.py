@@ -1,8 +1,7 @@
 """What the server counts, by who counts it.
 
 `server_metrics.py` has all metrics and observes requests; `families.py` is the table of most of them, `models.py`
-counts requests by the model that they name. They know numbers and the Prometheus format, and neither HTTP nor a
-protocol.
+counts requests by the model that they name.
 """
 
 from launch.serve.metrics.models import ModelRecorder, ModelRequest, Stage

@@ -1,6 +1,6 @@
 """The server's own metrics, one table: names, help and where each number is read when somebody asks for it.
 
-Names that begin with `vllm:` are vLLM's, for dashboards that know them. It knows numbers and the Prometheus format.
+Names that begin with `vllm:` are vLLM's, for dashboards that know them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING = RequestStatistics()
 
 
 BUCKETS = (10, 50, 100, 500, 1000)
-"""Of numbers of tokens, as Triton has them."""
+"""Bounds of buckets for numbers of tokens, as Triton has them."""
 
 
 class Sizes:
@@ -173,7 +173,7 @@ class Numbers:
 
     @property
     def round_seconds(self) -> dict[str, float]:
-        """Of each phase of rounds."""
+        """Seconds of each phase of rounds."""
         return {phase: self.total(f"{phase}_s") for phase in PHASES}
 
     @property
@@ -198,7 +198,7 @@ class Numbers:
         return self.total("drafts_foreseen") / due if due else None
 
     def row_rounds(self) -> list[int]:
-        """Those that kept 0, 1, … draft tokens, up to draft_len."""
+        """Rounds of rows that kept 0, 1, … draft tokens, up to draft_len."""
         counts = self.totals.acceptance_histogram
         return [*counts, *[0] * (self.draft_len + 1 - len(counts))]
 
@@ -280,7 +280,7 @@ COUNTERS = (
     ),
     ("trtrun:engine_restarts", "How often the engine was started again.", "totals.num_restarts"),
 )
-"""As of the gauges."""
+"""Names, help and sources, as of the gauges."""
 
 LABELS = {
     "round_seconds": "phase",
@@ -290,7 +290,7 @@ LABELS = {
     "totals.num_ended": "finished_reason",
     "totals.num_refused": "status",
 }
-"""Of those that are several numbers."""
+"""Metrics that are several numbers."""
 
 
 class Families(Collector):

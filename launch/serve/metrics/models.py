@@ -8,7 +8,7 @@
         …                                   # the answer
 
 A request counts for the model that the client has named, and for the parts of that model: what reads has the time of
-reading, what generates the time with the engine, what writes the rest. It knows names and times, and no protocol.
+reading, what generates the time with the engine, what writes the rest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from prometheus_client.registry import Collector
 from launch.serve.admission.refusals import Kind, Refusal
 
 VERSION = "1"
-"""Of every model: there is one."""
+"""The version of every model: there is one."""
 
 PREFIX = "nv_inference_"
 
 
 class Stage(StrEnum):
-    """Where a request's time goes; values are parts of Triton's metric names."""
+    """Stages in which a request spends its time; values are parts of Triton's metric names."""
 
     INPUT = "compute_input"
     QUEUE = "queue"
@@ -102,8 +102,8 @@ _PART_STAGES = ((Stage.INPUT,), (Stage.QUEUE, Stage.INFER), (Stage.OUTPUT,))
 
 
 class ModelRequest:
-    """One request for one model, from its arrival to its end. A context: an exception is its failure, anything else is
-    success.
+    """A request for a model, from its arrival to its end. It is a context: an exception is its failure, anything else
+    is success.
 
     Attributes:
         num_inferences: completions, or other results, that it stands for; set once it is known.
@@ -123,13 +123,13 @@ class ModelRequest:
         self._is_over = False
 
     def enter(self, stage: Stage) -> None:
-        """Its time goes into `stage` from now on."""
+        """Enter a stage, into which the request's time goes from now on."""
         now = self._clock()
         self._seconds[self._stage] += now - self._entered
         self._stage, self._entered = stage, now
 
     def move_to_queue(self, seconds: float) -> None:
-        """Of the time in the engine, so much was waiting for a row."""
+        """Count so much of the time in the engine as waiting for a row."""
         self._seconds[Stage.QUEUE] += seconds
         self._seconds[Stage.INFER] -= seconds
 
@@ -140,13 +140,13 @@ class ModelRequest:
         self._pending = []
 
     def succeed(self) -> None:
-        """It was answered. The first end counts."""
+        """Count it as answered. The first end counts."""
         if self._end():
             self._totals.add_success(self.num_inferences, self._seconds)
             self._add_parts(len(self._parts))
 
     def fail(self, reason: Failure) -> None:
-        """It was not, or not to its end. The first end counts: as a failure of the part that had it, too."""
+        """Count it as failed. The first end counts: as a failure of the part that had it, too."""
         if self._end():
             self._totals.add_failure(reason, self._entered - self._began)
             place = next(place for place, stages in enumerate(_PART_STAGES) if self._stage in stages)
@@ -160,7 +160,7 @@ class ModelRequest:
             part.add_success(self.num_inferences, {stage: self._seconds[stage] for stage in stages})
 
     def fail_with(self, error: BaseException) -> None:
-        """The same, by what ended it. One for a model that there is not counts for none, and is over all the same."""
+        """Count it as failed by what ended it. A request for an unknown model counts for none."""
         if isinstance(error, Refusal) and error.kind is Kind.UNKNOWN_MODEL:
             self._end()
             return

@@ -36,7 +36,7 @@ _BOUND = "le"
 
 
 class TritonMetrics(Collector):
-    """Of one server."""
+    """Triton's metrics of one server."""
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
@@ -271,7 +271,7 @@ class FrontendMetrics:
             self._histograms[name].observe(value)
 
     def ask_longest_stall(self, ask: Callable[[], float]) -> None:
-        """Where the longest stretch of the event loop is told, in seconds; 0 without."""
+        """Say what tells the longest stall of the event loop, in seconds; it is 0 otherwise."""
         self._numbers.ask_longest_stall = ask
 
     def count_loss(self) -> None:

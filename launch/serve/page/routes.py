@@ -1,7 +1,7 @@
 """The page at /: a few files of this package, which need nothing from anywhere else.
 
 The browser is told to load scripts, styles and data from this server alone, and to run nothing that stands in the page
-itself. It knows names and types of files. What they show they ask the public API for.
+itself. What they show they ask the public API for.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ turns; MessagePack behind its length, and blocks behind that.
     4 bytes, big-endian: length of the message │ the message │ 8 bytes: length of the block │ the block     a task
     4 bytes, big-endian: length of the message │ the message │ its blocks, as long as it says               a reply
 
-Lists that may be long travel as blocks of bytes: token ids as 32 bits each. Both ends are this program's own. It does
-not know how they are made or read.
+Lists that may be long travel as blocks of bytes: token ids as 32 bits each. Both ends are this program's own.
 """
 
 from __future__ import annotations
@@ -157,10 +156,10 @@ def too_much_memory() -> Refusal:
 
 
 HEAD_BYTES = 4
-"""Of the length of a message."""
+"""Bytes of the length of a message."""
 
 BLOCK_HEAD_BYTES = 8
-"""Of the length of a task's block."""
+"""Bytes of the length of a task's block."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 M = TypeVar("M", Facts, Task, Reply)

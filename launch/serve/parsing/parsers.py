@@ -2,26 +2,27 @@
 
 Short requests and long ones have processes of their own, so that a chat does not wait behind megabytes. One is there
 from the start; another one is started when all are busy, up to the most (`pool`). A request that its client has given
-up has its process ended, where that is not done with it soon. It does not know what is in requests.
+up has its process ended, where that is not done with it soon.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from launch.serve.admission.limits import SHORT_BODY
+from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES, SHORT_BODY
 from launch.serve.parsing.messages import Answered, Facts, Read, Refused, Stops, Task, pack
 from launch.serve.parsing.worker_pool import WorkerPool
+from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
 
 LONG_NICENESS = 10
-"""Of processes that read long requests: the rounds go first."""
+"""Niceness of processes that read long requests: the rounds go first."""
 
 _BASE_SECONDS, _SECONDS_A_MIB = 10.0, 4.0
 _BASE_BYTES, _BYTES_A_BYTE = 1 << 30, 64
@@ -45,6 +46,26 @@ class ParsedRequest:
 
 
 @dataclass(frozen=True)
+class UnencodedRequest:
+    """A request that was parsed in the event loop: its prompts are not tokens yet, and not checked.
+
+    Attributes:
+        prompts: texts or token ids.
+        sampling: of each prompt.
+        others: what else it asks for, as its protocol has it.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: Sequence[SamplingParams]
+    others: Any = None
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], sampling: SamplingParams, others: Any = None) -> UnencodedRequest:
+        """Make a request whose prompts share their parameters."""
+        return cls(prompts, [sampling] * len(prompts), others)
+
+
+@dataclass(frozen=True)
 class ParsedAnswer:
     """A request that is answered already; see `Answered`."""
 
@@ -56,16 +77,46 @@ class ParsedAnswer:
 Parsed = ParsedRequest | ParsedAnswer | Stops
 
 
-class Parsers:
-    """All processes of a server. It belongs to one event loop."""
+class LoopParser(Protocol):
+    """Parses short requests in the event loop."""
 
-    def __init__(self, facts: Facts, most_body_bytes: int) -> None:
+    def parse_in_loop(
+        self,
+        kind: str,
+        body: bytes,
+        most_tokens: Callable[[], int],
+        model: str = "",
+        json_length: int = 0,
+        adapters: Sequence[str] = (),
+    ) -> UnencodedRequest | Stops | None:
+        """Parse a request at once.
+
+        Args:
+            kind, model, json_length, adapters: see Task.
+            body: its bytes.
+            most_tokens: tells how many a prompt may have; called if the request says that prompts are to be cut.
+
+        Returns:
+            The request; None if it takes a worker: a chat's template, or a guide, may take any time.
+
+        Raises:
+            Refusal: it is wrong.
+        """
+        ...
+
+
+class Parsers:
+    """Whatever parses a server's requests: the event loop, and two pools of processes. It belongs to one event loop."""
+
+    def __init__(self, facts: Facts, most_body_bytes: int, in_loop: LoopParser) -> None:
         """Begin without processes.
 
         Args:
             facts: of the served model.
             most_body_bytes: that the longest request has.
+            in_loop: parses short requests.
         """
+        self._in_loop = in_loop
         most = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
         facts = msgspec.structs.replace(facts, most_bytes=_BASE_BYTES + _BYTES_A_BYTE * most_body_bytes)
         # One guide may take all the time that a request has: other chats do not wait for it.
@@ -77,6 +128,20 @@ class Parsers:
         for pool in (self._short, self._long):
             pool.start_one()
 
+    def parse_in_loop(
+        self,
+        kind: str,
+        body: bytes,
+        most_tokens: Callable[[], int],
+        model: str = "",
+        json_length: int = 0,
+        adapters: Sequence[str] = (),
+    ) -> UnencodedRequest | Stops | None:
+        """Parse a request at once; None if it is long, or may take long: then `read` does it. See LoopParser."""
+        if len(body) > PARSED_IN_LOOP_BYTES:
+            return None
+        return self._in_loop.parse_in_loop(kind, body, most_tokens, model, json_length, adapters)
+
     async def read(
         self,
         kind: str,
@@ -86,7 +151,7 @@ class Parsers:
         json_length: int = 0,
         adapters: Sequence[str] = (),
     ) -> Parsed:
-        """What a request asks for; see Task.
+        """Have a worker parse a request; see Task.
 
         Raises:
             Refusal: it is wrong, or takes more time or memory than it may.

@@ -1,7 +1,7 @@
 """Processes that read, as the frontend has them: started, given a request, ended; and who waits for one. A request has
 a process to itself, and one that is lost is replaced.
 
-What they run is `launch.serve.application.parser_worker`. It knows no requests.
+What they run is `launch.serve.application.parser_worker`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from contextlib import suppress
 
 import msgspec
 
-from launch.serve.admission.limits import RESTART_RETRY_SECONDS, server_ending
-from launch.serve.admission.owners import OWNER
-from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.admission.control import OWNER
+from launch.serve.admission.refusals import RESTART_RETRY_SECONDS, Kind, Refusal, server_ending
 from launch.serve.parsing.messages import (
     BLOCK_HEAD_BYTES,
     CHANGED,
@@ -49,7 +48,7 @@ class Lost(Refusal):
 
 
 class ParserWorker:
-    """One process, which reads one request at a time.
+    """A process that parses one request at a time.
 
     Attributes:
         is_fit: whether it reads another one.
@@ -93,7 +92,7 @@ class ParserWorker:
         return self._process.poll() is not None
 
     async def read(self, task: Task, body: bytes) -> tuple[Reply, list[bytes]]:
-        """What comes of a task, with the blocks that follow it.
+        """Do a task; returns the reply and the blocks that follow it.
 
         Raises:
             Refusal: the process has ended with it, as one does that takes too much; `Lost` where that is not known.
@@ -139,7 +138,7 @@ class ParserWorker:
         return self._streams
 
     async def _tell_end(self, task: Task) -> Refusal:
-        """Why it has ended with a task."""
+        """Tell why the worker has ended with a task."""
         status = None
         with suppress(subprocess.TimeoutExpired, RuntimeError):  # the latter where there is no thread to be had
             status = await asyncio.to_thread(self._process.wait, GRACE_SECONDS)
@@ -157,13 +156,13 @@ class ParserWorker:
 
 
 def _environment() -> dict[str, str]:
-    """Of a process: one thread, and no rank of a job."""
+    """The environment of a worker: one thread, and no rank of a job."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_MPI)}
     return {**kept, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 RETRY_SECONDS = 5.0
-"""After which another try to start a process makes sense, where the system had no room for one."""
+"""Seconds after which another try to start a process makes sense, where the system had no room for one."""
 
 
 class WorkerPool:
@@ -187,8 +186,8 @@ class WorkerPool:
         self._is_closed = False
 
     async def read(self, task: Task, body: bytes) -> tuple[Reply, list[bytes]]:
-        """What comes of a task, with the blocks that follow it. A process that ended with it may have been killed for
-        what it did before, as by a kernel without memory: then another one reads it.
+        """Do a task; returns the reply and the blocks that follow it. A process that ended with it may have been killed
+        for what it did before, as by a kernel without memory: then another one reads it.
 
         Raises:
             Refusal: it takes more time or memory than it may, or no process can read it.
@@ -237,7 +236,7 @@ class WorkerPool:
         self._refuse_waiting(server_ending)
 
     async def _take(self) -> ParserWorker:
-        """A process that does nothing else.
+        """Take a worker that does nothing else.
 
         Raises:
             Refusal: there is none, and none can be started; or the server ends.
@@ -287,7 +286,7 @@ class WorkerPool:
                 waiting.set_exception(refusal())
 
     def _in_turn(self) -> Iterator[asyncio.Future[ParserWorker]]:
-        """Those who wait, the next one first, who waits no more then: one of each owner, and again."""
+        """Yield those who wait, in turn between owners; each waits no more then."""
         while self._waiting:
             owner, waiting = self._waiting.popitem(last=False)
             found = waiting.popleft()

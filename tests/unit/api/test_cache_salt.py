@@ -11,7 +11,8 @@ from checkpoints import make_checkpoint
 from fronts import TOKENIZER, NoEngine, make_frontend
 from pipelines import make_llm, prompt_of
 
-from launch.serve.admission.owners import OWNER
+from launch.serve.admission.control import OWNER
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun import LLM, SamplingParams
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError
@@ -63,7 +64,7 @@ def test_a_server_may_salt_the_requests_of_each_client() -> None:
 
     async def begin(owner: str, salt: str | None) -> str | None:
         OWNER.set(owner)
-        (await frontend.begin(["x"], SamplingParams(cache_salt=salt), 0.0)).close()
+        (await frontend.begin(UnencodedRequest.of(["x"], SamplingParams(cache_salt=salt)), 0.0)).close()
         return engine.requests[-1].sampling.cache_salt
 
     asked = [("key 0", None), ("key 1", None), ("key 0", "a"), ("key 0", None)]

@@ -44,7 +44,7 @@ def places(llm: LLM) -> dict[str, tuple[Any, str]]:
         "scheduling": (llm.engine.scheduler, "schedule"),
         "publishing": (ranks, "publish"),
         "drafting": (ranks._worker.drafter, "propose"),  # type: ignore[attr-defined]
-        "sending a draft": (ranks._worker.exchange, "hand_over"),  # type: ignore[attr-defined]
+        "sending a draft": (ranks._worker.exchange, "transfer_draft"),  # type: ignore[attr-defined]
         "verifying": (ranks._worker.target, "verify_forward"),  # type: ignore[attr-defined]
         "advancing": (ranks._worker.target.rows, "advance"),  # type: ignore[attr-defined]
         "collecting": (ranks, "collect"),

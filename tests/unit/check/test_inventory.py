@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from launch.jobs.check.inventory import RankInventory, find_misfits, take_inventory
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, make_config
+from trtrun.start.job_spec import JobSpec
 
 HOST = socket.gethostname()
 # The library tells its version without being started; in a job it has been, before ranks are collected.
@@ -49,7 +50,7 @@ def topology_of(config: RuntimeConfig) -> Topology:
 def collect_all(config: RuntimeConfig) -> tuple[list[RankInventory], Topology]:
     """The ranks of every rank, as if all were this process; they go through JSON as in a job."""
     topology = topology_of(config)
-    ranks = [take_inventory(config, topology, rank) for rank in range(topology.world_size)]
+    ranks = [take_inventory(JobSpec(config), rank) for rank in range(topology.world_size)]
     return [RankInventory.from_dict(json.loads(json.dumps(rank.to_dict()))) for rank in ranks], topology
 
 
@@ -94,8 +95,8 @@ def test_missing_models_are_told_for_every_rank(pair: Path, tmp_path: Path) -> N
     elsewhere = config.model_copy(update={"target": config.target.model_copy(update={"model": empty})})
     gone = config.model_copy(update={"draft": config.draft.model_copy(update={"model": tmp_path / "gone"})})  # type: ignore[union-attr]
     ranks, topology = collect_all(config)
-    ranks[2], ranks[3] = (take_inventory(elsewhere, topology, rank) for rank in (2, 3))
-    ranks[1] = take_inventory(gone, topology, 1)
+    ranks[2], ranks[3] = (take_inventory(JobSpec(elsewhere), rank) for rank in (2, 3))
+    ranks[1] = take_inventory(JobSpec(gone), 1)
     assert find_misfits(ranks, topology) == [
         f"draft rank 1 (cpu:0) on {HOST}: draft: {tmp_path}/gone does not exist; give a Hugging Face model directory "
         "(config.json and *.safetensors)",
@@ -130,7 +131,7 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
     config = config_of(pair)
     other = config.model_copy(update={"target": config.target.model_copy(update={"model": tmp_path / "target"})})
     ranks, topology = collect_all(config)
-    ranks[3] = take_inventory(other, topology, 3)
+    ranks[3] = take_inventory(JobSpec(other), 3)
     (problem,) = find_misfits(ranks, topology)
     assert problem.startswith("target: config.json or hf_quant_config.json is not the same everywhere: ")
     assert f"{ranks[3].configs['target']} on rank 3 ({HOST})" in problem
@@ -144,13 +145,13 @@ def test_engines_of_other_builds_are_told(pair: Path, tmp_path: Path) -> None:
     config, other = (config_of(pair, target={"model": str(model), **found}) for model in (first, second))
     ranks, topology = collect_all(config)
     assert find_misfits(ranks, topology) == []
-    ranks[3] = take_inventory(other, topology, 3)
+    ranks[3] = take_inventory(JobSpec(other), 3)
     (problem,) = find_misfits(ranks, topology)
     assert problem.startswith("target: engine.json is not the same everywhere: ")
     assert f"{ranks[3].engines['target']} on rank 3 ({HOST}): copy one engine to all hosts" in problem
     (second / "engine.json").unlink()
-    ranks[3] = take_inventory(config, topology, 3)
-    ranks[1] = take_inventory(other, topology, 1)
+    ranks[3] = take_inventory(JobSpec(config), 3)
+    ranks[1] = take_inventory(JobSpec(other), 1)
     assert find_misfits(ranks, topology) == []
 
 
@@ -164,7 +165,7 @@ def test_different_commits_in_the_caches_of_hosts_are_told(
     assert find_misfits(ranks, topology) == []
     fill_cache(tmp_path, "org/target", pair / "target", commit=OTHER_COMMIT)
     again = config_of(pair, target={"model": "org/target", "devices": ["cpu:1", "cpu:2"]})
-    ranks[3] = take_inventory(again, topology, 3)
+    ranks[3] = take_inventory(JobSpec(again), 3)
     assert find_misfits(ranks, topology) == [
         f"target: the Hugging Face caches do not have the same: org/target@{COMMIT} on rank 0–2 ({HOST}); "
         f"org/target@{OTHER_COMMIT} on rank 3 ({HOST}): name one commit (org/name@commit), and run "
@@ -180,7 +181,7 @@ def test_a_quantization_that_one_rank_alone_has_is_told(pair: Path) -> None:
     file = pair / "target" / "hf_quant_config.json"
     file.write_text(json.dumps(quantization), encoding="utf-8")
     try:
-        ranks[0] = take_inventory(config, topology, 0)
+        ranks[0] = take_inventory(JobSpec(config), 0)
     finally:
         file.unlink()
     (problem,) = find_misfits(ranks, topology)

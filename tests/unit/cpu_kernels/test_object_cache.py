@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trtrun.first_uses import FirstUses, FirstUseWatch
 from trtrun.kernels.cpu import fused, machine, object_cache
 from trtrun.kernels.cpu.fused import NORMALISE, fused_module
 from trtrun.kernels.cpu.object_cache import cache_folder, read_object, write_object
+from trtrun.warmup_misses import WarmupMisses, WarmupMissWatch
 
 KEY = "a1"
 
@@ -111,9 +111,9 @@ def test_a_kernel_counts_when_it_is_made_ready_and_not_when_it_is_used(
     if is_on_disk:
         load(machine.processor_kind() == machine.MULTIPLIES_BFLOAT16, False)
     monkeypatch.setattr(fused, "_kernels", functools.cache(load))  # as in a process that has used none yet
-    watch, halves = FirstUseWatch(), torch.ones(3, 64, dtype=torch.bfloat16)
+    watch, halves = WarmupMissWatch(), torch.ones(3, 64, dtype=torch.bfloat16)
     results = []
-    for expected in (FirstUses(compilations=1), FirstUses(), FirstUses()):
+    for expected in (WarmupMisses(compilations=1), WarmupMisses(), WarmupMisses()):
         results.append(fused.silu_and_multiply(halves))
         assert watch.take() == expected
     assert torch.equal(results[0], results[1])

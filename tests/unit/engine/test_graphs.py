@@ -25,7 +25,7 @@ from trtrun.engine import forwards
 from trtrun.engine.batch import BatchBuilder
 from trtrun.engine.graphs import graph_shapes
 from trtrun.engine.graphs import graph_shapes as mixed_shapes
-from trtrun.engine.graphs.decode_graphs import ForwardGraphs, MixedGraphs, RowForward
+from trtrun.engine.graphs.decode_graphs import ForwardGraphs, GraphMemory, MixedGraphs, RowForward
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.speculation.pacing import Pacer
 from trtrun.start import engine_maker
@@ -221,10 +221,7 @@ def make_graphs(
         forward,
         capture,
         GraphShapes(max_rows, most_queries, 9, 64),
-        most_logits=max_rows * most_queries,
-        table_numbers=max_rows * 9,
-        vocab_size=vocab_size,
-        device=torch.device("cpu"),
+        GraphMemory.of(max_rows * most_queries, max_rows * 9, vocab_size, torch.device("cpu")),
         **settings,
     )
     return graphs, captured

@@ -29,7 +29,7 @@ from trtrun.kvcache.tile_widths import most_padding, padding
 
 chunks_of_rows = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 200)), min_size=1, max_size=6).map(
     lambda items: [
-        PrefillChunk(row, start, length, is_last=True, followed=True) for row, (start, length) in enumerate(items)
+        PrefillChunk(row, start, length, is_last=True, has_draft_kv=True) for row, (start, length) in enumerate(items)
     ]
 )
 
@@ -60,7 +60,7 @@ def test_tiles_cover_every_token_once_and_in_order(chunks: list[PrefillChunk], w
 
 @given(st.integers(1, 500), st.sampled_from([1, 8, 16, 32, 42, 128]))
 def test_the_scheduler_counts_what_fills_up_the_tiles(length: int, width: int) -> None:
-    chunk = PrefillChunk(0, 7, length, is_last=True, followed=True)
+    chunk = PrefillChunk(0, 7, length, is_last=True, has_draft_kv=True)
     computed = sum(size * len(tiles) for size, tiles in fitted_tiles([chunk], width).items())
     assert length + padding(length, width) == computed
 

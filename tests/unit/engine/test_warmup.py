@@ -19,7 +19,7 @@ from trtrun.attention.backend import HostAttention
 from trtrun.configuration.drafting.speculation_section import DraftSize
 from trtrun.core.nouns import RoundPlan
 from trtrun.engine import warmup
-from trtrun.engine.forwards import Forwards
+from trtrun.engine.forwards import EngineShape, Forwards
 from trtrun.engine.graphs.decode_graphs import ForwardGraphs
 from trtrun.engine.start_forwards import Prompts
 from trtrun.engine.warmup import _chunk, warm_up
@@ -35,7 +35,7 @@ def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_o
     """Draft engines have rows for guesses, too, and so graphs of more rows than there are prompts."""
     made: list[Any] = []
     plain: list[list[int]] = []
-    make, by_graph, engine_of = ForwardGraphs._make, Forwards.prefill_by_graph, ahead_rounds.Engine
+    make, by_graph = ForwardGraphs._make, Forwards.prefill_by_graph
 
     def logged_make(self: ForwardGraphs, shape: Any, *others: Any) -> Any:
         made.append(shape)
@@ -51,7 +51,7 @@ def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_o
     monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
     monkeypatch.setattr(Forwards, "prefill_by_graph", logged_prefill)
     monkeypatch.setattr(ahead_rounds, "MAX_ROWS", ROWS)
-    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a, **b: engine_of(*a, capture=lambda work: work, **b))
+    monkeypatch.setattr(ahead_rounds, "EngineShape", lambda **b: EngineShape(capture=lambda work: work, **b))
     model = ahead_rounds.load(make_checkpoint(tmp_path / "model", "LlamaForCausalLM", seed=1))
     engine = ahead_rounds.make_drafter(model, 4, 200, 600, 4, False, guesses)._engine
     with torch.inference_mode():
@@ -71,7 +71,7 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
     """They draft with ranked candidates, and guess with any draft_len."""
     draft_len, half, guesses = 4, 2, 24
     made: list[Any] = []
-    make, engine_of = ForwardGraphs._make, ahead_rounds.Engine
+    make = ForwardGraphs._make
 
     def logged_make(self: ForwardGraphs, shape: Any, *others: Any) -> Any:
         if self is rounds.drafter._engine._forwards.graphs:  # and not the drafts that these are compared with
@@ -79,7 +79,7 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
         return make(self, shape, *others)
 
     monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
-    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a, **b: engine_of(*a, capture=lambda work: work, **b))
+    monkeypatch.setattr(ahead_rounds, "EngineShape", lambda **b: EngineShape(capture=lambda work: work, **b))
     model = ahead_rounds.load(make_checkpoint(tmp_path / "model", "LlamaForCausalLM", seed=1))
     rounds = ahead_rounds.AheadRounds(model, draft_len=draft_len, mask_token=mask_token)
     with torch.inference_mode():
@@ -97,7 +97,7 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
 
     def schedule(always: bool) -> RoundPlan | None:
         plan = rounds.scheduler.schedule(rounds.random.choice((draft_len, half)))
-        return None if plan is None else replace(plan, num_guesses=guesses, redraft_from=1 << 30)
+        return None if plan is None else replace(plan, num_guesses=guesses, redraft_threshold=1 << 30)
 
     monkeypatch.setattr(rounds, "_schedule", schedule)
     del made[:]

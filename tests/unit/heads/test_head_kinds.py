@@ -13,6 +13,7 @@ from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.loading.model_settings import read_target_heads
 from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 
 TARGET = {"model": "asset:target", "devices": ["cpu:0"]}
 
@@ -42,7 +43,7 @@ def test_what_has_no_heads_is_not_taken_for_any() -> None:
 def test_heads_in_a_draft_models_place_are_named(model: str, found: str) -> None:
     config = configured("draft_target", model, devices=["cpu:0"])
     with pytest.raises(CheckpointError, match=rf"^draft: .*method {found}: .*, and leave draft\.devices out or null$"):
-        check_models(config)
+        check_models(JobSpec(config))
 
 
 @pytest.mark.parametrize(

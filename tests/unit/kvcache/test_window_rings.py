@@ -12,11 +12,11 @@ from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 
 from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
-from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
 from trtrun.memory.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
 from trtrun.memory.window_rings import describe_rings, most_chunk, ring_space
 from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 
 WINDOW = 48
 ALL: dict[str, Any] = {"architecture": "MistralForCausalLM", "sliding_window": WINDOW, "num_hidden_layers": 5}
@@ -94,7 +94,7 @@ def test_rings_that_do_not_fit_are_named(tmp_path: Path, device: str) -> None:
     """On GPUs, too, where the rest of a round is measured at start."""
     target = make_checkpoint(tmp_path / "model", **{**ALL, "sliding_window": 4096}, max_position_embeddings=32768)
     config = configuration(target, None, devices=((), (device,)), kv_cache=NO_REUSE)
-    memory = JobMemory.read(config, make_topology(config))
+    memory = JobMemory.read(JobSpec(config))
     rings = memory.ring_bytes(0)
     assert memory.count_blocks(0, 2 * rings + memory.working_bytes(0), "rank 0") > 1
     with pytest.raises(ConfigError, match=r"for the windows of all rows.* or leave kv_cache\.enable_block_reuse on$"):

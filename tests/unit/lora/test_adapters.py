@@ -18,10 +18,10 @@ from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
 from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.model_paths import ASSETS
-from trtrun.configuration.topology import make_topology
 from trtrun.core.outputs import RequestOutput
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 from trtrun.kernels.cpu import machine
+from trtrun.start.job_spec import JobSpec
 
 COUNT = 24
 NAMES = (None, "all", "some", "one")
@@ -372,4 +372,4 @@ def test_slots_count_as_weights(folder: Path) -> None:
         # Of each layer: q, k, v; o; gate, up; down.
         inputs, outputs = 3 * 64 + 64 + 2 * 64 + 112, (64 + 32 + 32) + 64 + 2 * 112 + 64
         assert used(llm) - without == 2 * 3 * 16 * (inputs + outputs) * 4
-        assert used(llm) == sum(JobMemory.read(llm.config, make_topology(llm.config)).shard_bytes(0))
+        assert used(llm) == sum(JobMemory.read(JobSpec(llm.config)).shard_bytes(0))

@@ -27,6 +27,7 @@ from trtrun.memory import largest_round
 from trtrun.memory.largest_round import Rehearsal, chained_round, largest_rounds, small_round
 from trtrun.memory.memory_requirements import round_shape
 from trtrun.start import engine_maker, startup
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.startup import RankStartup
 
@@ -41,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 def start(config: RuntimeConfig) -> RankStartup:
     """A job of one process with its weights loaded."""
     topology = make_topology(config)
-    loaded = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
+    loaded = RankStartup(JobSpec(config), 0, open_groups(None, topology, torch.device("cpu")))
     loaded.load(lambda done, total: None)
     return loaded
 
@@ -55,7 +56,7 @@ def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
     target = make_checkpoint(tmp_path / "target")
     settings = {**SETTINGS, "scheduler": {"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": 64}}
     config = configuration(target, make_draft(tmp_path / "draft", target, 1), **settings)
-    shape = round_shape(config, 64)
+    shape = round_shape(config, JobSpec(config).models)
     mixed, padded, short, alone, few, scored = largest_rounds(shape)
     assert [(chunk.row, chunk.start, chunk.length) for chunk in scored.prefill] == [
         (chunk.row, chunk.start, chunk.length) for chunk in mixed.prefill
@@ -89,7 +90,7 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     speculation = {"method": method, "use_logits": use_logits and with_draft, "draft_len": 3}
     config = configuration(target, draft, speculation=speculation, **SETTINGS)
     loaded = start(config)
-    shape = round_shape(config, 64)
+    shape = round_shape(config, JobSpec(config).models)
     rehearsal = loaded._made.rehearsal(shape)
     for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
         rehearsal.play(plan)
@@ -137,7 +138,7 @@ def test_a_rehearsal_runs_the_largest_graph_of_rows_and_prompts_together(
         scheduler={"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": max_seq_len},
         kv_cache={"max_tokens": 9600},
     )
-    shape, loaded = round_shape(config, max_seq_len), start(config)
+    shape, loaded = round_shape(config, JobSpec(config).models), start(config)
     rehearsal = loaded._made.rehearsal(shape)
     played: list[Any] = []
     run = MixedGraphs.run
@@ -247,7 +248,7 @@ import json, sys
 from pathlib import Path
 import torch
 sys.path.insert(0, str(Path(sys.argv[1]) / "tests" / "unit" / "memory"))
-from test_largest_round import configuration, largest_rounds, round_shape, start
+from test_largest_round import JobSpec, configuration, largest_rounds, round_shape, start
 
 def peak():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -262,9 +263,9 @@ config = configuration(
     kv_cache={"max_tokens": 512},
 )
 loaded = start(config)
-rehearsal = loaded._made.rehearsal(round_shape(config, 512))
+rehearsal = loaded._made.rehearsal(round_shape(config, JobSpec(config).models))
 before = peak()
-for plan in largest_rounds(round_shape(config, 512)):
+for plan in largest_rounds(round_shape(config, JobSpec(config).models)):
     rehearsal.play(plan)
 print(json.dumps([loaded._parts.demand().working_bytes, peak() - before]))
 """
@@ -293,7 +294,7 @@ def test_rounds_that_do_not_fit_while_kernels_are_looked_for_are_left_to_those_t
     monkeypatch.setattr(KernelsAhead, "working_bytes", property(lambda ahead: known, lambda *_: None), raising=False)
     config = configuration(make_checkpoint(tmp_path / "target", seed=1), None, **SETTINGS)
     topology = make_topology(config)
-    loading = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
+    loading = RankStartup(JobSpec(config), 0, open_groups(None, topology, torch.device("cpu")))
     assert loading.load(lambda done, total: None) == (5, known)  # type: ignore[comparison-overlap]
     assert asked == [True, True, known is not None]
     assert looked == (["closed"] if known else ["looked", "closed"])
@@ -325,7 +326,7 @@ def test_first_runs_are_short_where_the_layers_of_all_ranks_are_alike(
     draft = make_checkpoint(tmp_path / "draft", "Qwen2ForCausalLM", num_hidden_layers=2, seed=2, **windows)
     config = configuration(target, draft, **SETTINGS)
     topology = make_topology(config)
-    loading = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
+    loading = RankStartup(JobSpec(config), 0, open_groups(None, topology, torch.device("cpu")))
     assert loading.load(lambda done, total: None) == 5
     assert asked == [True, num_like == 2, False]
     models = [engine.model for engine in loading._engines.values()]

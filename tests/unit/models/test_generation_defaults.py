@@ -13,13 +13,14 @@ from pipelines import configuration
 
 from launch.serve.api.openai.types import read_chat, read_completion
 from launch.serve.application import parts
-from launch.serve.application.parser_worker import RequestParser
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.engine.client import EngineClient
 from launch.serve.http.requests import Keys
 from launch.serve.parsing.messages import HEAD_BYTES, Facts, Read, Task, pack, unpack
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.loading.model_settings import describe_generation_defaults, read_generation_defaults
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import read_tokenizer
 
 CHAT = [{"role": "user", "content": "a"}]
@@ -75,7 +76,7 @@ def test_a_server_takes_it_for_requests_of_all_kinds(
     (path / "generation_config.json").write_text(json.dumps(values))
     section = {} if is_on else {"server": {"generation_config": "none"}}
     with mock.patch.object(parts, "Parsers") as parsers:
-        made = parts.make_parts(configuration(path, None, **section), Keys(()), EngineClient())
+        made = parts.make_parts(JobSpec(configuration(path, None, **section)), Keys(()), EngineClient())
     facts = unpack(pack(parsers.call_args.args[0])[HEAD_BYTES:], Facts)
     task = Task(kind=kind, seconds=60.0, most_tokens=200)
     found, _ = RequestParser(facts, read_tokenizer(path)).read(task, json.dumps(body).encode())

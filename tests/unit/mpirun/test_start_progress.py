@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.mpi.start_progress import DONE, EXPENDABLE, OVER, StartWatch
-from parallel.watchdog.blame import SILENT_SECONDS
+from parallel.watchdog.fault_attribution import SILENT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 

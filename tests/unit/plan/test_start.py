@@ -23,6 +23,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.kernels.triton.compilation import compile_processes
 from trtrun.start import startup
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.startup import RankStartup
 
@@ -66,13 +67,13 @@ def gpu_job(pair: tuple[Path, Path], draft: list[str], target: list[str], **sett
 def plan(config: RuntimeConfig, absent: tuple[str, ...] = (), nccl: bool = True) -> StartPlan:
     """Of a job whose hosts are all this one."""
     topology = make_topology(config)
-    return plan_start(JobMemory.read(config, topology), set(topology.hosts), absent, nccl)
+    return plan_start(JobMemory.read(JobSpec(config)), set(topology.hosts), absent, nccl)
 
 
 def leave_mark(config: RuntimeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a start of one process end well, as far as its mark is concerned."""
     topology = make_topology(config)
-    begun = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
+    begun = RankStartup(JobSpec(config), 0, open_groups(None, topology, torch.device("cpu")))
 
     def kernels(like: Any, device: torch.device, num_ranks: int) -> KernelsAhead:
         ahead = KernelsAhead(like, device, num_ranks)

@@ -66,7 +66,7 @@ def test_each_rank_reads_the_bytes_that_are_told(tmp_path: Path, tied: bool) -> 
     model = read_model_config(path)
     alone = configuration(path, None).target
     found = inspect_files(alone, model, for_target=True)
-    report = load_model(path, SoloCommunicator(), torch.device("cpu"), torch.float32)[1]
+    report = load_model(path, read_model_config(path), SoloCommunicator(), torch.device("cpu"), torch.float32)[1]
     assert found.read_bytes == (report.bytes_read,)
     assert found.are_here and found.file_bytes == (path / "model.safetensors").stat().st_size
     assert found.disk is not None

@@ -49,7 +49,7 @@ class Noted:
     def num_guesses(self, num_rows: int) -> int:
         return 1
 
-    def redraft_from(self, num_rows: int) -> int:
+    def redraft_threshold(self, num_rows: int) -> int:
         return 1
 
     def record_round(self, *arguments: Any) -> None:

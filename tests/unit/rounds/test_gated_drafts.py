@@ -38,20 +38,20 @@ def test_a_round_is_launched_before_the_verdict_that_its_draft_follows(letters: 
     rounds = [exchange.conclude(plans[0], Decided(plans[0]))]
     second = expect(exchange, plans[1])
     rounds.append(exchange.conclude(plans[1], Decided(plans[1])))
-    assert exchange.hand_over(plans[2], None, ()) is None  # nothing is drafted in it
+    assert exchange.transfer_draft(plans[2], None, ()) is None  # nothing is drafted in it
     rounds.append(exchange.conclude(plans[2], Decided(plans[2])))
     assert letters.posted == [] and (first.tokens == -1).all()
     rounds[0].release()
     assert first.draft_lens.tolist() == [3, 2] and first.tokens.tolist() == [[11, 12, 13], [21, 22, 0]]
     assert letters.posted == [] and (second.tokens == -1).all()
-    assert rounds[0].finish().foreseen.tolist() == [1, 0]
+    assert rounds[0].finish().cache_hits.tolist() == [1, 0]
     assert letters.posted == [(DRAFT_RANK, VERDICT_TAG, 4)]
     # A packet that came too late for its round, and one that is narrower than what was asked for.
     letters.came[DRAFT_TAG] += [packet(4, [[9], [9]], [1, 1], [1, 1]), packet(5, [[31], [0]], [1, 0], [0, 1])]
     for one in rounds[1:]:
         one.release()
     assert second.draft_lens.tolist() == [1, 0] and second.tokens.tolist() == [[31, 0, 0], [0, 0, 0]]
-    assert [one.finish().foreseen.tolist() for one in rounds] == [[1, 0], [0, 1], [0, 0]]
+    assert [one.finish().cache_hits.tolist() for one in rounds] == [[1, 0], [0, 1], [0, 0]]
     assert letters.posted == [(DRAFT_RANK, VERDICT_TAG, index) for index in (4, 5, 6)]
 
 
@@ -59,7 +59,7 @@ def test_a_draft_that_does_not_come_is_none(letters: Letters) -> None:
     exchange, plan = make_exchange(letters), make_plan(0)
     draft = expect(exchange, plan)
     report = exchange.conclude(plan, Decided(plan)).finish()
-    assert draft.draft_lens.tolist() == [0, 0] and report.foreseen.tolist() == [0, 0]
+    assert draft.draft_lens.tolist() == [0, 0] and report.cache_hits.tolist() == [0, 0]
     assert letters.posted == [(DRAFT_RANK, VERDICT_TAG, 0)]
 
 
@@ -68,7 +68,7 @@ def test_a_draft_that_was_there_too_late_for_the_device_counts_as_none(letters: 
     exchange, plan = make_exchange(letters), make_plan(4)
     letters.came[DRAFT_TAG].append(packet(4, [[1], [1]], [1, 1], [1, 0]))
     expect(exchange, plan)
-    assert exchange.conclude(plan, Decided(plan, verified)).finish().foreseen.tolist() == [verified, 0]
+    assert exchange.conclude(plan, Decided(plan, verified)).finish().cache_hits.tolist() == [verified, 0]
 
 
 def test_a_round_that_needs_its_draft_on_the_host_has_it_before_it_is_launched(letters: Letters) -> None:
@@ -81,7 +81,7 @@ def test_a_round_that_needs_its_draft_on_the_host_has_it_before_it_is_launched(l
     draft = expect(exchange, plans[1])
     assert draft.tokens.tolist() == [[5, 6, 0], [7, 8, 0]] and letters.posted == [(DRAFT_RANK, VERDICT_TAG, 7)]
     after = exchange.conclude(plans[1], Decided(plans[1]))
-    assert [one.finish().foreseen.tolist() for one in (before, after)] == [[0, 0], [1, 1]]
+    assert [one.finish().cache_hits.tolist() for one in (before, after)] == [[0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize("is_here", [False, True])

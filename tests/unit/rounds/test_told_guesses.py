@@ -24,7 +24,7 @@ from open_gates import (
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import RoundPlan, Verdict
-from trtrun.rounds.exchange.gated_drafts import GatedDrafts, KnownVerdict, foreseen_rows
+from trtrun.rounds.exchange.gated_drafts import GatedDrafts, KnownVerdict, find_cache_hits
 from trtrun.rounds.exchange.message_exchange import MessageExchange
 from trtrun.rounds.round import Worker
 from trtrun.speculation.ahead.policy import NEVER
@@ -52,15 +52,15 @@ FIRST, SECOND, OTHER = [0, 0, 1, 41, 42], [1, 0, 1, 51, 52], [1, 0, 2, 61, 62]
 
 @pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize(
-    ("redraft_from", "guesses", "foreseen"),
+    ("redraft_threshold", "guesses", "foreseen"),
     [(1, [OTHER, FIRST, SECOND], [1, 1]), (1, [FIRST, OTHER], None), (2, [FIRST, OTHER], [1, 0]), (1, [], None)],
 )
 def test_a_round_whose_verdict_was_guessed_waits_for_no_packet(
-    letters: Letters, redraft_from: int, guesses: list[list[int]], foreseen: list[int] | None, is_early: bool
+    letters: Letters, redraft_threshold: int, guesses: list[list[int]], foreseen: list[int] | None, is_early: bool
 ) -> None:
     """The device has the guesses and the question as soon as both are there; packets are dropped, or waited for."""
     exchange = make_exchange(letters)
-    plans = [make_plan(4), make_plan(5, redraft_from=redraft_from)]
+    plans = [make_plan(4), make_plan(5, redraft_threshold=redraft_threshold)]
     gate = cast(OpenGate, cast(GatedDrafts, exchange.gated).gate)
     letters.came[DRAFT_TAG].append(packet(4, [[1], [1]], [1, 1], [0, 0]))
     first = launch(exchange, plans[0])
@@ -72,7 +72,7 @@ def test_a_round_whose_verdict_was_guessed_waits_for_no_packet(
     question = gate.questions[1]
     assert question.rows.tolist() == [[0, 3, 0], [1, 2, 1]] and question.counts.tolist() == [1, 1]
     assert question.lines.tolist() == [[1], [1]]
-    assert (question.width, question.fewest_missing) == (3, redraft_from)
+    assert (question.width, question.fewest_missing) == (3, redraft_threshold)
     if guesses and not is_early:
         assert not gate.tables
         letters.came[GUESS_TAG].append(encode_packet(4, np.array(guesses, dtype=np.int64)))
@@ -81,7 +81,7 @@ def test_a_round_whose_verdict_was_guessed_waits_for_no_packet(
     first.finish()
     letters.came[DRAFT_TAG].append(packet(5, [[7], [8]], [1, 1], [0, 1]))
     second.release()
-    assert second.finish().foreseen.tolist() == (foreseen or [0, 1])
+    assert second.finish().cache_hits.tolist() == (foreseen or [0, 1])
     assert not letters.came[DRAFT_TAG], "nobody takes it later"
     assert bool((gate.waiting[1] == -1).all()) == (foreseen is not None)
     assert not exchange.gated._guesses and not exchange.gated._due  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_guesses_that_come_while_the_packet_is_waited_for_end_the_wait(letters: 
         return None
 
     letters.wait = come  # type: ignore[method-assign]
-    assert rounds[1].finish().foreseen.tolist() == [1, 1]
+    assert rounds[1].finish().cache_hits.tolist() == [1, 1]
 
 
 def test_guesses_are_looked_at_once_however_long_the_packet_is_waited_for(
@@ -117,7 +117,7 @@ def test_guesses_are_looked_at_once_however_long_the_packet_is_waited_for(
 
     def look(table: np.ndarray, plan: RoundPlan, before: KnownVerdict) -> tuple[int, ...] | None:
         looks.append(len(table))
-        return foreseen_rows(table, plan, before)
+        return find_cache_hits(table, plan, before)
 
     def wait(
         rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
@@ -128,9 +128,9 @@ def test_guesses_are_looked_at_once_however_long_the_packet_is_waited_for(
             assert not any([until() for _ in range(5)])
         return packet(5, [[7], [8]], [1, 1], [0, 1])
 
-    monkeypatch.setattr("trtrun.rounds.exchange.gated_drafts.foreseen_rows", look)
+    monkeypatch.setattr("trtrun.rounds.exchange.gated_drafts.find_cache_hits", look)
     letters.wait = wait  # type: ignore[method-assign]
-    assert rounds[1].finish().foreseen.tolist() == [0, 1] and looks == [1, 2]
+    assert rounds[1].finish().cache_hits.tolist() == [0, 1] and looks == [1, 2]
 
 
 def test_guesses_before_rounds_without_drafts_are_not_kept(letters: Letters) -> None:
@@ -147,7 +147,7 @@ def test_guesses_before_rounds_without_drafts_are_not_kept(letters: Letters) -> 
 @pytest.mark.parametrize(
     ("values", "settings"),
     [
-        ({"given_rows": (0,)}, {}),
+        ({"predicted_output_rows": (0,)}, {}),
         ({}, {"needs_draft": lambda plan: plan.round_index == 5}),
     ],
     ids=["drafts of requests", "guided rows"],
@@ -161,7 +161,7 @@ def test_drafts_that_are_not_what_was_guessed_are_waited_for(
     letters.came[GUESS_TAG].append(encode_packet(4, np.array([FIRST, SECOND], dtype=np.int64)))
     rounds = [launch(exchange, plan) for plan in plans]
     rounds[0].finish()
-    assert rounds[1].finish().foreseen.tolist() == [0, 1]
+    assert rounds[1].finish().cache_hits.tolist() == [0, 1]
     assert not gate.questions and gate.waiting[1].view(2, 4)[:, 1].tolist() == [7, 8]
 
 
@@ -172,7 +172,7 @@ def test_guesses_of_an_earlier_verdict_are_not_looked_at(letters: Letters) -> No
     letters.came[GUESS_TAG].append(encode_packet(4, np.array([FIRST, SECOND], dtype=np.int64)))
     rounds = [launch(exchange, plan) for plan in plans]
     rounds[0].finish()
-    assert rounds[1].finish().foreseen.tolist() == [0, 1]
+    assert rounds[1].finish().cache_hits.tolist() == [0, 1]
 
 
 class Foreseeing(Drafted):
@@ -186,9 +186,9 @@ class Foreseeing(Drafted):
         self.asked: list[int] = []
 
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> None:
-        self.asked.append(plan.redraft_from)
+        self.asked.append(plan.redraft_threshold)
 
-    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(self, plan: RoundPlan, *, guesses: bool) -> int:
         return int(guesses)
 
     def guesses(self) -> np.ndarray | None:

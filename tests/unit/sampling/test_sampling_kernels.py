@@ -24,7 +24,7 @@ from sampling_rows import (
 )
 
 from trtrun.engine.graphs import decode_graphs as graphs_module
-from trtrun.engine.graphs.decode_graphs import ForwardGraphs
+from trtrun.engine.graphs.decode_graphs import ForwardGraphs, GraphMemory
 from trtrun.engine.graphs.graph_cache import capture_for
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.sampling.distributions import KeyedRanks, distributions_of
@@ -231,7 +231,7 @@ def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(
 
     graphs = ForwardGraphs(
         lambda tokens, positions, tables, num_last: table[tokens[:, -1]],
-        capture, GraphShapes(8, 1, 4, 64), most_logits=8, table_numbers=32, vocab_size=vocab, device=DEVICE,
+        capture, GraphShapes(8, 1, 4, 64), GraphMemory.of(8, 32, vocab, DEVICE),
     )  # fmt: skip
     for rows in ([3, 1, 2], [7, 5, 6]):
         lengths = torch.tensor([row + 5 for row in rows], device=DEVICE)

@@ -185,7 +185,7 @@ def test_a_given_draft_ends_where_the_text_has_to() -> None:
     for max_tokens, expected in ((8, 8), (10**6, LIMITS.max_length - 3)):
         sampling = SamplingParams(seed=1, max_tokens=max_tokens, draft_token_ids=(4,) * 5000)
         completion = Scheduler(LIMITS).add(Request(0, (1, 2, 3), sampling))
-        assert len(completion.given_draft) == expected
+        assert len(completion.predicted_output) == expected
 
 
 def test_statistics_count_speculative_rounds() -> None:
@@ -221,7 +221,7 @@ def test_prompt_beyond_the_draft_context_runs_without_drafts(length: int, drafte
     scheduler = Scheduler(with_limits(draft_max_seq_len=10))
     running = scheduler.add(make_request(0, [1] * length))
     plan = schedule(scheduler)
-    assert plan.admissions[0].followed == plan.prefill[0].followed == drafted
+    assert plan.admissions[0].has_draft_kv == plan.prefill[0].has_draft_kv == drafted
     commit(scheduler, plan, [5])
     assert schedule(scheduler).draft_lens.tolist() == [1 if drafted else -1]
     assert running.statistics.num_rounds == 0

@@ -139,7 +139,7 @@ def test_nothing_is_kept_of_groups_that_are_gone(end: str) -> None:
             queue.take("a2")
             queue.end("a1", "b1", "a2")
     assert len(queue.queue) == 0 and queue.in_turn() == []
-    assert not queue.queue._groups and not queue.queue._turns
+    assert not queue.queue._groups and not queue.queue._owners_waiting
 
 
 def test_the_number_that_waits_of_a_group_leaves_out_rows_and_others() -> None:

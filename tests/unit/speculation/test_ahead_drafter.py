@@ -155,10 +155,10 @@ def test_guesses_are_of_the_planned_number_and_of_as_many_as_have_room(model: Ca
     drafter = rounds.drafter
     plan = plan_of(99, [0, 1, 2], [3, 3, 3], num_guesses=100)
     drafter.propose(plan, [])
-    assert drafter.anticipate(plan, guesses=True) == len(drafter._guesses.listed) == 8
+    assert drafter.draft_ahead(plan, guesses=True) == len(drafter._guesses.listed) == 8
     assert {guess.row for guess in drafter._guesses.listed} == {0, 1, 2}
-    assert drafter.anticipate(plan, guesses=False) == 0 and drafter._guesses.listed == []
-    assert drafter.anticipate(plan_of(99, [0, 1, 2], [3, 3, 3], num_guesses=2), guesses=True) == 2
+    assert drafter.draft_ahead(plan, guesses=False) == 0 and drafter._guesses.listed == []
+    assert drafter.draft_ahead(plan_of(99, [0, 1, 2], [3, 3, 3], num_guesses=2), guesses=True) == 2
 
 
 def test_a_row_that_failed_stays_where_it_is(model: CausalLM) -> None:
@@ -167,7 +167,7 @@ def test_a_row_that_failed_stays_where_it_is(model: CausalLM) -> None:
     rounds.run(4, always=True)
     drafter, plan = rounds.drafter, plan_of(9, [0], [3], num_guesses=4)
     draft = tokens_of(drafter.propose(plan, []))
-    drafter.anticipate(plan, guesses=True)
+    drafter.draft_ahead(plan, guesses=True)
     drafter.observe(plan, verdict_of([[]]), None)
     assert tokens_of(drafter.propose(plan, [])) == draft
 
@@ -199,11 +199,11 @@ def test_a_guess_that_came_true_is_gone_after_a_round_of_prompts_alone(model: Ca
     rounds.run(4, always=True)
     drafter, plan = rounds.drafter, plan_of(9, [0], [3], num_guesses=8)
     draft = tokens_of(drafter.propose(plan, []))[0]
-    drafter.anticipate(plan, guesses=True)
+    drafter.draft_ahead(plan, guesses=True)
     row, count, token = next(iter(drafter._guesses._places))
     drafter.observe(plan, verdict_of([[*draft[:count], token]]), None)
-    drafter.anticipate(plan_of(10, num_guesses=8), guesses=True)
-    assert drafter.propose(plan_of(11, [row], [3]), []).foreseen.tolist() == [0]
+    drafter.draft_ahead(plan_of(10, num_guesses=8), guesses=True)
+    assert drafter.propose(plan_of(11, [row], [3]), []).cache_hits.tolist() == [0]
 
 
 @pytest.mark.parametrize(("draft_len", "accepted"), [(3, 3), (3, 1)])
@@ -214,9 +214,9 @@ def test_verdicts_on_drafts_that_are_not_the_models_say_nothing_of_it(
     given = prompt_of(20, seed=5)
     rounds.add(prompt_of(6, seed=1), max_tokens=40, draft_token_ids=given)
     rounds.run(1, always=True)
-    drafter, plan = rounds.drafter, plan_of(9, [0], [draft_len], num_guesses=8, given_rows=(0,))
+    drafter, plan = rounds.drafter, plan_of(9, [0], [draft_len], num_guesses=8, predicted_output_rows=(0,))
     drafter._put(0, given[:draft_len])
-    drafter.anticipate(plan, guesses=True)
+    drafter.draft_ahead(plan, guesses=True)
     before = drafter.hit_chances()
     following = drafter._texts[0].ranked[draft_len][0] if accepted == draft_len else given[accepted] + 1
     drafter.observe(plan, verdict_of([[*given[:accepted], following]]), None)

@@ -30,7 +30,7 @@ def test_without_steps_nothing_is_guessed_and_all_is_drafted_again() -> None:
     for _ in range(10):
         policy.record_draft(3, 0, 0.0, 2, 5.0)
         policy.record_round(3, 0.1, 0.1, [1, 1, 1], [0, 0, 0])
-    assert policy.redraft_from(3) == 1, "nothing else would ever be drafted"
+    assert policy.redraft_threshold(3) == 1, "nothing else would ever be drafted"
 
 
 @pytest.mark.parametrize(
@@ -169,37 +169,37 @@ def taught_redrafting(drafting: float, tokens: int, *, rows: int = 8, always: bo
 
 def test_without_knowledge_rows_that_missed_are_drafted_for() -> None:
     policy = AheadPolicy(STEPS, 5, always_redrafts=False)
-    assert policy.redraft_from(8) == 1
+    assert policy.redraft_threshold(8) == 1
     policy.record_round(8, 0.1, 0.1, [1] * 8, [0] * 8)
-    assert policy.redraft_from(8) == 1
+    assert policy.redraft_threshold(8) == 1
     for _ in range(4):
-        assert policy.redraft_from(8) == 1
+        assert policy.redraft_threshold(8) == 1
         policy.record_draft(8, 32, 0.05, 1, 1000.0)
-    assert policy.redraft_from(8) == NEVER
-    assert policy.redraft_from(1) == 1, "nothing is known of one row"
+    assert policy.redraft_threshold(8) == NEVER
+    assert policy.redraft_threshold(1) == 1, "nothing is known of one row"
 
 
 def test_a_slow_first_fresh_draft_does_not_end_them() -> None:
     """Kernels are made in it, or graphs. The ones behind it are worth their wait."""
     policy = AheadPolicy(STEPS, 5, always_redrafts=False)
     for drafting in (5.0, 0.01, 0.01, 0.01, 0.01):
-        assert policy.redraft_from(1) == 1
+        assert policy.redraft_threshold(1) == 1
         policy.record_draft(1, 8, 0.05, 1, drafting)
         policy.record_round(1, 0.1, 0.1, [5], [4])
-    assert policy.redraft_from(1) == 1
+    assert policy.redraft_threshold(1) == 1
 
 
 def test_fresh_drafts_that_became_fast_are_found_again() -> None:
     """While none are made nothing is learned of them: one is tried now and then."""
     policy, rounds = taught_redrafting(1000.0, 3), 0
-    while policy.redraft_from(8) == NEVER:
+    while policy.redraft_threshold(8) == NEVER:
         policy.record_round(8, 0.1, 0.1, [1] * 8, [0] * 8)
         rounds += 1
         assert rounds < 1000
     assert rounds > 50, "not again and again"
     tried = 0
     for _ in range(1000):
-        if policy.redraft_from(8) != NEVER:
+        if policy.redraft_threshold(8) != NEVER:
             tried += 1
             policy.record_draft(8, 32, 0.05, 1, 0.001)
             policy.record_round(8, 0.1, 0.1, [3] * 8, [4] * 8)
@@ -207,18 +207,18 @@ def test_fresh_drafts_that_became_fast_are_found_again() -> None:
 
 
 def test_always_is_always() -> None:
-    assert taught_redrafting(1000.0, 1, always=True).redraft_from(8) == 1
+    assert taught_redrafting(1000.0, 1, always=True).redraft_threshold(8) == 1
 
 
 def test_never_where_a_fresh_draft_costs_more_than_it_gains() -> None:
     """It gains each row 2 tokens; in the time that it takes all rows would gain 24, or 12."""
-    assert taught_redrafting(0.1, 3).redraft_from(8) == NEVER
-    assert taught_redrafting(0.05, 3).redraft_from(8) in (6, 7)
-    assert taught_redrafting(0.1, 1).redraft_from(8) == NEVER, "drafts that are never accepted gain nothing"
+    assert taught_redrafting(0.1, 3).redraft_threshold(8) == NEVER
+    assert taught_redrafting(0.05, 3).redraft_threshold(8) in (6, 7)
+    assert taught_redrafting(0.1, 1).redraft_threshold(8) == NEVER, "drafts that are never accepted gain nothing"
 
 
 def test_from_as_many_rows_as_gain_what_the_wait_costs() -> None:
-    answers = [taught_redrafting(drafting, 3).redraft_from(8) for drafting in (0.001, 0.01, 0.02, 0.03, 0.04)]
+    answers = [taught_redrafting(drafting, 3).redraft_threshold(8) for drafting in (0.001, 0.01, 0.02, 0.03, 0.04)]
     assert answers == sorted(answers)
     for drafting, answer in zip((0.001, 0.01, 0.02, 0.03, 0.04), answers, strict=True):
         lost, gained = drafting * 240, 2
@@ -228,13 +228,13 @@ def test_from_as_many_rows_as_gain_what_the_wait_costs() -> None:
 
 def test_rounds_without_drafts_say_nothing_of_what_drafts_gain() -> None:
     policy = taught_redrafting(0.04, 3)
-    before = policy.redraft_from(8)
+    before = policy.redraft_threshold(8)
     for _ in range(3):
         policy.record_round(8, 0.1, 0.1, [3] * 4 + [3] * 4, [0] * 8)
-    assert policy.redraft_from(8) == before
+    assert policy.redraft_threshold(8) == before
     for _ in range(50):  # drafts are accepted less
         policy.record_round(8, 0.1, 0.1, [2] * 4 + [4] * 4, [4] * 4 + [0] * 4)
-    assert policy.redraft_from(8) > before
+    assert policy.redraft_threshold(8) > before
 
 
 def test_reports_without_times_are_left_out() -> None:
@@ -243,7 +243,7 @@ def test_reports_without_times_are_left_out() -> None:
         policy.record_draft(2, 0, 0.0, 0, 0.0)
         policy.record_draft(2, 8, 0.0, 1, 0.0)
         policy.record_round(2, 0.0, 0.0, [], [])
-    assert policy.num_guesses(2) == 8 and policy.redraft_from(2) == 1
+    assert policy.num_guesses(2) == 8 and policy.redraft_threshold(2) == 1
 
 
 def play(policy: AheadPolicy, rows: int, seconds: float, drafting: float, chance: float, rounds: int) -> list[int]:
@@ -253,7 +253,7 @@ def play(policy: AheadPolicy, rows: int, seconds: float, drafting: float, chance
     for number in range(rounds):
         count = policy.num_guesses(rows)
         hits = rows if count and number % 10 < 10 * chance else 0
-        drafts_again = rows - hits >= policy.redraft_from(rows) and hits < rows
+        drafts_again = rows - hits >= policy.redraft_threshold(rows) and hits < rows
         policy.record_draft(rows, count, seconds if count else 0.0, drafts_again, drafting, [chance] * 40)
         gained = [4 if hits or drafts_again else 1] * rows
         spent = max(0.1, seconds if count else 0.0) + drafting * drafts_again
@@ -282,4 +282,4 @@ def test_nothing_is_guessed_where_a_fresh_draft_in_each_round_gains_more(
     insisting = AheadPolicy(STEPS, 5, always_redrafts=False, always_guesses=True)
     assert all(play(insisting, rows, seconds, drafting, chance, 300))
     if not guesses:
-        assert policy.num_guesses(rows) == 0 and policy.redraft_from(rows) == 1
+        assert policy.num_guesses(rows) == 0 and policy.redraft_threshold(rows) == 1

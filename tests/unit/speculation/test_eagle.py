@@ -17,9 +17,9 @@ from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
-from trtrun.configuration.topology import make_topology
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.start import engine_maker
+from trtrun.start.job_spec import JobSpec
 
 COUNT = 30
 FEATURES = 768
@@ -166,8 +166,8 @@ def test_trees_keep_more_than_chains_and_both_more_than_chance(tmp_path: Path, t
 def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path) -> None:
     """Of the head's weights and of its store, of two layers as the target's."""
     config = configuration(target, None, heads=folder, speculation=eagle())
-    memory = JobMemory.read(config, make_topology(config))
-    without = JobMemory.read(configuration(target, None), memory.topology)
+    memory = JobMemory.read(JobSpec(config))
+    without = JobMemory.read(JobSpec(configuration(target, None)))
     with LLM(config=config) as llm:
         (rank,) = llm.report.ranks
         llm.generate(PROMPTS[:5], SAMPLING[:5])

@@ -18,13 +18,13 @@ from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
-from trtrun.configuration.topology import make_topology
 from trtrun.engine.heads.stored_heads import StoredHeads
 from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters import eagle as eagle_drafter
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.start import engine_maker
+from trtrun.start.job_spec import JobSpec
 
 COUNT = 30
 WITH_TEXTS = {
@@ -292,8 +292,8 @@ def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path, kv_for
     with own_kv_format():
         cache = {"dtype": kv_format}
         config = configuration(target, None, heads=folder, speculation=eagle3(), kv_cache=cache)
-        memory = JobMemory.read(config, make_topology(config))
-        without = JobMemory.read(configuration(target, None, kv_cache=cache), memory.topology)
+        memory = JobMemory.read(JobSpec(config))
+        without = JobMemory.read(JobSpec(configuration(target, None, kv_cache=cache)))
         with LLM(config=config) as llm:
             (rank,) = llm.report.ranks
             llm.generate(PROMPTS[:5], SAMPLING[:5])

@@ -16,11 +16,11 @@ from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from launch.jobs.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
-from trtrun.configuration.topology import make_topology
 from trtrun.memory import memory_requirements
 from trtrun.speculation import head_trees
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.start import engine_maker
+from trtrun.start.job_spec import JobSpec
 
 COUNT = 30
 SAMPLING = mixed_sampling(COUNT)
@@ -262,7 +262,7 @@ def test_plans_and_ranks_count_the_same_bytes(
 ) -> None:
     """Of blocks for trees, too, in the target's store and in the head's."""
     config = configuration(target, None, heads=folder, speculation=eagle3(**options), scheduler=SCHEDULER)
-    memory = JobMemory.read(config, make_topology(config))
+    memory = JobMemory.read(JobSpec(config))
     space = memory_requirements.head_space(config, 0)
     with LLM(config=config) as llm:
         (rank,) = llm.report.ranks
@@ -273,7 +273,7 @@ def test_plans_and_ranks_count_the_same_bytes(
     # Two blocks, of parents and of nodes, for each node that is fed at once; the head has two of nine layers.
     assert space.num_blocks == 2 * 3 * (3 if options is DYNAMIC else 2) * space.blocks_per_path
     monkeypatch.setattr(memory_requirements, "head_space", lambda *_: replace(space, most_fed=0))
-    without = JobMemory.read(config, make_topology(config)).working_bytes(0)
+    without = JobMemory.read(JobSpec(config)).working_bytes(0)
     assert 9 * (rank.working_bytes - without) == 2 * space.num_blocks * memory.block_bytes(0)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from trtrun.core.nouns import RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.speculation.found_paths import GivenDrafts, HostGivenDrafts, usable_draft, with_certain_tokens
+from trtrun.speculation.found_paths import HostPredictedOutputs, PredictedOutputs, usable_draft, with_certain_tokens
 
 ROWS, COLUMNS = 4, 12
 
@@ -43,7 +43,7 @@ def plan(
         draft_lens=np.full_like(rows, draft_len),
         catch_up=np.zeros_like(rows),
         max_context=max_context,
-        given_rows=tuple(decode if given is None else given),
+        predicted_output_rows=tuple(decode if given is None else given),
     )
 
 
@@ -54,7 +54,7 @@ class Device:
         self.rows: Any = SimpleNamespace(
             token_ids=torch.full((ROWS, COLUMNS), 77, dtype=torch.int32), lengths=torch.zeros(ROWS, dtype=torch.int64)
         )
-        self.given = GivenDrafts(self.rows, vocab_size)
+        self.given = PredictedOutputs(self.rows, vocab_size)
 
     def write(self, row: int, *tokens: int) -> None:
         self.rows.token_ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
@@ -112,7 +112,7 @@ def test_a_row_that_ends_at_the_last_column_is_compared_within_its_own_tokens() 
 
 
 def test_a_preempted_row_goes_on_behind_its_prompt() -> None:
-    device, host = Device(), HostGivenDrafts(100)
+    device, host = Device(), HostPredictedOutputs(100)
     come_back = plan(admission(3, [1, 2, 5, 6], [5, 6, 7], num_prompt=2))
     device.given.begin_round(come_back)
     host.begin_round(come_back)
@@ -121,7 +121,7 @@ def test_a_preempted_row_goes_on_behind_its_prompt() -> None:
 
 
 def test_drafts_go_with_their_rows() -> None:
-    device, host = Device(), HostGivenDrafts(100)
+    device, host = Device(), HostPredictedOutputs(100)
     device.write(0, 1)
     device.write(1, 1)
     first = plan(admission(0, [1], [5, 6]), admission(1, [1], [7, 8]))
@@ -148,7 +148,7 @@ def test_rows_of_which_the_plan_says_nothing_and_rounds_without_drafts_have_none
 
 
 def test_the_host_forgets_a_draft_that_the_output_leaves_or_ends() -> None:
-    host = HostGivenDrafts(100)
+    host = HostPredictedOutputs(100)
 
     def begin() -> None:
         host.begin_round(plan(admission(0, [1, 2], [5, 6, 7, 100, 8])))

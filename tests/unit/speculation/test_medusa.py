@@ -231,14 +231,14 @@ def test_a_row_whose_state_is_not_known_proposes_nothing() -> None:
     state = torch.tensor([[[[1.0, 0]], [[2.0, 0]], [[3.0, 0]]], [[[4.0, 0]], [[5.0, 0]], [[6.0, 0]]]])
     verdict = Verdict(torch.tensor([3, 1, 1]), torch.full((3, 3), 7))
     prompt = torch.tensor([[[8.0, 0]], [[9.0, 0]]])
-    chunk = PrefillChunk(1, 2, 2, is_last=True, followed=False)
+    chunk = PrefillChunk(1, 2, 2, is_last=True, has_draft_kv=False)
     # Row 0 has kept both tokens, row 2 none, row 1 has read the last of its prompt.
     drafter.observe(
         a_plan(decode=(0, 2), prefill=(chunk,)), verdict, Step(torch.empty(0), HiddenStates(state, [prompt]))
     )
     assert propose(0, 1, 2) == [[3, 4], [9, 10], [4, 5]]
     assert propose(0, 1, 2, dropped_rows=(1,), admissions=(admission(0),)) == [[], [], [4, 5]]
-    half = PrefillChunk(0, 0, 2, is_last=False, followed=False)
+    half = PrefillChunk(0, 0, 2, is_last=False, has_draft_kv=False)
     drafter.propose(a_plan(), [])
     drafter.observe(a_plan(prefill=(half,)), None, Step(torch.empty(0), HiddenStates(state[:0], [prompt])))
     assert propose(0, 2) == [[], [4, 5]], "a prompt that is not read yet"

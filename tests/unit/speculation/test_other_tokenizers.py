@@ -21,16 +21,15 @@ from launch.jobs.check.preflight import check_tokenizers
 from parallel.groups import open_groups
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import make_config
-from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.memory.largest_round import chained_round, largest_rounds
 from trtrun.memory.memory_requirements import round_shape
-from trtrun.models.config import read_model_config
 from trtrun.speculation.drafters.translated_model import TranslatedDrafter
 from trtrun.speculation.translated_rows import TranslatedRows
 from trtrun.start import engine_maker
 from trtrun.start.graph_counts import count_graphs
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.startup import RankStartup
 from trtrun.tokens.translation import read_vocabularies
 
@@ -230,8 +229,8 @@ def test_graphs_of_a_gpu_give_the_same(
         assert [tokens_of(llm.generate(prompts(), asked)) for asked in (sampling(), GREEDY)] == plain
         config = llm.config
     assert len(captured) == number
-    models = {"draft": read_model_config(folder / "few"), "target": read_model_config(folder / "target")}
-    assert number == sum(count_graphs(config, 256, role, model, None, 0) for role, model in models.items())
+    models = JobSpec(config).models
+    assert number == sum(count_graphs(config, models, role, None, 0) for role in ("draft", "target"))
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
@@ -242,11 +241,10 @@ def test_a_rehearsal_drafts_on_a_store_of_one_block(
     if with_graphs:
         monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     config = configuration(folder / "target", folder / "few", scheduler={**SCHEDULER, "max_seq_len": 64})
-    startup = RankStartup(
-        config, make_topology(config), 0, open_groups(None, make_topology(config), torch.device("cpu"))
-    )
+    spec = JobSpec(config)
+    startup = RankStartup(spec, 0, open_groups(None, spec.topology, torch.device("cpu")))
     startup.load(lambda done, total: None)
-    shape = round_shape(config, 64)
+    shape = round_shape(config, spec.models)
     rehearsal = startup._made.rehearsal(shape)
     lengths: list[int] = []
     monkeypatch.setattr(
@@ -320,9 +318,9 @@ def test_what_does_not_go_with_it_is_refused(
 def test_the_same_vocabulary_may_be_demanded(folder: Path) -> None:
     config = configuration(folder / "target", folder / "few")
     assert config.draft is not None and config.draft.vocabulary == "intersection"
-    check_tokenizers(config)
+    check_tokenizers(JobSpec(config))
     same = config.model_copy(update={"draft": config.draft.model_copy(update={"vocabulary": "same"})})
     with pytest.raises(Exception, match=r"different tokenizers.* leave draft\.vocabulary out"):
-        check_tokenizers(same)
+        check_tokenizers(JobSpec(same))
     usual = configuration(folder / "target", folder / "noisy")
     assert usual.draft is not None and usual.draft.vocabulary == "same"

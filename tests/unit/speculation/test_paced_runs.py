@@ -207,7 +207,7 @@ def test_prompts_that_a_draft_reads_late_are_read_whole(tmp_path: Path) -> None:
         statistics = llm.statistics()
         llm.check_idle()
     chunks = [chunk for plan in ranks.plans for chunk in plan.prefill]
-    assert [(chunk.row, chunk.length) for chunk in chunks if not chunk.followed] == [(8, 19), (9, 21), (10, 23)]
+    assert [(chunk.row, chunk.length) for chunk in chunks if not chunk.has_draft_kv] == [(8, 19), (9, 21), (10, 23)]
     assert statistics["num_draft_tokens"] > 100
     assert statistics["num_accepted_draft_tokens"] == statistics["num_draft_tokens"]
 

@@ -25,11 +25,11 @@ from trtrun import SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.core.nouns import Request, RoundPlan
 from trtrun.core.token_lists import TokenLists
+from trtrun.engine.forwards import EngineShape
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.store import KVStore
-from trtrun.loading.model_settings import mask_token
 from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.distributions import distributions_of
@@ -37,6 +37,7 @@ from trtrun.sampling.random import Stream
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters.draft_model import ParallelDrafter
+from trtrun.start.job_spec import JobSpec
 
 MASK = 198
 KINDS: list[dict[str, Any]] = [
@@ -89,7 +90,7 @@ class Rounds:
         )
         shape = (model.config.num_layers, num_blocks, model.kv_heads, block_size, model.config.head_dim)
         rows = RowState(MAX_ROWS, context, block_size, draft_len, vocab, CPU)
-        engine = Engine(model, KVStore(*shape, torch.float32, CPU), rows, most_masked=draft_len)
+        engine = Engine(model, KVStore(*shape, torch.float32, CPU), rows, EngineShape(most_masked=draft_len))
         self.drafter = ParallelDrafter(engine, vocab, use_logits, MASK)
         if not known:  # as on a GPU, which the host does not wait for
             self.drafter._unfed = lambda row_list, rows, lacking: lacking  # type: ignore[method-assign]
@@ -353,11 +354,15 @@ def configured(target: Path, draft: Path, how: Any) -> Any:
 
 def test_it_is_on_where_the_draft_names_a_mask_token(pair: tuple[Path, Path]) -> None:
     target, draft = pair
-    assert mask_token(configured(target, draft, "auto")) == mask_token(configured(target, draft, True)) == MASK
-    assert mask_token(configured(target, draft, "off")) is None
-    assert mask_token(configured(target, target, "auto")) is None
+    assert (
+        JobSpec(configured(target, draft, "auto")).models.mask_token
+        == JobSpec(configured(target, draft, True)).models.mask_token
+        == MASK
+    )
+    assert JobSpec(configured(target, draft, "off")).models.mask_token is None
+    assert JobSpec(configured(target, target, "auto")).models.mask_token is None
     with pytest.raises(ConfigError, match=r"parallel_drafting is on, but .*config.json names no mask token"):
-        check_models(configured(target, target, "on"))
+        check_models(JobSpec(configured(target, target, "on")))
     with pytest.raises(ConfigError, match="parallel_drafting"):
         configured(target, draft, "sometimes")
     with pytest.raises(ConfigError, match="parallel_drafting is an option of method draft_target"):

@@ -14,9 +14,9 @@ from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
 
 from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
-from trtrun.configuration.topology import make_topology
 from trtrun.speculation.suffixes.continuations import MOST_PLACES
 from trtrun.speculation.suffixes.corpus import PastAnswers
+from trtrun.start.job_spec import JobSpec
 
 MOST = 5
 DEVICE = torch.device("cpu")
@@ -153,7 +153,7 @@ def test_what_a_preempted_row_wrote_is_kept_once(target: Path, monkeypatch: pyte
 def test_its_memory_is_counted(target: Path) -> None:
     def planned(**options: object) -> int:
         config = configuration(target, None, speculation={"method": "suffix", **options})
-        return JobMemory.read(config, make_topology(config)).working_bytes(0)
+        return JobMemory.read(JobSpec(config)).working_bytes(0)
 
     bound = {"suffix_decoding_max_cached_tokens": 3_000_000}
     assert planned(**bound, suffix_decoding_max_cached_requests=0) == planned()

@@ -19,13 +19,13 @@ from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
 from launch.jobs.check.preflight import check_models
 from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
-from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.speculation.drafters.lookup import SuffixDrafter
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, SuffixRule
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.speculation.suffixes.search import SuffixSearch, last_tokens
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.corpus import read_corpus
 
 COUNT = 24
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line_before_ranks_start(
     file.write_bytes(content)
     config = configuration(target, None, speculation={"method": "suffix", "suffix_corpus": str(file)})
     with pytest.raises(ConfigError) as caught:
-        check_models(config)
+        check_models(JobSpec(config))
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -201,7 +201,7 @@ def test_its_memory_is_counted(tmp_path: Path, target: Path) -> None:
 
     def planned(**options: object) -> int:
         config = configuration(target, None, speculation={**speculation, **options})
-        return sum(JobMemory.read(config, make_topology(config)).shard_bytes(0))
+        return sum(JobMemory.read(JobSpec(config)).shard_bytes(0))
 
     assert planned() - planned(suffix_corpus=None) == bytes_of_corpus(2000, 24)
     with make_llm(target, speculation=speculation) as llm:

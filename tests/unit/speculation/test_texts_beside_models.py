@@ -25,6 +25,7 @@ from trtrun.errors import ConfigError
 from trtrun.speculation.ahead.row_texts import HostTexts
 from trtrun.speculation.suffixes.continuations import SuffixRule
 from trtrun.speculation.text_drafts import TextDrafts
+from trtrun.start.job_spec import JobSpec
 
 HYBRID = {"enable_suffix_decoding": True}
 SHORT = {**HYBRID, "suffix_decoding_min_match_len": 2}
@@ -160,7 +161,7 @@ def test_its_memory_is_counted_where_it_drafts(
     def planned(**options: object) -> list[int]:
         config = configuration(target, draft, devices=devices, speculation=options)
         topology = make_topology(config)
-        return [JobMemory.read(config, topology).working_bytes(rank) for rank in range(topology.world_size)]
+        return [JobMemory.read(JobSpec(config)).working_bytes(rank) for rank in range(topology.world_size)]
 
     cached = {"suffix_decoding_max_cached_requests": 9, "suffix_decoding_max_cached_tokens": 3_000_000}
     more = [after - before for before, after in zip(planned(), planned(**HYBRID, **cached), strict=True)]

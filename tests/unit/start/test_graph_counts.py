@@ -7,6 +7,7 @@ only GPUs have kernels for.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,16 +29,15 @@ from trtrun.engine.graphs import graph_shapes
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.loading.loading import load_model
-from trtrun.loading.model_settings import mask_token
 from trtrun.memory.largest_round import SilentExchange, chained_round, largest_rounds, small_round
 from trtrun.memory.memory_requirements import guess_space, guess_steps, round_shape
-from trtrun.models.config import read_model_config
 from trtrun.sampling.distributions import _KINDS, NUM_KINDS, KeyedRanks
 from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafters import DRAFTERS, DrafterContext
 from trtrun.start import engine_maker
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.graph_counts import count_graphs
+from trtrun.start.job_spec import JobSpec
 from trtrun.start.startup import RankStartup
 
 CPU = torch.device("cpu")
@@ -83,11 +83,9 @@ def make_target(folder: Path, context: int) -> Path:
 
 def count(config: RuntimeConfig, context: int, role: str) -> int:
     """As of an engine whose prompts are cut into tiles of 64 queries."""
-    section = config.target if role == "target" else config.draft
-    assert section is not None
-    model = read_model_config(section.model)
-    width = prompt_width(64, model.num_heads, model.num_kv_heads)
-    return count_graphs(config, context, role, model, width, NUM_KINDS)
+    models = replace(JobSpec(config).models, context=context)
+    width = prompt_width(64, models.of_role(role).num_heads, models.of_role(role).num_kv_heads)
+    return count_graphs(config, models, role, width, NUM_KINDS)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -103,7 +101,7 @@ def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: s
         name_mask_token(draft)
     config = configuration(target, draft, **settings)
     topology = make_topology(config)
-    startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
+    startup = RankStartup(JobSpec(config), 0, open_groups(None, topology, CPU))
     startup.load(lambda done, total: None)
     engines = startup._made.engines(9)
     startup._made.warm_up(startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker(), engines)
@@ -129,7 +127,7 @@ def test_graphs_of_heads_that_keep_keys_and_values_are_counted_with_the_targets(
     settings: dict[str, Any] = {"speculation": {"method": method, **tree}, "scheduler": {"max_batch_size": 5}}
     config = configuration(target, None, heads=heads, **settings)
     topology = make_topology(config)
-    startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
+    startup = RankStartup(JobSpec(config), 0, open_groups(None, topology, CPU))
     startup.load(lambda done, total: None)
     engines = startup._made.engines(9)
     worker = startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker()
@@ -153,15 +151,15 @@ def test_graphs_of_a_head_on_a_rank_of_its_own_are_counted(tmp_path: Path, tree:
         scheduler={"max_batch_size": 5},
     )
     own = SoloCommunicator()
-    startup = RankStartup(config, make_topology(config), 1, Groups(own, None, None))
+    startup = RankStartup(JobSpec(config), 1, Groups(own, None, None))
     startup.load(lambda done, total: None)
     fed = startup._made.head_rows({})
     silent = SilentExchange(CPU, 199, verifies=False)
     worker = startup._worker_factory({}, fed, 9).make_worker(silent)
     startup._made.warm_up(worker, {})
     assert worker.drafter is not None
-    assert worker.drafter.num_graphs == count_graphs(config, 600, "draft", startup._target_config, None, NUM_KINDS) > 5
-    shape = round_shape(config, 600)
+    assert worker.drafter.num_graphs == count_graphs(config, startup._models, "draft", None, NUM_KINDS) > 5
+    shape = round_shape(config, startup._models)
     rehearsal = startup._made.rehearsal(shape)
     for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
         rehearsal.play(plan)
@@ -176,9 +174,11 @@ def name_mask_token(draft: Path) -> None:
 def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[str, Engine], Any]:
     """A draft rank with a device of its own: its maker, its engines and what it warms up beside them."""
     assert config.draft is not None
-    model, report = load_model(config.draft.model, SoloCommunicator(), CPU, torch.float32)
+    spec = JobSpec(config)
+    assert spec.models.context == context
+    model, report = load_model(config.draft.model, spec.model_of("draft"), SoloCommunicator(), CPU, torch.float32)
     loaded, vocab_size = {"draft": LoadedEngine(model, report, SoloCommunicator())}, model.config.vocab_size
-    maker = EngineMaker(config, CPU, vocab_size, context, loaded, model.config, None, False, lambda *_: None)  # type: ignore[arg-type,return-value]
+    maker = EngineMaker(spec, CPU, loaded, None, False, lambda *_: None)  # type: ignore[arg-type,return-value]
     engines = maker.engines(9)
     place = DrafterContext(
         config.speculation,
@@ -187,7 +187,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
         vocab_size,
         guess_space(config, 9),
         guess_steps(config),
-        mask_token(config),
+        spec.models.mask_token,
     )
     return maker, engines, SimpleNamespace(drafter=DRAFTERS.get(config.speculation.method)(place))
 
@@ -244,7 +244,7 @@ def test_contexts_beyond_sixteen_thousand_tokens_have_more_graphs(tmp_path: Path
         scheduler, cache = {"max_batch_size": 2, "max_seq_len": context}, {"max_tokens": 20000}
         config = configuration(target, None, speculation={"method": "none"}, scheduler=scheduler, kv_cache=cache)
         topology = make_topology(config)
-        startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
+        startup = RankStartup(JobSpec(config), 0, open_groups(None, topology, CPU))
         startup.load(lambda done, total: None)
         engines = startup._made.engines(9)
         startup._made.warm_up(

@@ -15,8 +15,9 @@ from fronts import NoEngine, make_frontend
 from pipelines import make_llm
 
 from launch.serve.admission.refusals import Kind, Refusal
-from launch.serve.application.parser_worker import RequestParser
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.parsing.messages import Facts, Refused, Task
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.errors import CheckpointError, ConfigError, LibraryPanicError, RustLibrary, wrap_errors
@@ -74,7 +75,7 @@ def test_requests_that_came_with_one_are_let_in(tokenizer: Tokenizer) -> None:
     frontend = make_frontend(tokenizer, engine)
 
     async def begin(prompts: list[str], **others: Any) -> None:
-        (await frontend.begin(prompts, SamplingParams(**others), 0.0)).close()
+        (await frontend.begin(UnencodedRequest.of(prompts, SamplingParams(**others)), 0.0)).close()
 
     async def work() -> None:
         with pytest.raises(Refusal, match=f"the prompt cannot be tokenized: {SAID}") as caught:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from parallel.watchdog.activity import NO_ROUND, Beside, Doing, Phase
-from parallel.watchdog.blame import (
+from parallel.watchdog.fault_attribution import (
     CLOSED_SECONDS,
     LOST_SECONDS,
     Accusation,

@@ -24,7 +24,7 @@ from trtrun.weights.rank_files import open_checkpoint
 
 def load(path: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1, **options: Any) -> Any:
     communicator = LockStepCommunicator(LockStepGroup(size), rank) if size > 1 else SoloCommunicator()
-    return load_model(path, communicator, CPU, dtype, **options)
+    return load_model(path, read_model_config(path), communicator, CPU, dtype, **options)
 
 
 def change_weights(path: Path, name: str, value: torch.Tensor | None) -> None:
@@ -247,12 +247,15 @@ import sys, torch
 from pathlib import Path
 from parallel.transports.solo import SoloCommunicator
 from trtrun.loading.loading import load_model
+from trtrun.models.config import read_model_config
 torch.set_num_threads(1)
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
-load_model(Path(sys.argv[1]), SoloCommunicator(), torch.device("cpu"), torch.bfloat16)
+def load(path):
+    return load_model(path, read_model_config(path), SoloCommunicator(), torch.device("cpu"), torch.bfloat16)
+load(Path(sys.argv[1]))
 before = peak()
-_, report = load_model(Path(sys.argv[2]), SoloCommunicator(), torch.device("cpu"), torch.bfloat16)
+_, report = load(Path(sys.argv[2]))
 print((peak() - before) / report.shard_bytes)
 """
 

@@ -14,8 +14,8 @@ from trtrun.core.guide import Guide
 from trtrun.core.nouns import WAITS, LogitsPart, PrefillChunk, RoundPlan, RowAdmission, ScoredPart
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.token_lists import NO_LISTS, ThoughtBounds, TokenLists, TokenSequences
-from trtrun.first_uses import FirstUses
 from trtrun.timing.tracing import Request, encode_request
+from trtrun.warmup_misses import WarmupMisses
 from trtrun.wire.messages import AdapterOrder, decode_adapter_order, decode_read, encode_adapter_order, encode_read
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
@@ -69,7 +69,7 @@ def admissions(draw: st.DrawFn, lists: list[TokenLists]) -> RowAdmission:
         tokens=np.array(tokens, dtype=np.int32),
         num_prompt_tokens=draw(st.integers(1, len(tokens))),
         num_cached_tokens=draw(st.integers(0, len(tokens) - 1)),
-        followed=draw(st.booleans()),
+        has_draft_kv=draw(st.booleans()),
         sampling=draw(sampling_params()),
         lists=draw(st.sampled_from(lists)),
         draft_tokens=np.array(draw(st.lists(TOKEN, max_size=6)), dtype=np.int32),
@@ -95,7 +95,7 @@ def plans(draw: st.DrawFn) -> RoundPlan:
         draft_lens=np.array([length for _, length, _ in decode], dtype=np.int32),
         catch_up=np.array([count for _, _, count in decode], dtype=np.int32),
         max_context=draw(st.integers(0, 10**6)),
-        given_rows=tuple(draw(st.lists(ROW, max_size=4))),
+        predicted_output_rows=tuple(draw(st.lists(ROW, max_size=4))),
     )
 
 
@@ -142,14 +142,14 @@ def test_a_report_comes_back_as_it_was() -> None:
     tokens = np.array([[5, 6, 7], [8, -1, -1]])
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
-    times = RoundTimes(0.25, 0.5, 0.75, 0.875, 0.0625, FirstUses(captures=3, compilations=70_000))
+    times = RoundTimes(0.25, 0.5, 0.75, 0.875, 0.0625, WarmupMisses(captures=3, compilations=70_000))
     arrays = ReportArrays(41, times, np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
     report = come_back(dataclasses.replace(arrays, num_suffix_tokens=np.array([2, 0])))
     assert report.num_suffix_tokens == [2, 0]
     assert come_back(arrays).num_suffix_tokens == [0, 0]
     assert (report.round_index, report.is_verdict) == (41, True)
     assert report.times == times
-    assert (report.times.first_uses.captures, report.times.first_uses.compilations) == (3, 70_000)
+    assert (report.times.warmup_misses.captures, report.times.warmup_misses.compilations) == (3, 70_000)
     assert (report.num_tokens, report.draft_lens) == ([3, 1], [2, 0])
     assert report.tokens == [[5, 6, 7], [8]]
     entry = report.logprobs[1][2]
@@ -192,8 +192,8 @@ def test_logits_of_rows_and_prompts_come_back_beside_all_else(num_rows: int, num
 
 
 def test_a_report_without_a_verdict_says_so() -> None:
-    report = come_back(ReportArrays(7, RoundTimes(drafting=1.0, first_uses=FirstUses(compilations=2))))
-    assert not report.is_verdict and report.times.first_uses == FirstUses(0, 2)
+    report = come_back(ReportArrays(7, RoundTimes(drafting=1.0, warmup_misses=WarmupMisses(compilations=2))))
+    assert not report.is_verdict and report.times.warmup_misses == WarmupMisses(0, 2)
     assert (report.num_tokens, report.draft_lens, report.tokens, report.logprobs) == ([], [], [], [])
 
 

@@ -53,13 +53,31 @@ class _Shape:
     paths: tuple[int, int] = (0, 0)
 
 
+class GraphMemory(NamedTuple):
+    """Where the graphs of one engine read and write.
+
+    Attributes:
+        logits: [lines, vocab] float32: where all graphs write.
+        tables: [numbers] int64: where all graphs read block tables, which may be megabytes each.
+    """
+
+    logits: torch.Tensor
+    tables: torch.Tensor
+
+    @classmethod
+    def of(cls, lines: int, table_numbers: int, vocab_size: int, device: torch.device) -> GraphMemory:
+        """Memory for up to `lines` logits of one forward, those of padding counted, and for as many numbers of tables
+        as the most rows of a forward times the widest block tables have."""
+        logits = torch.empty((lines, vocab_size), dtype=torch.float32, device=device)
+        return cls(logits, torch.zeros(table_numbers, dtype=torch.int64, device=device))
+
+
 class ForwardGraphs(GraphCache):
     """Runs row forwards through graphs.
 
     Attributes:
         shapes: of the graphs.
         logits: [lines, vocab] float32: where all graphs write.
-        tables: [numbers] int64: where all graphs read block tables.
     """
 
     def __init__(
@@ -67,11 +85,8 @@ class ForwardGraphs(GraphCache):
         forward: RowForward,
         capture: Capture,
         shapes: GraphShapes,
+        memory: GraphMemory,
         *,
-        most_logits: int,
-        table_numbers: int,
-        vocab_size: int,
-        device: torch.device,
         most_graphs: int = MOST_GRAPHS,
         forward_trees: TreeForward | None = None,
         first_run: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -82,10 +97,7 @@ class ForwardGraphs(GraphCache):
             forward: reads nothing but its arguments and what never moves, and never waits for the device.
             capture: see `Capture`; `CudaCapture` on a GPU.
             shapes: of graphs.
-            most_logits: lines of logits of one forward, those of padding counted.
-            table_numbers: most rows of a forward times the widest block tables.
-            vocab_size: width of the logits.
-            device: where everything lives.
+            memory: large enough for every shape.
             most_graphs: how many to keep.
             forward_trees: as `forward`, of rows with draft trees; None where there are none.
             first_run: see GraphCache.
@@ -94,10 +106,8 @@ class ForwardGraphs(GraphCache):
         self.shapes = shapes
         self._forward = forward
         self._forward_trees = forward_trees
-        self.logits = torch.empty((most_logits, vocab_size), dtype=torch.float32, device=device)
-        # Wide tables are megabytes, so that all graphs read them from one place.
-        self.tables = torch.zeros(table_numbers, dtype=torch.int64, device=device)
-        self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.logits, self._tables = memory
+        self._first_step = torch.zeros(1, dtype=torch.int64, device=memory.tables.device)
 
     def run(
         self,
@@ -224,7 +234,7 @@ class ForwardGraphs(GraphCache):
         return captured.inputs[4][:rows, :steps]
 
     def _own_tables(self, shape: _Shape) -> torch.Tensor:
-        return self.tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)
+        return self._tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)
 
 
 class RowsBatch(NamedTuple):
@@ -255,8 +265,7 @@ class MixedGraphs(GraphCache):
         forward: MixedForward,
         capture: Capture,
         shapes: MixedShapes,
-        logits: torch.Tensor,
-        tables: torch.Tensor,
+        memory: GraphMemory,
         first_run: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Capture `forward` on demand.
@@ -265,15 +274,13 @@ class MixedGraphs(GraphCache):
             forward: reads nothing but its arguments and what never moves, and never waits for the device.
             capture: see `Capture`.
             shapes: of graphs.
-            logits: [lines, vocab] float32, as many lines as the largest shape has: where all graphs write.
-            tables: [numbers] int64, as many as the largest shape has: where all graphs read block tables.
+            memory: large enough for every shape.
             first_run: see GraphCache.
         """
         super().__init__(capture, max(1, len(shapes.all)), first_run)
         self.shapes = shapes
         self._forward = forward
-        self._logits = logits
-        self._tables = tables
+        self._logits, self._tables = memory
 
     def run(self, shape: MixedShape, decoded: RowsBatch, prompts: RowsBatch) -> torch.Tensor:
         """Run one forward through the graph of `shape`, which holds it; tables are as wide as its own.

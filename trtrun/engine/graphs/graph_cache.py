@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.first_uses import count_capture
 from trtrun.kernels.torch.cuda import capturing
+from trtrun.warmup_misses import count_capture
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Turns work on tensors of fixed place into something that does it again when called."""

@@ -26,7 +26,7 @@ from trtrun.engine.runner import Engine
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
-from trtrun.tensors import kept_range
+from trtrun.tensors import cached_range
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class HeadPaths:
             self._copy(source, own)
         else:
             self._copy(tree.tables.gather(1, tree.start).expand(-1, nodes), own[:, :, 0])
-        behind = (kept_range(0, tree.tables.shape[1], own.device) - tree.start).unsqueeze(1).expand(-1, nodes, -1)
+        behind = (cached_range(0, tree.tables.shape[1], own.device) - tree.start).unsqueeze(1).expand(-1, nodes, -1)
         replaced = own.gather(2, behind.clamp(0, own.shape[2] - 1))
         tables = torch.where((behind >= 0) & (behind < own.shape[2]), replaced, tree.tables.unsqueeze(1))
         positions = tree.positions[:, tree.step : tree.step + 1].repeat_interleave(nodes, dim=0)

@@ -28,7 +28,7 @@ from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.sampling.distributions import KeyedRanks
-from trtrun.tensors import inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 GrowTree = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
@@ -84,7 +84,7 @@ class StoredHeads:
         if self._layers.has_overflowed:
             self._store.clear([*self._rows.fresh_blocks(plan), *self._guessed])
             if self._paths is not None:
-                self._paths.clear(kept_integers(plan.decode_rows.tolist(), self._rows.device))
+                self._paths.clear(cached_tensor(plan.decode_rows.tolist(), self._rows.device))
 
     def warm_up(self) -> None:
         """Make all graphs, where there are any. Collective over the group."""
@@ -279,11 +279,11 @@ class MaskedHeads(StoredHeads):
         device, count, first = rows.device, len(asked), 0 if self._masked.from_newest else 1
         width = draft_len + first
         lengths = self.rows.lengths.index_select(0, rows).unsqueeze(1)
-        counts = kept_integers([needed + first if needed else 0 for needed in asked], device).unsqueeze(1)
-        steps = kept_range(0, width, device)
+        counts = cached_tensor([needed + first if needed else 0 for needed in asked], device).unsqueeze(1)
+        steps = cached_range(0, width, device)
         positions = torch.where(steps < counts, lengths - 1 + steps, -1)
         ends = torch.where(steps < counts, lengths - 2 + counts, -1)
-        last = kept_range(0, count, device).unsqueeze(1) * width + (counts - 1).clamp(min=0)
+        last = cached_range(0, count, device).unsqueeze(1) * width + (counts - 1).clamp(min=0)
         newest = self.rows.token_ids[rows, (lengths[:, 0] - 1).clamp(min=0)].to(torch.int64)
         tokens = newest.new_full((count, width), self._masked.mask_token)
         tokens[:, 0] = newest
@@ -299,7 +299,7 @@ class MaskedHeads(StoredHeads):
     def warm_up_rows(self, count: int, draft_len: int) -> None:
         """Feed and draft as rounds of so many rows do; nothing is at a position, so that all is written to the null
         block. Collective over the group."""
-        rows = kept_range(0, count, self.rows.lengths.device)
+        rows = cached_range(0, count, self.rows.lengths.device)
         nothing = torch.zeros((count, draft_len + 1), dtype=torch.int64, device=rows.device)
         tapped = torch.zeros((*nothing.shape, *self.tapped_shape), dtype=self.dtype, device=rows.device)
         self.feed([FedPart(rows, nothing, nothing - 1, tapped)], 1)

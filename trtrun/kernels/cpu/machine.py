@@ -21,8 +21,8 @@ import torch
 
 from trtrun.environment import CPU_LIMIT, CPU_LIMITS
 from trtrun.errors import ConfigError
-from trtrun.first_uses import count_compilation
 from trtrun.kernels.cpu.object_cache import read_object, write_object
+from trtrun.warmup_misses import count_compilation
 
 if TYPE_CHECKING:
     from llvmlite import ir

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from trtrun.tensors import kept_range
+from trtrun.tensors import cached_range
 
 
 class ForkedRows(NamedTuple):
@@ -79,7 +79,7 @@ def lay_out(
     """
     newest = lengths.index_select(0, rows) - 1
     first = token_ids[rows, newest].to(torch.int64).unsqueeze(1)
-    steps = kept_range(0, paths.shape[2] + 1, rows.device)
+    steps = cached_range(0, paths.shape[2] + 1, rows.device)
     lens = path_lens(paths, draft_lens)
     is_there = steps <= lens.unsqueeze(2)
     nodes = torch.cat((torch.zeros_like(lens).unsqueeze(2), paths + 1), dim=2).masked_fill_(~is_there, 0)
@@ -89,7 +89,7 @@ def lay_out(
     own = own_blocks[:, :num_others].index_select(0, rows)
     start = (newest // block_size).unsqueeze(1)
     shared = tables.gather(1, start).expand(-1, num_others)
-    behind = (kept_range(0, tables.shape[1], rows.device) - start).unsqueeze(1).expand(-1, num_others, -1)
+    behind = (cached_range(0, tables.shape[1], rows.device) - start).unsqueeze(1).expand(-1, num_others, -1)
     is_own = (behind >= 0) & (behind < own.shape[2])
     replaced = own.gather(2, behind.clamp(0, own.shape[2] - 1))
     forked = torch.where(is_own, replaced, tables.unsqueeze(1))
@@ -107,7 +107,7 @@ def path_lens(paths: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
 def _places(nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The first place of each column of `tokens` in `nodes`; 0, where every row's newest token stands, for the rest."""
     flat = nodes.flatten(1)
-    order = kept_range(0, flat.shape[1], nodes.device).expand_as(flat)
+    order = cached_range(0, flat.shape[1], nodes.device).expand_as(flat)
     missing = flat.shape[1]
     found = torch.full_like(tokens, missing).scatter_reduce_(1, flat, order, "amin")
     return found.masked_fill_(found == missing, 0)
@@ -132,14 +132,14 @@ def accept_paths(
     lines = torch.nn.functional.pad(paths.clamp(min=-1) + 1, (1, 0))
     drafted = draft_tokens.gather(1, paths.clamp(min=0).flatten(1)).view(paths.shape)
     along = chosen.gather(1, lines.flatten(1)).view(count, num_paths, depth + 1)
-    steps = kept_range(0, depth + 1, paths.device)
+    steps = cached_range(0, depth + 1, paths.device)
     same = (along[:, :, :-1] == drafted) & (steps[:-1] < lens.unsqueeze(2))
     kept = same.to(torch.int64).cumprod(dim=2).sum(dim=2)
     best = kept.argmax(dim=1)
     num_kept = kept.gather(1, best.unsqueeze(1))
     line = lines.gather(1, best.view(-1, 1, 1).expand(-1, 1, depth + 1)).squeeze(1)
     tokens = torch.where(steps <= num_kept, chosen.gather(1, line), -1)
-    places = kept_range(0, count, paths.device).unsqueeze(1)
+    places = cached_range(0, count, paths.device).unsqueeze(1)
     return AcceptedPaths(
         best, num_kept.squeeze(1) + 1, tokens, logits[places, line, tokens.clamp(min=0)], lens.amax(dim=1)
     )

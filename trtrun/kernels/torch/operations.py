@@ -18,7 +18,7 @@ from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
 from trtrun.kvcache.formats import PLAIN, KVFormat
-from trtrun.tensors import kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
@@ -125,7 +125,7 @@ class TorchOperations:
         """Append tokens [R, width] int64 to `rows` [R] int64 of token_ids [max_rows, columns] int32, in place, and have
         them grow by num_tokens [R] int64; lengths is [max_rows] int64."""
         of_rows = lengths.index_select(0, rows)
-        columns = of_rows.unsqueeze(1) + kept_range(0, tokens.shape[1], rows.device)
+        columns = of_rows.unsqueeze(1) + cached_range(0, tokens.shape[1], rows.device)
         token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         lengths[rows] = of_rows + num_tokens
 
@@ -143,7 +143,7 @@ class TorchOperations:
         tokens, positions = token_ids[rows, newest].to(torch.int64).unsqueeze(1), newest.unsqueeze(1)
         if not draft_tokens.shape[1]:
             return tokens, positions
-        steps = kept_range(0, draft_tokens.shape[1] + 1, rows.device)
+        steps = cached_range(0, draft_tokens.shape[1] + 1, rows.device)
         positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
         return torch.cat((tokens, draft_tokens), dim=1), positions
 
@@ -175,7 +175,7 @@ class TorchOperations:
         sampling/row_steps.py."""
         output, vocabulary = logits.clone(memory_format=torch.contiguous_format), logits.shape[-1]
         lines, flat = output.view(-1, vocabulary), places.flatten()
-        steps, most = kept_range(0, 32, logits.device).to(torch.int32), max(1, _MOST_BITS // vocabulary)
+        steps, most = cached_range(0, 32, logits.device).to(torch.int32), max(1, _MOST_BITS // vocabulary)
         for start in range(0, len(lines), most):
             part = flat[start : start + most]
             words = bits.index_select(0, part.clamp(min=0))
@@ -204,7 +204,7 @@ class TorchOperations:
         self, target_tokens: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not draft_tokens.shape[1]:  # a plain round: a dozen operations less to launch
-            return kept_integers([1] * len(draft_lens), draft_lens.device), target_tokens
+            return cached_tensor([1] * len(draft_lens), draft_lens.device), target_tokens
         num_accepted = count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
         last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
         return gained(draft_tokens, num_accepted, last)

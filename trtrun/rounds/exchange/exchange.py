@@ -26,7 +26,7 @@ class Exchange(Protocol):
         """On ranks that draft: whether the target has gone on without this round's draft. The same all round."""
         ...
 
-    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+    def transfer_draft(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
         """Send the draft from where it was made, and get it where it is verified.
 
         Args:
@@ -39,7 +39,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
+    def publish_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """On ranks that draft ahead: send drafts for likely verdicts of the round, as `guesses` has them for who asks
         (gated_drafts.py), where target ranks look for them. Nothing waits."""
         ...
@@ -114,7 +114,7 @@ class DeviceExchange(Exchange):
         return False
 
     @override
-    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+    def transfer_draft(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
         if plan.draft_len == 0:
             return None
         if self._in_place:
@@ -136,7 +136,7 @@ class DeviceExchange(Exchange):
         return Draft(tokens[:, :-1], draft_lens, probs, num_suffix_tokens=tokens[:, -1])
 
     @override
-    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
+    def publish_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """Do nothing: nobody drafts ahead on devices that verify."""
 
     @override

@@ -41,20 +41,20 @@ class Origins:
     """Where the tokens of a draft are from, for each of its rows.
 
     Attributes:
-        foreseen: 1 where it was made before the verdict that it follows was known.
+        cache_hits: 1 where it was made before the verdict that it follows was known.
         num_suffix_tokens: how many of its first were found in texts.
     """
 
-    foreseen: tuple[int, ...] = ()
+    cache_hits: tuple[int, ...] = ()
     num_suffix_tokens: tuple[int, ...] = ()
 
     def added_to(self, report: ReportArrays) -> ReportArrays:
         """The report of a verdict on the draft with them; rows behind the draft's have none."""
-        foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
-        foreseen[: len(self.foreseen)] = self.foreseen
-        foreseen[report.draft_lens < 1] = 0  # where it was there too late for the device
+        cache_hits, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
+        cache_hits[: len(self.cache_hits)] = self.cache_hits
+        cache_hits[report.draft_lens < 1] = 0  # where it was there too late for the device
         found[: len(self.num_suffix_tokens)] = self.num_suffix_tokens
-        return replace(report, foreseen=foreseen, num_suffix_tokens=found)
+        return replace(report, cache_hits=cache_hits, num_suffix_tokens=found)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class DraftTable:
         paths = draft.paths
         numbers = np.zeros((rows, _COLUMNS + nodes + (0 if paths is None else paths[0].numel())), dtype=np.int64)
         numbers[:, 0] = draft.draft_lens.numpy()
-        if draft.foreseen is not None:
-            numbers[:, 1] = draft.foreseen.numpy()
+        if draft.cache_hits is not None:
+            numbers[:, 1] = draft.cache_hits.numpy()
         if draft.num_suffix_tokens is not None:
             numbers[:, 2] = draft.num_suffix_tokens.numpy()
         numbers[:, 3] = nodes
@@ -128,7 +128,7 @@ class KnownVerdict:
     tokens: npt.NDArray[np.int64]
 
 
-def foreseen_rows(table: npt.NDArray[np.int64], plan: RoundPlan, before: KnownVerdict) -> tuple[int, ...] | None:
+def find_cache_hits(table: npt.NDArray[np.int64], plan: RoundPlan, before: KnownVerdict) -> tuple[int, ...] | None:
     """Which of a plan's decode rows have a draft in a table.
 
     Args:
@@ -147,7 +147,7 @@ def foreseen_rows(table: npt.NDArray[np.int64], plan: RoundPlan, before: KnownVe
     lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
     asked = [(row in came_true, most > 0) for row, most in lens]
     missing = sum(is_asked and not is_there for is_there, is_asked in asked)
-    if missing and missing >= plan.redraft_from:
+    if missing and missing >= plan.redraft_threshold:
         return None
     return tuple(int(is_there and is_asked) for is_there, is_asked in asked)
 
@@ -218,7 +218,7 @@ class GatedDrafts:
 
     def _question(self, plan: RoundPlan) -> Question | None:
         """What the device looks up among guesses; None where drafts are not what was guessed."""
-        if self._decided is None or plan.given_rows or self.needs_draft(plan):
+        if self._decided is None or plan.predicted_output_rows or self.needs_draft(plan):
             return None
         before, verdict = self._decided
         if before.round_index != plan.round_index - 1:
@@ -226,7 +226,7 @@ class GatedDrafts:
         places = {row: place for place, row in enumerate(before.sampled_rows)}
         lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
         rows = device_integers([(row, most, places.get(row, -1)) for row, most in lens], self.group.device)
-        return Question(rows, verdict.num_tokens, verdict.tokens.contiguous(), plan.draft_len, plan.redraft_from)
+        return Question(rows, verdict.num_tokens, verdict.tokens.contiguous(), plan.draft_len, plan.redraft_threshold)
 
     def decide(self, plan: RoundPlan, verdict: Verdict) -> None:
         """On the leader: the verdict of a round, on the device, that the next draft follows."""
@@ -240,7 +240,7 @@ class GatedDrafts:
         if following in self._asked:
             self.gate.send(self._due[following], guesses)
 
-    def foreseen(self, plan: RoundPlan, before: KnownVerdict | None) -> tuple[int, ...] | None:
+    def cache_hits(self, plan: RoundPlan, before: KnownVerdict | None) -> tuple[int, ...] | None:
         """On the leader: which rows of a round have drafts that the device has found; None where `give` is due. To be
         asked again and again."""
         guesses = self._guesses.get(plan.round_index)
@@ -249,7 +249,7 @@ class GatedDrafts:
         if before.plan.round_index != plan.round_index - 1:
             return None
         if self._looked_up is None or self._looked_up[0] != plan.round_index:
-            self._looked_up = plan.round_index, foreseen_rows(guesses, plan, before)
+            self._looked_up = plan.round_index, find_cache_hits(guesses, plan, before)
         return self._looked_up[1]
 
     def give(self, plan: RoundPlan, tokens: npt.NDArray[np.int64], draft_lens: npt.NDArray[np.int64]) -> None:

@@ -35,7 +35,7 @@ def fed_rows(plan: RoundPlan) -> list[int]:
 
 def feeds(plan: RoundPlan) -> bool:
     """Whether heads are fed anything of a round."""
-    return bool(fed_rows(plan)) or any(chunk.followed for chunk in plan.prefill)
+    return bool(fed_rows(plan)) or any(chunk.has_draft_kv for chunk in plan.prefill)
 
 
 def settled(plan: RoundPlan, num_tokens: Sequence[int], hidden: HiddenStates) -> torch.Tensor:
@@ -48,7 +48,7 @@ def settled(plan: RoundPlan, num_tokens: Sequence[int], hidden: HiddenStates) ->
     """
     width = hidden.decoded.shape[1]
     places = [index * width + step for index in fed_rows(plan) for step in range(num_tokens[index])]
-    parts = [states for chunk, states in zip(plan.prefill, hidden.prompts, strict=True) if chunk.followed]
+    parts = [states for chunk, states in zip(plan.prefill, hidden.prompts, strict=True) if chunk.has_draft_kv]
     if places:
         index = torch.tensor(places, dtype=torch.int64).to(hidden.decoded.device, non_blocking=True)
         parts.insert(0, hidden.decoded.flatten(0, 1).index_select(0, index))
@@ -67,7 +67,7 @@ def unsettled(plan: RoundPlan, num_tokens: Sequence[int], states: torch.Tensor) 
         start += count
     prompts = []
     for chunk in plan.prefill:
-        length = chunk.length if chunk.followed else 0
+        length = chunk.length if chunk.has_draft_kv else 0
         prompts.append(states[start : start + length])
         start += length
     shape = (len(places), width, *states.shape[1:])
@@ -142,7 +142,7 @@ class HiddenLink:
         assert payload is not None
         round_index, count = np.frombuffer(payload, dtype=np.int64, count=_HEADER).tolist()
         due = sum(num_tokens[index] for index in fed_rows(plan))
-        due += sum(chunk.length for chunk in plan.prefill if chunk.followed)
+        due += sum(chunk.length for chunk in plan.prefill if chunk.has_draft_kv)
         if round_index != plan.round_index or count not in (due, _LEFT_OUT):
             raise LinkError(
                 f"hidden states of {count} tokens of round {round_index} came in round {plan.round_index}, in which "

@@ -91,7 +91,7 @@ class MessageExchange(Exchange):
         return is_late
 
     @override
-    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+    def transfer_draft(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
         """Send the packet first, then draft_probs where rows need them. On draft ranks nothing waits."""
         if self.gated is not None:
             return self._expect_draft(self.gated, plan)
@@ -105,7 +105,7 @@ class MessageExchange(Exchange):
         return None
 
     @override
-    def tell_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
+    def publish_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
         """Send guesses from the draft leader to the target leader."""
         if self.tells_guesses and self.rank == self.draft_ranks[0] and (table := guesses()) is not None:
             self.mail.post(self.target_ranks[0], GUESS_TAG, encode_packet(plan.round_index, table))
@@ -206,12 +206,12 @@ class MessageExchange(Exchange):
         if not plan.draft_len:
             gated.settle(plan)
             return Origins()
-        packet = self._look_for_packet(plan.round_index, lambda: self._foreseen(gated, plan) is not None)
-        foreseen = self._foreseen(gated, plan)
-        if foreseen is not None:
+        packet = self._look_for_packet(plan.round_index, lambda: self._find_cache_hits(gated, plan) is not None)
+        cache_hits = self._find_cache_hits(gated, plan)
+        if cache_hits is not None:
             while self.mail.take(self.draft_ranks[0], DRAFT_TAG) is not None:
                 pass  # none is of a later round, for which the verdict would have to be known
-            origins = Origins(foreseen)
+            origins = Origins(cache_hits)
         elif not packet:
             nothing = np.zeros((len(plan.decode_rows), 1), dtype=np.int64)
             gated.give(plan, nothing[:, :0], nothing[:, 0])
@@ -223,9 +223,9 @@ class MessageExchange(Exchange):
         gated.settle(plan)
         return origins
 
-    def _foreseen(self, gated: GatedDrafts, plan: RoundPlan) -> tuple[int, ...] | None:
+    def _find_cache_hits(self, gated: GatedDrafts, plan: RoundPlan) -> tuple[int, ...] | None:
         self._take_guesses()
-        return gated.foreseen(plan, self._known)
+        return gated.cache_hits(plan, self._known)
 
     def _take_guesses(self) -> None:
         """On the target leader: give the device what was drafted ahead, as soon as it is there."""

@@ -19,7 +19,7 @@ from trtrun.sampling.distributions import KeyedRanks, distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.policy import MOST_RANKS
 from trtrun.speculation.protocols import DraftEngine, PreparedStep
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import cached_tensor, device_integers
 
 NUM_RANKED = MOST_RANKS + 1
 """Tokens that are ranked at a place: the one that the draft chooses, and candidates beside it."""
@@ -187,7 +187,7 @@ class Chains(Generic[PreparedStep]):
         return Chosen(ranked[:, :, 0], ranked, None)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        return kept_integers(rows, self._engine.device)
+        return cached_tensor(rows, self._engine.device)
 
 
 class MaskedChains(Chains[PreparedStep]):

@@ -29,7 +29,7 @@ from trtrun.speculation.ahead.guessing import Guesser
 from trtrun.speculation.ahead.policy import FanOut, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guesses, HostTexts, RowText
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.found_paths import HostGivenDrafts
+from trtrun.speculation.found_paths import HostPredictedOutputs
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import device_integers, inference
 
@@ -78,7 +78,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._hits: dict[int, int] = {}
         self._moves: list[tuple[int, int, int]] = []
         self._probs: dict[int, Tensor] = {}
-        self._given = HostGivenDrafts(self._vocab_size)
+        self._given = HostPredictedOutputs(self._vocab_size)
         self._has_given: set[int] = set()
         self._host_texts: HostTexts | None = None
         self._guides: RowGuides | None = None
@@ -121,7 +121,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             self._hits.pop(row, None)
             self._probs.pop(row, None)
         for admission in plan.admissions:
-            if admission.followed:
+            if admission.has_draft_kv:
                 self._texts[admission.row] = RowText(len(admission.tokens), admission.num_cached_tokens)
                 self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
 
@@ -130,8 +130,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """A row's draft was foreseen, is made now, or there is none. Tokens are on the host.
 
-        Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_from`). With them
-        it always is, as the tokens of a seed depend on the draft there."""
+        Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_threshold`). With
+        them it always is, as the tokens of a seed depend on the draft there."""
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._texts}
         self._take_given(plan, asked)
@@ -139,7 +139,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         looked_up = self._take_looked_up(asked)
         self._take_hits(asked)
         missing = {row: most for row, most in asked.items() if not self._texts[row].draft}
-        if missing and (self._use_logits or len(missing) >= plan.redraft_from):
+        if missing and (self._use_logits or len(missing) >= plan.redraft_threshold):
             self._draft_now(missing)
         drafts = [self._texts[row].draft if row in asked else [] for row in rows]
         # By numpy, which takes a tenth of the time that torch takes for few numbers: the target may be waiting.
@@ -148,9 +148,9 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             tokens[place, : len(draft)] = draft
             numbers[:, place] = len(draft), bool(draft) and row not in missing, looked_up.get(row, 0)
-        counts, foreseen, found = torch.from_numpy(numbers)
+        counts, cache_hits, found = torch.from_numpy(numbers)
         probs = self._draft_probs(plan, probability_rows)
-        return Draft(torch.from_numpy(tokens), counts, probs, foreseen, num_suffix_tokens=found)
+        return Draft(torch.from_numpy(tokens), counts, probs, cache_hits, num_suffix_tokens=found)
 
     def _draft_probs(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Tensor | None:
         """[rows, draft_len, target vocab] float32: the distributions that the drafts of these decode rows were drawn
@@ -168,13 +168,13 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
     @inference
     @override
-    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(self, plan: RoundPlan, *, guesses: bool) -> int:
         """Draft, and feed the prompts of the round, too; waits until all of it is known on the host."""
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._move()
         self._guesses = Guesses()
         self._hits.clear()  # they point into the guesses of the round before
-        chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._texts]
+        chunks = [chunk for chunk in plan.prefill if chunk.has_draft_kv and chunk.row in self._texts]
         self._engine.prefill(chunks)
         ended = [chunk.row for chunk in chunks if chunk.is_last]
         for row in ended:
@@ -277,7 +277,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def _take_given(self, plan: RoundPlan, asked: dict[int, int]) -> None:
         """Where a row's output is the start of the draft that came with its request, what follows there is its draft,
         whatever was foreseen."""
-        for row in asked.keys() & set(plan.given_rows):
+        for row in asked.keys() & set(plan.predicted_output_rows):
             text = self._texts[row]
             tokens = self._given.behind(row, text.length, asked[row])
             if not tokens:
@@ -291,8 +291,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             return
         for row, tokens in zip(asked, self._guides.forced_behind(asked), strict=True):
             hit = self._hits.get(row)
-            foreseen = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
-            if tokens and foreseen[: len(tokens)] != tokens and max(tokens) < self._vocab_size:
+            predicted = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
+            if tokens and predicted[: len(tokens)] != tokens and max(tokens) < self._vocab_size:
                 self._put_certain(row, tokens)
 
     def _put_certain(self, row: int, tokens: list[int]) -> None:
@@ -310,8 +310,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         wanted = {row: most for row, most in asked.items() if row not in self._has_given}
         for row, tokens in self._host_texts.look_up(wanted).items():
             hit = self._hits.get(row)
-            foreseen = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
-            if len(tokens) >= min(len(foreseen), asked[row]):
+            predicted = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
+            if len(tokens) >= min(len(predicted), asked[row]):
                 self._put(row, tokens)
                 taken[row] = len(tokens)
         return taken

@@ -32,7 +32,7 @@ from trtrun.speculation.ahead.policy import FanOut, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guess, Guesses
 from trtrun.speculation.drafters.eagle import ApartEagleDrafter
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep
-from trtrun.tensors import device_integers, inference, kept_integers
+from trtrun.tensors import cached_tensor, device_integers, inference
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class HeadChains(Generic[PreparedStep]):
     def warm_up(self, count: int) -> None:
         """First use of what chooses for `count` rows, and of copies; what steps run the drafter knows. What is written
         are blocks of guesses, which nobody reads before they are written again."""
-        rows, nowhere = [0] * count, kept_integers([0] * count, self._device)
+        rows, nowhere = [0] * count, cached_tensor([0] * count, self._device)
         logits = self._heads.logits(
             torch.zeros((count, self._heads.hidden_size), dtype=self._heads.dtype, device=self._device)
         )
@@ -135,7 +135,7 @@ class HeadChains(Generic[PreparedStep]):
         if looks_back:
             self._rows.share_tokens(rows, own)
         where = device_integers([list(range(start, start + steps)) for start in starts], self._device)
-        batches, index = self._heads.prepare_steps(tables, where), kept_integers(own, self._device)
+        batches, index = self._heads.prepare_steps(tables, where), cached_tensor(own, self._device)
         for number in range(steps):
             if looks_back:
                 self._rows.token_ids[index, where[:, number] + 1] = token.to(torch.int32)
@@ -145,7 +145,7 @@ class HeadChains(Generic[PreparedStep]):
         return first, torch.stack(drafted, dim=1)
 
     def _tables(self, rows: Sequence[int], context: int) -> Tensor:
-        return self._heads.tables(kept_integers(rows, self._device), context)
+        return self._heads.tables(cached_tensor(rows, self._device), context)
 
     def _rank(self, rows: list[int], places: Sequence[int], hidden: Tensor) -> Tensor:
         """[R, ranks] int64: what `rows` would put at `places` behind states [R, hidden], best first."""
@@ -225,21 +225,21 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
             self._texts.pop(row, None)
             self._hits.pop(row, None)
         for admission in plan.admissions:
-            if admission.followed:
+            if admission.has_draft_kv:
                 self._texts[admission.row] = HeadText(len(admission.tokens))
 
     @inference
     @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """A row's draft was foreseen, is made now, or there is none: it is made now where so many rows
-        have none that it pays (`plan.redraft_from`), and of rows whose request brought a draft that may go on."""
+        have none that it pays (`plan.redraft_threshold`), and of rows whose request brought a draft that may go on."""
         rows: list[int] = plan.decode_rows.tolist()
         asked = {
             row: most
             for row, most in zip(rows, plan.draft_lens.tolist(), strict=True)
             if most > 0 and row in self._texts and row not in self._lacking
         }
-        given = asked.keys() & set(plan.given_rows)
+        given = asked.keys() & set(plan.predicted_output_rows)
         for row, most in asked.items():
             text = self._texts[row]
             if row in given:
@@ -250,18 +250,18 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
                 text.draft, text.candidates = text.draft[:most], text.candidates[:most]
         self._hits.clear()
         missing = {row: most for row, most in asked.items() if not self._texts[row].draft}
-        if len(missing) < plan.redraft_from:
+        if len(missing) < plan.redraft_threshold:
             missing = {row: most for row, most in missing.items() if row in given}
         if missing:
             self._draft_now(plan, missing)
         drafts = [self._texts[row].draft if row in asked else [] for row in rows]
         width = max(map(len, drafts), default=0)
         padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
-        foreseen = [int(bool(draft) and row not in missing) for row, draft in zip(rows, drafts, strict=True)]
+        cache_hits = [int(bool(draft) and row not in missing) for row, draft in zip(rows, drafts, strict=True)]
         return Draft(
             torch.tensor(padded, dtype=torch.int64).view(len(rows), width),
             torch.tensor(list(map(len, drafts)), dtype=torch.int64),
-            foreseen=torch.tensor(foreseen, dtype=torch.int64),
+            cache_hits=torch.tensor(cache_hits, dtype=torch.int64),
         )
 
     def _draft_now(self, plan: RoundPlan, missing: dict[int, int]) -> None:
@@ -269,7 +269,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         given, listed = self._given.propose(plan), list(missing)
         if given is not None:
             places = [index for index, row in enumerate(plan.decode_rows.tolist()) if row in missing]
-            given = given.of_rows(kept_integers(places, self._states.device))
+            given = given.of_rows(cached_tensor(places, self._states.device))
             listed = [int(plan.decode_rows[index]) for index in places]
         tokens, _ = self._draft(plan, listed, [missing[row] for row in listed], given)
         for row, of_row in zip(listed, tokens.tolist(), strict=True):
@@ -281,7 +281,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
 
     @inference
     @override
-    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+    def draft_ahead(self, plan: RoundPlan, *, guesses: bool) -> int:
         """Draft; waits until all of it is known on the host."""
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._guesses = Guesses()
@@ -292,7 +292,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         if not most or not rows:
             return 0
         texts = [self._texts[row] for row in rows]
-        hidden = self._states.index_select(0, kept_integers(rows, self._states.device))
+        hidden = self._states.index_select(0, cached_tensor(rows, self._states.device))
         walk = self._chains.walk(rows, [text.length for text in texts], [text.draft for text in texts], hidden)
         self._guess(walk, rows, texts, most, steps)
         for text, candidates in zip(texts, walk.candidates.tolist(), strict=True):

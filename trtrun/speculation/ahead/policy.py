@@ -270,7 +270,7 @@ class AheadPolicy:
             return self._hit_chances[0] * num_guesses / num_rows
         return self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
 
-    def redraft_from(self, num_rows: int) -> int:
+    def redraft_threshold(self, num_rows: int) -> int:
         """Rows without a draft from which on a fresh one is worth its wait; asked once a round."""
         load = self._load(num_rows)
         if (

@@ -24,7 +24,7 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.speculation.protocols import MaskedHeads, PreparedStep
 from trtrun.speculation.text_drafts import Suggestion
-from trtrun.tensors import inference, kept_integers
+from trtrun.tensors import cached_tensor, inference
 
 
 @DRAFTERS.register("dflash")
@@ -62,7 +62,7 @@ class DFlashDrafter(EagleDrafter[PreparedStep]):
     ) -> tuple[Tensor, Tensor | None]:
         if given is not None and len(given.whole_rows(asked)) == len(listed):
             return given.tokens, None
-        rows = kept_integers(listed, self._states.device)
+        rows = cached_tensor(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         states = self._masked.guess(rows, asked, plan.draft_len, plan.max_context)
         has_history = self._rows.sampling.needs_history(listed)

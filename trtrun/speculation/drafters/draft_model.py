@@ -32,7 +32,7 @@ from trtrun.speculation.drafters.translated_model import TranslatedDrafter
 from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import Suggestion, TextDrafts
-from trtrun.tensors import inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 class DraftModelDrafter(Drafter, Generic[PreparedStep]):
@@ -86,29 +86,29 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
     @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """Propose as many tokens as the plan asks for: a model always has a proposal."""
-        self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
+        self._engine.prefill([chunk for chunk in plan.prefill if chunk.has_draft_kv])
         device, draft_len = self._engine.device, plan.draft_len
         most = [max(0, length) for length in plan.draft_lens.tolist()]
-        draft_lens = kept_integers(most, device)
+        draft_lens = cached_tensor(most, device)
         counts = plan.catch_up.tolist()
-        followed = [index for index, count in enumerate(counts) if count > 0]
+        fed = [index for index, count in enumerate(counts) if count > 0]
         row_list: list[int] = plan.decode_rows.tolist()
-        all_followed = len(followed) == len(row_list)  # as in most rounds, where fewer operations are launched
-        if not all_followed:
-            row_list, most = ([of_row[index] for index in followed] for of_row in (row_list, most))
-        rows, lacking = kept_integers(row_list, device), [counts[index] for index in followed]
-        if not followed or draft_len == 0:
-            if followed:
+        all_fed = len(fed) == len(row_list)  # as in most rounds, where fewer operations are launched
+        if not all_fed:
+            row_list, most = ([of_row[index] for index in fed] for of_row in (row_list, most))
+        rows, lacking = cached_tensor(row_list, device), [counts[index] for index in fed]
+        if not fed or draft_len == 0:
+            if fed:
                 self._catch_up(plan, row_list, rows, lacking)
             return Draft(torch.zeros((len(counts), draft_len), dtype=torch.int64, device=device), draft_lens)
         wanted = set(probability_rows)
-        picks = [place for place, index in enumerate(followed) if index in wanted]
+        picks = [place for place, index in enumerate(fed) if index in wanted]
         given = self._given.propose(plan)
         found = None if given is None else given.num_suffix_tokens
-        if all_followed:
+        if all_fed:
             tokens, probs = self._draft(plan, row_list, rows, lacking, most, picks, given)
             return Draft(tokens, draft_lens, probs, num_suffix_tokens=found)
-        places = kept_integers(followed, device)
+        places = cached_tensor(fed, device)
         if given is not None:
             given = given.of_rows(places)
             found = None if found is None else torch.zeros_like(found).index_copy_(0, places, found[places])
@@ -151,9 +151,9 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         needs_history = state.sampling.needs_history(row_list)
         lengths = state.lengths.index_select(0, rows)
         chosen, probabilities = [], []
-        positions = lengths.unsqueeze(1) + kept_range(0, plan.draft_len - 1, rows.device)
+        positions = lengths.unsqueeze(1) + cached_range(0, plan.draft_len - 1, rows.device)
         if min(most) < plan.draft_len:
-            needed = kept_range(1, plan.draft_len, rows.device) < kept_integers(most, rows.device).unsqueeze(1)
+            needed = cached_range(1, plan.draft_len, rows.device) < cached_tensor(most, rows.device).unsqueeze(1)
             positions = torch.where(needed, positions, -1)
         tables = self._engine.tables(rows, plan.max_context)
         if self._engine.has_graphs and not picks and given is None and walk is None:
@@ -161,7 +161,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             if chained is not None:
                 return chained, None
         if given is not None and whole and plan.draft_len > 1:
-            places = kept_integers(whole, rows.device)
+            places = cached_tensor(whole, rows.device)
             self._engine.feed(given.tokens[places, :-1], positions[places], tables[places])
             positions = positions.index_fill(0, places, -1)
         batches = self._engine.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
@@ -192,8 +192,8 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         """Feed `rows` [R] what they lack, and behind it as many of their `tokens` [R, draft_len] as `most` says but the
         last, in one forward."""
         state, width = self._engine.rows, max(lacking)
-        steps = kept_range(-width, plan.draft_len - 1, rows.device)
-        counts, ends = (kept_integers(one, rows.device).unsqueeze(1) for one in (lacking, [max(1, n) for n in most]))
+        steps = cached_range(-width, plan.draft_len - 1, rows.device)
+        counts, ends = (cached_tensor(one, rows.device).unsqueeze(1) for one in (lacking, [max(1, n) for n in most]))
         positions = state.lengths.index_select(0, rows).unsqueeze(1) + steps
         positions = torch.where((-steps <= counts) & (steps + 1 < ends), positions, -1).clamp(min=-1)
         own = state.token_ids[rows.unsqueeze(1), positions[:, :width].clamp(min=0)].to(torch.int64)
@@ -210,7 +210,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         """draft_probs [picks, draft_len, vocab], where tokens [R, draft_len] that were given are certain."""
         if given is None:
             return probs
-        index = kept_integers(picks, tokens.device)
+        index = cached_tensor(picks, tokens.device)
         return with_certain_tokens(probs, tokens[index], given.is_given[index])
 
     def _chain(
@@ -240,7 +240,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
         if verdict is None:
             return
-        rows = kept_integers(plan.sampled_rows, self._engine.device)
+        rows = cached_tensor(plan.sampled_rows, self._engine.device)
         self._engine.rows.advance(rows, verdict.num_tokens, verdict.tokens)
 
     @override

@@ -42,7 +42,7 @@ from trtrun.speculation.head_trees import HeadTrees
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows
 from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.speculation.trees import along_paths
-from trtrun.tensors import device_integers, inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 class EagleDrafter(Drafter, Generic[PreparedStep]):
@@ -80,7 +80,7 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         self._heads.warm_up()
         device, count, most = self._states.device, 1, len(self._states)
         while True:
-            rows, parts = kept_range(0, count, device), list[FedPart]()
+            rows, parts = cached_range(0, count, device), list[FedPart]()
             for taken, width in ((rows, self._draft_len + 1), (rows[:1], 2)):  # as of rows, and of a prompt beside them
                 nothing = torch.zeros((len(taken), width), dtype=torch.int64, device=device)
                 tapped = torch.zeros(
@@ -127,18 +127,18 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         device, depth = self._states.device, plan.draft_len
         listed: list[int] = plan.decode_rows.tolist()
         asked: list[int] = plan.draft_lens.tolist()
-        lens = kept_integers([max(0, length) for length in asked], device)
+        lens = cached_tensor([max(0, length) for length in asked], device)
         self._proposed = None
         if not depth:
             return Draft(torch.zeros((len(listed), 0), dtype=torch.int64, device=device), lens)
-        followed, given = _followed(plan), self._given.propose(plan)
+        fed, given = _fed_places(plan), self._given.propose(plan)
         found = None if given is None else given.num_suffix_tokens
-        if len(followed) == len(listed):  # as in most rounds, where fewer operations are launched
+        if len(fed) == len(listed):  # as in most rounds, where fewer operations are launched
             tokens, paths = self._draft(plan, listed, asked, given)
         else:
-            places = kept_integers(followed, device)
+            places = cached_tensor(fed, device)
             given = None if given is None else given.of_rows(places)
-            listed, asked = ([of_row[index] for index in followed] for of_row in (listed, asked))
+            listed, asked = ([of_row[index] for index in fed] for of_row in (listed, asked))
             of_followed, paths = self._draft(plan, listed, asked, given)
             tokens = of_followed.new_zeros((len(lens), of_followed.shape[1])).index_copy_(0, places, of_followed)
             if paths is not None:
@@ -154,7 +154,7 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         given. Of trees the nodes, and their paths (see `Draft`)."""
         if self._trees is None and given is not None and len(given.whole_rows(asked)) == len(listed):
             return given.tokens, None
-        rows = kept_integers(listed, self._states.device)
+        rows = cached_tensor(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         hidden = self._states.index_select(0, rows)
         positions = self._step_positions(plan, lengths, asked)
@@ -179,10 +179,10 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
     def _step_positions(self, plan: RoundPlan, lengths: Tensor, asked: list[int]) -> Tensor:
         """[R, draft_len - 1] int64, where all draft tokens but the last are fed: the first of them, which stands at the
         place of a row's length [R], one position before. -1 where a row needs no more."""
-        steps = kept_range(0, plan.draft_len - 1, lengths.device)
+        steps = cached_range(0, plan.draft_len - 1, lengths.device)
         positions = lengths.unsqueeze(1) - 1 + steps
         if min(asked) < plan.draft_len:
-            needed = steps + 1 < kept_integers(asked, lengths.device).unsqueeze(1)
+            needed = steps + 1 < cached_tensor(asked, lengths.device).unsqueeze(1)
             positions = torch.where(needed, positions, -1)
         return positions
 
@@ -217,15 +217,15 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         """Feed what the target has read, and keep the state behind each row's newest token but one."""
         assert step is not None and step.hidden is not None
         parts, ended = list[FedPart](), list[tuple[int, int]]()
-        followed, place, last = _followed(plan), 0, None
-        if followed:
+        fed, place, last = _fed_places(plan), 0, None
+        if fed:
             assert verdict is not None
-            part, last = self._gained(plan, followed, verdict, step.hidden.decoded)
+            part, last = self._gained(plan, fed, verdict, step.hidden.decoded)
             parts.append(part)
             place = part.tokens.numel()
         num_decoded = place
         for chunk, states in zip(plan.prefill, step.hidden.prompts, strict=True):
-            if not chunk.followed:
+            if not chunk.has_draft_kv:
                 continue
             parts.append(self._read(chunk.row, chunk.start, chunk.length, states))
             place += chunk.length
@@ -240,27 +240,25 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
             rows, places = (device_integers(list(one), found.device) for one in zip(*ended, strict=True))
             self._states.index_copy_(0, rows, found.index_select(0, places))
 
-    def _gained(
-        self, plan: RoundPlan, followed: list[int], verdict: Verdict, decoded: Tensor
-    ) -> tuple[FedPart, Tensor]:
-        """What the decode rows at the places `followed` feed, which have moved on by now; and of each row [R] the last
+    def _gained(self, plan: RoundPlan, fed: list[int], verdict: Verdict, decoded: Tensor) -> tuple[FedPart, Tensor]:
+        """What the decode rows at the places `fed` feed, which have moved on by now; and of each row [R] the last
         of its tokens that counts, among all of them."""
         device, listed = decoded.device, plan.decode_rows.tolist()
         gained = verdict.num_tokens[: len(listed)]
         if self._proposed is not None and self._proposed.paths is not None:
             decoded = along_paths(self._proposed, verdict, decoded)
-        if len(followed) < len(listed):
-            places = kept_integers(followed, device)
+        if len(fed) < len(listed):
+            places = cached_tensor(fed, device)
             gained, decoded = gained.index_select(0, places), decoded.index_select(0, places)
-        rows, width = kept_integers([listed[index] for index in followed], device), decoded.shape[1]
+        rows, width = cached_tensor([listed[index] for index in fed], device), decoded.shape[1]
         if device.type == "cpu":  # where reading costs nothing, and each token does
             width = max(1, int(gained.max()))
-        steps = kept_range(0, width, device)
+        steps = cached_range(0, width, device)
         first = self._rows.lengths.index_select(0, rows) - gained - 1
         positions = torch.where(steps < gained.unsqueeze(1), first.unsqueeze(1) + steps, -1)
         behind = (positions + 1).clamp(min=0)
         tokens = self._rows.token_ids[rows.unsqueeze(1), behind].to(torch.int64)
-        last = kept_range(0, len(followed), device) * width + (gained - 1).clamp(min=0)
+        last = cached_range(0, len(fed), device) * width + (gained - 1).clamp(min=0)
         return FedPart(rows, tokens, positions, decoded[:, :width]), last
 
     def _read(self, row: int, start: int, length: int, tapped: Tensor) -> FedPart:
@@ -269,10 +267,10 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
         # A row that gains nothing has padding there.
         tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64).clamp(min=0)
         positions = torch.arange(start, start + length, device=device)
-        return FedPart(kept_integers([row], device), tokens.unsqueeze(0), positions.unsqueeze(0), tapped.unsqueeze(0))
+        return FedPart(cached_tensor([row], device), tokens.unsqueeze(0), positions.unsqueeze(0), tapped.unsqueeze(0))
 
 
-def _followed(plan: RoundPlan) -> list[int]:
+def _fed_places(plan: RoundPlan) -> list[int]:
     """Indices into the plan's decode rows of those that something is drafted for, in this round or in others."""
     return [index for index, length in enumerate(plan.draft_lens.tolist()) if length >= 0]
 
@@ -316,7 +314,7 @@ class ApartEagleDrafter(EagleDrafter[PreparedStep]):
             device = self._states.device
             counts, tokens = (part.to(device, non_blocking=True) for part in (verdict.num_tokens, verdict.tokens))
             verdict = Verdict(counts, tokens)
-            self._rows.advance(kept_integers(plan.sampled_rows, device), verdict.num_tokens, verdict.tokens)
+            self._rows.advance(cached_tensor(plan.sampled_rows, device), verdict.num_tokens, verdict.tokens)
         if step is None:
             self._lacking |= fed_rows(plan)
         elif fed_rows(plan):
@@ -327,5 +325,5 @@ def fed_rows(plan: RoundPlan) -> frozenset[int]:
     """Rows that a round feeds to heads: those that something is drafted for in any round."""
     decoding = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
     return frozenset(
-        [row for row, length in decoding if length >= 0] + [chunk.row for chunk in plan.prefill if chunk.followed]
+        [row for row, length in decoding if length >= 0] + [chunk.row for chunk in plan.prefill if chunk.has_draft_kv]
     )

@@ -27,9 +27,9 @@ from trtrun.sampling.filters import argmax, pieces
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, distinct
-from trtrun.speculation.led_drafts import DraftShape, LedDrafter
+from trtrun.speculation.leader_drafts import DraftShape, LeaderDrafter
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import device_integers, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers
 
 _CANDIDATES = 4
 """N-grams that are looked at for each that is verified: many of the pool are the same."""
@@ -73,9 +73,9 @@ class NgramPool:
         """What may follow tokens `newest` [R] int64: of the latest round first, and there of the first column."""
         count, width = len(rows), self.ngrams.shape[2]
         flat = self.ngrams.index_select(0, rows).flatten(1, 2)
-        slots = kept_range(0, LOOKAHEAD_ROUNDS_KEPT, rows.device)
+        slots = cached_range(0, LOOKAHEAD_ROUNDS_KEPT, rows.device)
         age = (self.written.index_select(0, rows).unsqueeze(1) - 1 - slots) % LOOKAHEAD_ROUNDS_KEPT
-        order = ((LOOKAHEAD_ROUNDS_KEPT - age) * width).unsqueeze(2) - kept_range(0, width, rows.device)
+        order = ((LOOKAHEAD_ROUNDS_KEPT - age) * width).unsqueeze(2) - cached_range(0, width, rows.device)
         scores = torch.where(flat[:, :, 0] == newest.unsqueeze(1), order.flatten(1) + width, 0)
         best, places = torch.topk(scores, min(most, scores.shape[1]), dim=1)
         tokens = flat.gather(1, places.unsqueeze(2).expand(count, -1, flat.shape[2]))[:, :, 1:].to(torch.int64)
@@ -86,17 +86,17 @@ class NgramPool:
 def find_in_texts(token_ids: Tensor, lengths: Tensor, newest: Tensor, draft_len: int, most: int) -> Continuations:
     """What followed tokens `newest` [R] int64 in texts [R, columns] int32 of `lengths` [R] int64, the latest first."""
     columns = token_ids.shape[1]
-    places = kept_range(0, columns, token_ids.device)
+    places = cached_range(0, columns, token_ids.device)
     last = lengths.unsqueeze(1) - 1
     found = (token_ids == newest.unsqueeze(1)) & (places < last)
     best, _ = torch.topk(torch.where(found, places + 1, 0), min(most, columns), dim=1)
     counts = torch.where(best > 0, last - best + 1, 0).clamp(max=draft_len)
-    after = (best.unsqueeze(2) + kept_range(0, draft_len, token_ids.device)).clamp(max=columns - 1)
+    after = (best.unsqueeze(2) + cached_range(0, draft_len, token_ids.device)).clamp(max=columns - 1)
     tokens = token_ids.gather(1, after.flatten(1)).view(after.shape).to(torch.int64).clamp(min=0)
     return Continuations(tokens, counts)
 
 
-class LookaheadDrafter(LedDrafter):
+class LookaheadDrafter(LeaderDrafter):
     """Proposes n-grams of the pool and the row's text, and has the window computed beside them."""
 
     def __init__(self, rows: Rows, group: TargetGroup, sizes: LookaheadSizes, *, is_chain: bool = False) -> None:
@@ -135,11 +135,11 @@ class LookaheadDrafter(LedDrafter):
         tree = self._sizes.tree(plan.draft_len)
         width, ngram, verified = self._own.index_select(0, rows).view(-1, 3, 1, 1).unbind(1)
         guesses = self._windows.index_select(0, rows)[:, :-1, : tree.columns].transpose(1, 2)
-        columns, levels = (kept_range(0, count, self._device) for count in guesses.shape[1:])
+        columns, levels = (cached_range(0, count, self._device) for count in guesses.shape[1:])
         guesses = torch.where((columns.view(-1, 1) < width) & (levels < ngram - 1), guesses, -1)
         guesses = guesses.flatten(1)[:, 1:]  # but for the row's newest token
         tokens, counts = self._find(plan, rows, newest, ngram.view(-1, 1) - 1)
-        steps, places = (kept_range(0, count, self._device) for count in (tree.followed, tokens.shape[1]))
+        steps, places = (cached_range(0, count, self._device) for count in (tree.followed, tokens.shape[1]))
         is_there = (steps < counts.unsqueeze(2)) & (places.view(-1, 1) < verified)
         ngrams = torch.where(is_there, tokens[:, :, : tree.followed], -1)
         return torch.cat((guesses, ngrams.flatten(1)), dim=1)
@@ -147,12 +147,12 @@ class LookaheadDrafter(LedDrafter):
     def _begin_windows(self, fresh: list[int]) -> None:
         """Windows of rows that have none: guesses are tokens of their texts, as good as any. Pools of rows that another
         request has had are empty."""
-        rows = kept_integers(fresh, self._device)
+        rows = cached_tensor(fresh, self._device)
         self._windows.index_copy_(0, rows, self._fillers(rows))
         admitted = [row for row in fresh if row in self._admitted]
         if admitted:
             own = [self._admitted.pop(row) for row in admitted]
-            rows = kept_integers(admitted, self._device)
+            rows = cached_tensor(admitted, self._device)
             self._pool.clear(rows)
             self._own.index_copy_(0, rows, device_integers(own, self._device))
 
@@ -160,7 +160,7 @@ class LookaheadDrafter(LedDrafter):
         """[R, N, W] int64: tokens from all over the rows' texts."""
         lengths = self._rows.lengths.index_select(0, rows)
         count = self._sizes.ngram * self._sizes.window
-        places = (lengths.unsqueeze(1) + kept_range(1, count + 1, self._device)) * _STRIDE % lengths.unsqueeze(1)
+        places = (lengths.unsqueeze(1) + cached_range(1, count + 1, self._device)) * _STRIDE % lengths.unsqueeze(1)
         found = self._rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
         return found.view(len(rows), self._sizes.ngram, self._sizes.window)
 
@@ -195,7 +195,7 @@ class LookaheadDrafter(LedDrafter):
         window, fillers = self._windows.index_select(0, rows), self._fillers(rows)
         window[:, 0, 0] = self._newest
         width, ngram, _ = self._own.index_select(0, rows).unsqueeze(2).unbind(1)
-        last, columns = fillers[:, -1], kept_range(0, sizes.window, self._device)
+        last, columns = fillers[:, -1], cached_range(0, sizes.window, self._device)
         if num_columns:
             # A column is said to end where its last guess was verified.
             depths = (ngram - 2 + columns)[:, :num_columns]
@@ -204,7 +204,7 @@ class LookaheadDrafter(LedDrafter):
             last = torch.cat((torch.where(is_said, said, last[:, :num_columns]), last[:, num_columns:]), dim=1)
         window.scatter_(1, (ngram - 1).unsqueeze(2).expand(-1, 1, sizes.window), last.unsqueeze(1))
         if num_columns:
-            is_kept = is_said.unsqueeze(2) & (kept_range(0, sizes.ngram, self._device) < ngram.unsqueeze(2))
+            is_kept = is_said.unsqueeze(2) & (cached_range(0, sizes.ngram, self._device) < ngram.unsqueeze(2))
             ngrams = torch.where(is_kept, window[:, :, :num_columns].transpose(1, 2), -1)
             self._pool.add(rows, pad(ngrams, (0, 0, 0, sizes.window - num_columns), value=-1))
         # A guess stays at its place: one level less, and as many columns as the row has gained tokens beside that.
@@ -221,7 +221,7 @@ class LookaheadDrafter(LedDrafter):
         count, num_columns = depths.shape
         state, listed = self._rows, plan.decode_rows.tolist()
         # The row's newest token comes first in its logits, and is the first guess.
-        lines = kept_range(0, num_columns, self._device) * (self._sizes.ngram - 1) + level
+        lines = cached_range(0, num_columns, self._device) * (self._sizes.ngram - 1) + level
         places = (state.lengths.index_select(0, rows) - gained).unsqueeze(1) + depths
         chosen = torch.empty_like(depths)
         for part in pieces(count, num_columns * logits.shape[2]):

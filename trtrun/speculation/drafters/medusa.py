@@ -33,7 +33,7 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import PositionHeads, Rows, TargetEngine
 from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.trees import last_nodes
-from trtrun.tensors import inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class MedusaDrafter(Drafter):
         listed: list[int] = plan.decode_rows.tolist()
         asked = plan.draft_lens.clip(min=0).tolist()
         known = [length if row in self._known else 0 for row, length in zip(listed, asked, strict=True)]
-        lens = kept_integers(known, device)
+        lens = cached_tensor(known, device)
         if not depth:
             self._proposed = Draft(torch.zeros((len(listed), 0), dtype=torch.int64, device=device), lens)
             return self._proposed
@@ -147,7 +147,7 @@ class MedusaDrafter(Drafter):
         if given is not None:
             of_spine = torch.where(given.is_given, given.tokens, tokens.index_select(1, shape.spine))
             tokens.index_copy_(1, shape.spine, of_spine)
-            lens = torch.maximum(lens, torch.minimum(given.is_given.sum(dim=1), kept_integers(asked, device)))
+            lens = torch.maximum(lens, torch.minimum(given.is_given.sum(dim=1), cached_tensor(asked, device)))
         paths = None if shape.paths is None else shape.paths.expand(len(listed), -1, -1)
         found = None if given is None else given.num_suffix_tokens
         self._proposed = Draft(tokens, lens, paths=paths, num_suffix_tokens=found)
@@ -166,14 +166,14 @@ class MedusaDrafter(Drafter):
 
     def _rank(self, plan: RoundPlan, listed: list[int], shape: _Shape) -> Tensor:
         """[R, depth, ranks] int64: for the R rows the tokens of each head, the best first."""
-        rows = kept_integers(listed, self._hidden.device)
+        rows = cached_tensor(listed, self._hidden.device)
         logits = self._heads.logits(self._hidden.index_select(0, rows), plan.draft_len)
         if logits is None:
             return self._heads.share(self._empty(len(listed), plan.draft_len, shape))
         if self._rows.sampling.needs_history(listed):
             ranked = self._rank_in_turn(plan, listed, rows, logits, shape.num_ranks)
         else:
-            steps = kept_range(0, plan.draft_len, rows.device)
+            steps = cached_range(0, plan.draft_len, rows.device)
             places = (self._rows.lengths.index_select(0, rows).unsqueeze(1) + steps).flatten()
             every = [row for row in listed for _ in range(plan.draft_len)]
             lines = logits.flatten(0, 1).unsqueeze(1)
@@ -206,7 +206,7 @@ class MedusaDrafter(Drafter):
             last = last_nodes(self._proposed, verdict).view(-1, 1, 1)
             decoded = step.hidden.decoded[:, :, 0]
             states = decoded.gather(1, last.expand(-1, 1, decoded.shape[2])).squeeze(1)
-            self._hidden.index_copy_(0, kept_integers(listed, self._hidden.device), states)
+            self._hidden.index_copy_(0, cached_tensor(listed, self._hidden.device), states)
             self._known.update(listed)
         ended = [
             (chunk.row, tapped)
@@ -214,7 +214,7 @@ class MedusaDrafter(Drafter):
             if chunk.is_last
         ]
         if ended:
-            rows = kept_integers([row for row, _ in ended], self._hidden.device)
+            rows = cached_tensor([row for row, _ in ended], self._hidden.device)
             self._hidden.index_copy_(0, rows, torch.stack([tapped[-1, 0] for _, tapped in ended]))
             self._known.update(row for row, _ in ended)
         self._proposed = None

@@ -24,9 +24,9 @@ from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.errors import ConfigError
 from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.led_drafts import DraftShape, LedDrafter, verified_nodes
+from trtrun.speculation.leader_drafts import DraftShape, LeaderDrafter, verified_nodes
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 class SuccessorTable:
@@ -62,7 +62,7 @@ class SuccessorTable:
         # A draft that came with a request may hold ids that the target does not have.
         lines = torch.where(is_verified & (tokens < len(self.tokens)), tokens, len(self.tokens))
         # Who writes a line last must not depend on threads: all of a token write what the last of them has.
-        order = kept_range(0, count, tokens.device)
+        order = cached_range(0, count, tokens.device)
         self._written.scatter_reduce_(0, lines, order + self._count, "amax")
         last = self._written[lines] - self._count
         self._count += count
@@ -71,7 +71,7 @@ class SuccessorTable:
         self._line_logits[lines] = logits[last.unsqueeze(1), ranked]
 
 
-class TokenRecyclingDrafter(LedDrafter):
+class TokenRecyclingDrafter(LeaderDrafter):
     """Proposes what the table says; nothing behind a token that it does not know."""
 
     def __init__(self, rows: Rows, group: TargetGroup, table: SuccessorTable | None, tree: ChoiceTree | None) -> None:
@@ -145,7 +145,7 @@ class TokenRecyclingDrafter(LedDrafter):
             is_verified.zero_()
         elif self._salted:
             salted = [row in self._salted for row in plan.decode_rows.tolist()]
-            is_verified[kept_integers([place for place, one in enumerate(salted) if one], self._device)] = False
+            is_verified[cached_tensor([place for place, one in enumerate(salted) if one], self._device)] = False
         self._table.learn(tokens.flatten(), is_verified.flatten(), logits[: len(rows)].flatten(0, 1))
 
 

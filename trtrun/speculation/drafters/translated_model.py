@@ -26,7 +26,7 @@ from trtrun.speculation.found_paths import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.translated_rows import TranslatedRows, Translation
-from trtrun.tensors import device_integers, inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, device_integers, inference
 
 
 class TranslatedDrafter(Drafter, Generic[PreparedStep]):
@@ -120,15 +120,15 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         """Draft for the plan's rows at `places`, as many tokens as `most` says, and put it into `draft`, which has
         draft_probs of some of them, at the places that `numbers` say."""
         listed = plan.decode_rows.tolist()
-        rows, at = [listed[place] for place in places], kept_integers(places, self._engine.device)
+        rows, at = [listed[place] for place in places], cached_tensor(places, self._engine.device)
         picks = [number for number, place in enumerate(places) if place in numbers]
         chosen, found = self._draft(plan, rows, most, picks)
         if self._translation.by_text:
             draft.tokens[at], draft.draft_lens[at] = self._spell(rows, most, chosen)
         else:
-            draft.tokens[at], draft.draft_lens[at] = chosen, kept_integers(most, at.device)
+            draft.tokens[at], draft.draft_lens[at] = chosen, cached_tensor(most, at.device)
         if draft.draft_probs is not None and found is not None:
-            draft.draft_probs[kept_integers([numbers[places[pick]] for pick in picks], at.device)] = found
+            draft.draft_probs[cached_tensor([numbers[places[pick]] for pick in picks], at.device)] = found
 
     def _finished(self, draft: Draft) -> Draft:
         """The draft where it is asked for."""
@@ -145,11 +145,11 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         if given is None:
             return draft
         counts = given.is_given.to(torch.int64).cumprod(dim=1).sum(dim=1)
-        counts = torch.minimum(counts, kept_integers(plan.draft_lens.clip(min=0).tolist(), counts.device))
+        counts = torch.minimum(counts, cached_tensor(plan.draft_lens.clip(min=0).tolist(), counts.device))
         is_own = (counts > 0).unsqueeze(1)
         tokens, probs = torch.where(is_own, given.tokens, draft.tokens), draft.draft_probs
         if probs is not None:
-            index = kept_integers(probability_rows, tokens.device)
+            index = cached_tensor(probability_rows, tokens.device)
             is_certain = is_own.expand(tokens.shape)[index]
             probs = with_certain_tokens(probs, tokens[index].clamp(0, self._vocab_size - 1), is_certain)
         lens = torch.where(counts > 0, counts, draft.draft_lens)
@@ -161,10 +161,10 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
             return ()
         device = self._engine.device
         lengths = self._own.lengths(rows)
-        steps = kept_range(0, draft_len - 1, device)
+        steps = cached_range(0, draft_len - 1, device)
         positions = device_integers(lengths, device).unsqueeze(1) + steps
-        positions = torch.where(steps + 1 < kept_integers(most, device).unsqueeze(1), positions, -1)
-        tables = self._engine.tables(kept_integers(rows, device), max(lengths) + draft_len)
+        positions = torch.where(steps + 1 < cached_tensor(most, device).unsqueeze(1), positions, -1)
+        tables = self._engine.tables(cached_tensor(rows, device), max(lengths) + draft_len)
         return self._engine.prepare_steps(tables, positions)
 
     def _draft(
@@ -175,7 +175,7 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
         vocabulary] float32."""
         logits, draft_len = self._own.catch_up(rows), plan.draft_len
         steps = self._steps(rows, most, draft_len)
-        state, index = self._rows, kept_integers(rows, self._engine.device)
+        state, index = self._rows, cached_tensor(rows, self._engine.device)
         lengths = state.lengths.index_select(0, index)
         walk = None if self._guides is None or self._translation.by_text else self._guides.walk(rows)
         chosen, fed, probabilities = [], [], []
@@ -217,7 +217,7 @@ class TranslatedDrafter(Drafter, Generic[PreparedStep]):
             return
         device = self._engine.device
         self._own.note_verdict(plan.sampled_rows, verdict)
-        rows = kept_integers(plan.sampled_rows, device)
+        rows = cached_tensor(plan.sampled_rows, device)
         self._rows.advance(rows, verdict.num_tokens.to(device), verdict.tokens.to(device))
 
     @override

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trtrun.speculation.found_paths import Continuations
-from trtrun.tensors import kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor
 
 MOST_PLACES = 16
 """Places of a row that are compared with each other: those of longest match. With 32 no more tokens were accepted."""
@@ -50,7 +50,7 @@ def join_places(first: Places, second: Places) -> Places:
     """Of the places in two texts those of longest match, of equally long ones the first text's."""
     matched = torch.cat((first.matched, second.matched), dim=1)
     total = matched.shape[1]
-    order = kept_range(0, total, matched.device)
+    order = cached_range(0, total, matched.device)
     best = (matched * total - order).topk(min(MOST_PLACES, total), dim=1).indices
     tokens = torch.cat((first.tokens, second.tokens), dim=1)
     return Places(
@@ -83,11 +83,11 @@ class SuffixRule:
 
     def limits(self, device: torch.device) -> Tensor:
         """[most_matched + 1] int64: for how many tokens a match of so many may be followed; none for none."""
-        return kept_integers(_limits(self), device)
+        return cached_tensor(_limits(self), device)
 
     def fewest(self, num_places: int, device: torch.device) -> Tensor:
         """[num_places + 1] int64: how many of so many places must agree on a token."""
-        return kept_integers(_fewest(self, num_places), device)
+        return cached_tensor(_fewest(self, num_places), device)
 
 
 @lru_cache(maxsize=8)
@@ -109,7 +109,7 @@ def likely_paths(places: Places, rule: SuffixRule, max_paths: int) -> Continuati
     matched, tokens, counts = places
     num_places, draft_len = tokens.shape[1:]
     device = tokens.device
-    steps = kept_range(0, draft_len, device)
+    steps = cached_range(0, draft_len, device)
     is_known = steps < counts.unsqueeze(2)
     same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)) & (is_known.unsqueeze(2) & is_known.unsqueeze(1))
     # agrees[r, a, b, k]: what stands behind the places a and b is the same for more than k tokens.
@@ -123,7 +123,7 @@ def likely_paths(places: Places, rule: SuffixRule, max_paths: int) -> Continuati
     goes_on = (steps < rule.limits(device)[matched].unsqueeze(2)) if rule.has_limits else None
     kept = votes if goes_on is None else votes * goes_on.unsqueeze(2)
     scores = kept.sum(dim=3).to(torch.float64) * is_in / sizes.clamp(min=1).unsqueeze(2)
-    order = kept_range(0, num_places * num_places, device)
+    order = cached_range(0, num_places * num_places, device)
     best = (scores.flatten(1) - order / 2.0**_ORDER_BITS).argmax(dim=1, keepdim=True)
     match, place = best // num_places, best % num_places
     of_match = _pick(kept, match) * _pick(is_in, match).unsqueeze(2)
@@ -148,7 +148,7 @@ def _branches(weights: Tensor, agrees: Tensor, tokens: Tensor, max_paths: int) -
         tokens: [R, S, K].
     """
     num_places = tokens.shape[1]
-    order = kept_range(0, num_places, tokens.device)
+    order = cached_range(0, num_places, tokens.device)
     chosen, counts, left = [], [], weights
     for _ in range(max_paths):
         gains = left.sum(dim=2).to(torch.float64)

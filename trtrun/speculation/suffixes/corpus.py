@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, Places
-from trtrun.tensors import kept_range
+from trtrun.tensors import cached_range
 
 _BRANCHES = 128
 """Places that are looked at in one step of a search."""
@@ -104,18 +104,18 @@ class SortedCorpus:
         device = wanted.device
         start = torch.zeros((len(wanted), 1), dtype=torch.int64, device=device)
         for span in self._spans:
-            probes = start + span * kept_range(1, _BRANCHES + 1, device) - 1
+            probes = start + span * cached_range(1, _BRANCHES + 1, device) - 1
             start = start + span * self._is_less(probes, wanted).sum(dim=1, keepdim=True)
-        near = start + kept_range(-MOST_PLACES, MOST_PLACES, device)
+        near = start + cached_range(-MOST_PLACES, MOST_PLACES, device)
         exists = (near >= 0) & (near < self._num_places)
         places = self._places(near)
         matched = torch.where(exists, self._match(places, wanted)[0], 0)
         # Of equal ones the nearer first: 0, -1, 1, -2, …
-        distance = kept_range(-MOST_PLACES, MOST_PLACES, device)
+        distance = cached_range(-MOST_PLACES, MOST_PLACES, device)
         distance = torch.where(distance < 0, -2 * distance - 1, 2 * distance)
         best = (matched * 2 * MOST_PLACES - distance).topk(MOST_PLACES, dim=1).indices
         matched, places = matched.gather(1, best), places.gather(1, best)
-        behind = places.unsqueeze(2) + kept_range(1, draft_len + 1, device) + self._most
+        behind = places.unsqueeze(2) + cached_range(1, draft_len + 1, device) + self._most
         exists = behind < len(self._tokens)
         tokens = self._tokens[behind.clamp(max=len(self._tokens) - 1)].to(torch.int64)
         counts = ((tokens >= 0) & exists).cumprod(dim=2).sum(dim=2)
@@ -128,7 +128,7 @@ class SortedCorpus:
     def _match(self, places: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """[R, n] int64: how many tokens up to `places` [R, n] are a row's last ones; and [R, n, most] int32 those that
         stand there."""
-        back = kept_range(1, self._most + 1, places.device)
+        back = cached_range(1, self._most + 1, places.device)
         before = self._tokens[places.unsqueeze(2) + back]
         # The nearer to the newest token, the more: what is most is where the first other token stands.
         nearest = ((before != wanted.unsqueeze(1)) * back.to(torch.uint8)).amax(dim=2)

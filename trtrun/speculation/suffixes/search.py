@@ -17,7 +17,7 @@ from trtrun.speculation.found_paths import Continuations
 from trtrun.speculation.protocols import Texts
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, Places, SuffixRule, join_places, likely_paths
 from trtrun.speculation.suffixes.corpus import PastAnswers, SortedCorpus
-from trtrun.tensors import inference, kept_range
+from trtrun.tensors import cached_range, inference
 
 _NOWHERE = -3
 """In place of a token before a row's start. Corpora have -1 and -2 in such places."""
@@ -32,7 +32,7 @@ def last_tokens(token_ids: Tensor, lengths: Tensor, most: int) -> Tensor:
         lengths: [R] int64.
         most: tokens of each.
     """
-    places = lengths.unsqueeze(1) + kept_range(-most, 0, token_ids.device)
+    places = lengths.unsqueeze(1) + cached_range(-most, 0, token_ids.device)
     return torch.where(places >= 0, token_ids.gather(1, places.clamp(min=0)), _NOWHERE)
 
 
@@ -49,7 +49,7 @@ def find_in_rows(token_ids: Tensor, lengths: Tensor, wanted: Tensor, draft_len: 
     last = lengths.unsqueeze(1) - 1
     before = pad(token_ids, (most - 1, 0), value=-1).unfold(1, columns, 1)
     # The nearer to the newest token, the more: what is most is where the first other token stands.
-    nearness = kept_range(1, most + 1, device).to(torch.uint8).unsqueeze(1)
+    nearness = cached_range(1, most + 1, device).to(torch.uint8).unsqueeze(1)
     nearest = ((before != wanted.unsqueeze(2)) * nearness).amax(dim=1)
     matched = most - nearest.to(torch.int32)
     places = torch.arange(columns, dtype=torch.int32, device=device)
@@ -57,7 +57,7 @@ def find_in_rows(token_ids: Tensor, lengths: Tensor, wanted: Tensor, draft_len: 
     best, end = scores.topk(min(MOST_PLACES, columns), dim=1)
     matched = best.to(torch.int64) // columns
     counts = (last - end).clamp(min=0, max=draft_len)
-    behind = end.unsqueeze(2) + kept_range(1, draft_len + 1, device)
+    behind = end.unsqueeze(2) + cached_range(1, draft_len + 1, device)
     tokens = token_ids.gather(1, behind.clamp(max=columns - 1).flatten(1)).to(torch.int64)
     # Behind a row's end stands scratch, -1 too, which must be some token: it is fed with the rest.
     return Places(matched, tokens.clamp(min=0).view(behind.shape), counts)

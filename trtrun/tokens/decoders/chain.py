@@ -2,7 +2,7 @@
 
 What is certain of a text depends on the kind of decoder: a character is when its last byte is there (ByteLevel), bytes
 that are tokens of their own are when another token ends them (ByteFallback), a last token is when the next one is there
-(BPEDecoder), and the rest at once. It knows token ids and their names, no tokenizer and no request.
+(BPEDecoder), and the rest at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trtrun.tokens.decoders.texts import JoinedBytes, Replaced, Stripped, Withhe
 
 
 class Decoding:
-    """One tokenizer's tokens, with or without special ones. Tables are filled as tokens come.
+    """Decoding of a tokenizer's tokens, with or without special ones. Tables are filled as tokens come.
 
     Attributes:
         names: the string of each token as a list, empty for a token that gives no text: one that is left out, or that
@@ -94,7 +94,7 @@ class _Anchors(dict[int, bool]):
 
 
 _NUM_LOOKED_AT = 64
-"""Of many bytes, those whose characters go through the other steps to be counted: what these cut off is at the
+"""The bytes, of many, whose characters go through the other steps to be counted: what these cut off is at the
 beginning."""
 
 
@@ -106,7 +106,7 @@ class Chain:
         self._steps = list(steps)
 
     def copied(self) -> Chain:
-        """One that goes on by itself."""
+        """Make a copy that goes on by itself."""
         return Chain([step.copied() for step in self._steps])
 
     def feed(self, names: Sequence[str]) -> str:
@@ -174,7 +174,7 @@ class Chain:
         return all([step.is_neutral for step in self._steps])
 
     def settled(self) -> Chain:
-        """One behind the beginning of a text, with nothing kept."""
+        """Make one that stands behind the beginning of a text and keeps nothing."""
         other = self.copied()
         for step in other._steps:
             step.settle()

@@ -1,7 +1,7 @@
 """Steps of a decoder that give strings for strings: each token's, until something joins them.
 
 Each step does what the decoder of the same kind in `tokenizers` does with all strings at once, with those that come,
-and gives what is certain of the result. It knows strings, and neither tokens nor what the other steps do.
+and gives what is certain of the result.
 
 Source: huggingface/tokenizers, tokenizers/src/decoders and src/pre_tokenizers/metaspace.rs.
 """
@@ -28,7 +28,7 @@ BYTES = {
 
 
 class Step(ABC):
-    """One step of a decoder, with what it remembers of what it was given.
+    """A step of a decoder, with what it remembers of what it was given.
 
     Attributes:
         is_settled: whether it is past the beginning, which some steps write in another way than what follows.
@@ -63,7 +63,7 @@ class Step(ABC):
         self.is_settled = True
 
     def copied(self) -> Self:
-        """One that goes on by itself."""
+        """Make a copy that goes on by itself."""
         # `copy` asks for ways to copy that nothing here has, and takes five times as long.
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
@@ -200,7 +200,7 @@ class BytesAsTokens(Step):
         return self._num_characters if self._is_sound else len(self._bytes)
 
     def first_characters(self, num_bytes: int) -> list[str]:
-        """Those that are counted, of the first bytes, as strings that this may give."""
+        """The counted characters of the first bytes, as strings that this step may give."""
         if not self._is_sound:
             return [REPLACEMENT] * min(num_bytes, len(self._bytes))
         return [self._bytes[:num_bytes].decode(errors="ignore")]

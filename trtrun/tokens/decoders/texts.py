@@ -1,6 +1,6 @@
 """Steps of a decoder on one growing text, which comes in pieces: joined bytes, and what is done behind a join.
 
-Each gives what is certain of the result. It knows pieces of text, and neither tokens nor what the other steps do.
+Each gives what is certain of the result.
 
 Source: huggingface/tokenizers, in tokenizers/src: decoders, pre_tokenizers/byte_level.rs, normalizers/replace.rs.
 """

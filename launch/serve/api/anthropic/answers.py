@@ -99,7 +99,7 @@ def _input(text: str) -> msgspec.Raw | Told:
 
 _ENCODER = msgspec.json.Encoder()
 _ERROR_TYPES = {"server_error": "api_error"}
-"""Of errors in a stream, where they are not OpenAI's."""
+"""Types of errors in a stream, where they are not OpenAI's."""
 
 
 class MessageAnswer(ChatAnswer):

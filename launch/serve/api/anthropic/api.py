@@ -1,6 +1,6 @@
 """Anthropic's Messages API over the frontend: /v1/messages, /v1/messages/count_tokens, and errors in its shape.
 
-Answers are made as OpenAI's are. It knows HTTP through Starlette, and nothing of engines.
+Answers are made as OpenAI's are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MessagesApi:
         self._bodies = bodies
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The API's routes, for the application."""
         return [
             Route(PREFIX, Endpoint(self.messages), methods=["POST"]),
             Route(f"{PREFIX}/count_tokens", Endpoint(self.count_tokens), methods=["POST"]),

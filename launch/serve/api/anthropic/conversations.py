@@ -36,7 +36,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "redacted_thinking": ("data",),
     "compaction": ("content", "encrypted_content", "signature", "tool_changes"),
 }
-"""Of each kind of block, beside `type` and `cache_control`."""
+"""Fields of each kind of block, beside `type` and `cache_control`."""
 
 _NO_CITATIONS: tuple[object, ...] = (None, {"enabled": False}, {})
 

@@ -1,7 +1,7 @@
 """Requests to /v1/messages: their fields and tools, read as the chats that they ask for, and how many tokens they have.
 
-Chats are read by the same code as OpenAI's; errors name this API's fields. Tools that Anthropic's servers would run
-are left out. It knows JSON values, and no HTTP.
+Chats are read by the same code as OpenAI's; errors name this API's fields. Tools that Anthropic's servers would run are
+left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OTHERS = tuple(
         | {"chat_template_kwargs", "request_id", "stop_in_thoughts"}
     )
 )
-"""Of chats, with the same meaning."""
+"""Fields of chats, with the same meaning."""
 
 MESSAGE_FIELDS: Mapping[str, Field] = {
     field.name: field
@@ -149,8 +149,8 @@ _THINKING: Mapping[str, Mapping[str, bool]] = {
 
 _EFFORTS: Mapping[str, str] = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 _EDITS = ("clear_thinking_20251015", "clear_tool_uses_20250919")
-"""Of the context, which answers say were not applied: templates decide what they show of earlier thoughts, and what
-tools have found stays."""
+"""Edits of the context, which answers say were not applied: templates decide what they show of earlier thoughts, and
+what tools have found stays."""
 
 _WORDS = (
     (re.compile(r"(\btools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),

@@ -1,8 +1,7 @@
 """Between what travels and requests in no protocol's words: messages of KServe's gRPC, which are tritonclient's own,
 and the forms in which a request comes, all read here: `infer` and `generate` over HTTP, a call of gRPC.
 
-The frontend's event loop reads short requests by the same function as the processes that read long ones. It knows
-protobuf messages, tensors and the forms' own modules. It does not know calls or streams, or what inputs mean.
+The frontend's event loop reads short requests by the same function as the processes that read long ones.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ WANTS_FINAL = "triton_enable_empty_final_response"
 """Parameter of a request: whether a last response without outputs tells the end."""
 
 _HEAD_FIELDS = 4
-"""Of a ModelInferRequest: model_name, model_version, id and parameters have numbers up to this."""
+"""The last field of a ModelInferRequest's head: model_name, model_version, id and parameters have numbers up to
+this."""
 
 _LENGTH_DELIMITED = 2
 """Protobuf's wire type of texts and messages, as all these fields are."""
@@ -208,7 +208,7 @@ def _read_contents(item: Any, shape: tuple[int, ...]) -> Tensor:
     return Tensor(item.name, item.datatype, values.reshape(shape))
 
 
-INFER, GENERATE, CALL = "infer", "generate", "call"
+FORMS = INFER, GENERATE, CALL = "infer", "generate", "call"
 
 
 @dataclass(frozen=True)

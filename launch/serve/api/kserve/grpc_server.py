@@ -1,6 +1,6 @@
 """The server of the gRPC port, with the frontend's limits, certificate and end.
 
-It knows gRPC's options. It does not know calls (`grpc_servicer`).
+It does not know calls (`grpc_servicer`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ MESSAGE_OVERHEAD = 1 << 12
 """Bytes of a message beside what counts as its body: names, shapes, parameters."""
 
 MOST_MESSAGE_BYTES = 1 << 22
-"""Of a message. gRPC's library copies one in the event loop's thread, at a stretch: 16 MiB take it 50 ms."""
+"""The most bytes of a message. gRPC's library copies one in the event loop's thread, at a stretch: 16 MiB take it 50
+ms."""
 
 END_SECONDS = 0.5
-"""For calls that are still there when the server ends, such as streams without requests."""
+"""Seconds for calls that are still there when the server ends, such as streams without requests."""
 
 PING_SECONDS = 30.0
-"""After so long without a word a client with a call at work is asked whether it is there."""
+"""Seconds without a word after which a client with a call at work is asked whether it is there."""
 
 ANSWER_SECONDS = 20.0
 """How long it may take to say so. Hosts that vanish do not close their connections, and calls are counted."""
 
 MOST_CALLS = 256
-"""Of one connection; clients keep more back until some are done. What each says of itself takes half a megabyte."""
+"""The most calls of one connection; clients keep more back until some are done. What each says of itself takes half a
+megabyte."""
 
 _LIBRARY_LOGGER = logging.getLogger("grpc._cython.cygrpc")
 

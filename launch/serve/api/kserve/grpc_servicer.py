@@ -2,7 +2,7 @@
 happens within: an id, a key, a log line, and errors as statuses.
 
 A call reads as it works: message → tensors → a run → messages. A client that cancels, or goes away, cancels its call,
-which lets its rows go. It knows gRPC, and nothing of engines.
+which lets its rows go.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
 
+from launch.serve.admission.control import OWNER, owner_of_address
 from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
-from launch.serve.admission.owners import OWNER, owner_of_address
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal
 from launch.serve.api.kserve.grpc_messages import (
     CALL,
@@ -33,7 +33,7 @@ from launch.serve.api.kserve.grpc_messages import (
     write_statistics,
 )
 from launch.serve.api.kserve.grpc_stream import InferStream
-from launch.serve.api.kserve.models import MODELS
+from launch.serve.api.kserve.models import MODELS, Model
 from launch.serve.api.kserve.requests import find_model, fixed_models, no_shared_memory
 from launch.serve.api.kserve.service import Begun, KServeService, Places, PlacesByCaller
 from launch.serve.api.kserve.tensors import MOST_WHOLE_BYTES
@@ -138,7 +138,8 @@ async def read_message(context: Context, seconds: float) -> Any:
 
 
 def caller_of(context: Context) -> tuple[str, str]:
-    """Who calls: the connection, and the key, as a proxy may bring calls of several clients through one connection."""
+    """The name of a caller: the connection, and the key, as a proxy may bring calls of several clients through one
+    connection."""
     return context.peer(), _texts_of(context).get("authorization", "")
 
 
@@ -149,42 +150,74 @@ def _texts_of(context: Context) -> dict[str, str]:
 
 Handler = Callable[..., Awaitable[Any]]
 
-STUBS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), lambda message: fixed_models(message.model_name)),
-    **dict.fromkeys(("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"), lambda message: no_shared_memory()),
-    "SystemSharedMemoryStatus": lambda message: service_pb2.SystemSharedMemoryStatusResponse(),
-    "SystemSharedMemoryUnregister": lambda message: service_pb2.SystemSharedMemoryUnregisterResponse(),
-    "CudaSharedMemoryStatus": lambda message: service_pb2.CudaSharedMemoryStatusResponse(),
-    "CudaSharedMemoryUnregister": lambda message: service_pb2.CudaSharedMemoryUnregisterResponse(),
-    "TraceSetting": lambda message: Refusal(Kind.INVALID, "there are no traces of single requests here"),
-    "LogSettings": lambda message: Refusal(
-        Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir"
-    ),
-}
-"""Calls for what there is not: what each is told, or why it is refused. There are no regions of shared memory, so there
-is nothing to unregister."""
 
+@dataclass(frozen=True)
+class SimpleCall:
+    """A call whose answer is there at once.
 
-def _call(needs_key: bool = True) -> Callable[[Handler], Handler]:
-    """What every call with one response goes through: an id, a key, its log line, and errors as statuses.
-
-    Its one message is asked for behind the key, and has its time: calls are counted, and strangers may begin some.
+    Attributes:
+        answer: of the service, to a message; a Refusal if the call is refused.
+        needs_key: whether a key is asked for, where the server has keys.
     """
 
-    def wrap(handler: Handler) -> Handler:
-        async def checked(servicer: KServeServicer, messages: Any, context: Context) -> Any:
-            async with servicer.observing(context, handler.__name__, needs_key):
-                message = await read_message(context, BODY_SECONDS if needs_key else SPARE_SECONDS)
-                return await handler(servicer, message, context)
+    answer: Callable[[KServeService, Any], Any]
+    needs_key: bool = True
 
-        checked.__name__, checked.__doc__ = handler.__name__, handler.__doc__
-        return checked
 
-    return wrap
+def _asked_models(message: Any) -> list[Model]:
+    return [find_model(message.name, message.version)] if message.name else list(MODELS.values())
+
+
+SIMPLE_CALLS: Mapping[str, SimpleCall] = {
+    "ServerLive": SimpleCall(lambda service, message: service_pb2.ServerLiveResponse(live=True), needs_key=False),
+    "ServerReady": SimpleCall(
+        lambda service, message: service_pb2.ServerReadyResponse(ready=service.is_ready()), needs_key=False
+    ),
+    "ModelReady": SimpleCall(
+        lambda service, message: service_pb2.ModelReadyResponse(
+            ready=service.is_ready(find_model(message.name, message.version))
+        )
+    ),
+    "ServerMetadata": SimpleCall(
+        lambda service, message: service_pb2.ServerMetadataResponse(**service.server_metadata())
+    ),
+    "ModelMetadata": SimpleCall(lambda service, message: write_metadata(find_model(message.name, message.version))),
+    "ModelConfig": SimpleCall(
+        lambda service, message: write_config(find_model(message.name, message.version), service.max_batch_size)
+    ),
+    "ModelStatistics": SimpleCall(
+        lambda service, message: write_statistics(service.statistics(_asked_models(message)))
+    ),
+    "RepositoryIndex": SimpleCall(
+        lambda service, message: service_pb2.RepositoryIndexResponse(
+            models=[service_pb2.RepositoryIndexResponse.ModelIndex(**item) for item in service.index(message.ready)]
+        )
+    ),
+    "RepositoryModelLoad": SimpleCall(lambda service, message: fixed_models(message.model_name)),
+    "RepositoryModelUnload": SimpleCall(lambda service, message: fixed_models(message.model_name)),
+    # There are no regions of shared memory, so there is nothing to unregister.
+    "SystemSharedMemoryRegister": SimpleCall(lambda service, message: no_shared_memory()),
+    "SystemSharedMemoryStatus": SimpleCall(lambda service, message: service_pb2.SystemSharedMemoryStatusResponse()),
+    "SystemSharedMemoryUnregister": SimpleCall(
+        lambda service, message: service_pb2.SystemSharedMemoryUnregisterResponse()
+    ),
+    "CudaSharedMemoryRegister": SimpleCall(lambda service, message: no_shared_memory()),
+    "CudaSharedMemoryStatus": SimpleCall(lambda service, message: service_pb2.CudaSharedMemoryStatusResponse()),
+    "CudaSharedMemoryUnregister": SimpleCall(lambda service, message: service_pb2.CudaSharedMemoryUnregisterResponse()),
+    "TraceSetting": SimpleCall(
+        lambda service, message: Refusal(Kind.INVALID, "there are no traces of single requests here")
+    ),
+    "LogSettings": SimpleCall(
+        lambda service, message: Refusal(
+            Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir"
+        )
+    ),
+}
+"""All calls but those for inference, by their names in the protocol."""
 
 
 class KServeServicer:
-    """The calls. Their names are the protocol's."""
+    """Handles the protocol's calls."""
 
     def __init__(self, service: KServeService, keys: Keys, bodies: Bodies) -> None:
         self._service = service
@@ -197,69 +230,27 @@ class KServeServicer:
         return ObservedCall(self._service.frontend.metrics, self._keys if needs_key else None, context, name)
 
     def handler(self, name: str) -> Handler:
-        """The call of this name in the protocol."""
-        if name not in STUBS:
-            found: Handler = getattr(self, name)
-            return found
+        """The handler of the call of this name in the protocol."""
+        if name == "ModelStreamInfer":
+            return self._stream
+        simple = None if name == "ModelInfer" else SIMPLE_CALLS[name]
+        needs_key = simple is None or simple.needs_key
 
-        async def stub(servicer: KServeServicer, message: Any, context: Context) -> Any:
-            told = STUBS[name](message)
-            if isinstance(told, Refusal):
-                raise told
-            return told
+        async def handle(messages: Any, context: Context) -> Any:
+            async with self.observing(context, name, needs_key):
+                # It is asked for behind the key, and has its time: calls are counted, and strangers may begin some.
+                message = await read_message(context, BODY_SECONDS if needs_key else SPARE_SECONDS)
+                if simple is None:
+                    return await self._infer(message, context)
+                told = simple.answer(self._service, message)
+                if isinstance(told, Refusal):
+                    raise told
+                return told
 
-        stub.__name__ = name
-        return MethodType(_call()(stub), self)
+        return handle
 
-    @_call(needs_key=False)
-    async def ServerLive(self, message: Any, context: Context) -> Any:
-        """Whether there is a server."""
-        return service_pb2.ServerLiveResponse(live=True)
-
-    @_call(needs_key=False)
-    async def ServerReady(self, message: Any, context: Context) -> Any:
-        """Whether requests are answered."""
-        return service_pb2.ServerReadyResponse(ready=self._service.is_ready())
-
-    @_call()
-    async def ModelReady(self, message: Any, context: Context) -> Any:
-        """Whether requests for a model are answered."""
-        ready = self._service.is_ready(find_model(message.name, message.version))
-        return service_pb2.ModelReadyResponse(ready=ready)
-
-    @_call()
-    async def ServerMetadata(self, message: Any, context: Context) -> Any:
-        """Name, version and extensions."""
-        return service_pb2.ServerMetadataResponse(**self._service.server_metadata())
-
-    @_call()
-    async def ModelMetadata(self, message: Any, context: Context) -> Any:
-        """A model's inputs and outputs."""
-        return write_metadata(find_model(message.name, message.version))
-
-    @_call()
-    async def ModelConfig(self, message: Any, context: Context) -> Any:
-        """The same as Triton's configuration has them."""
-        return write_config(find_model(message.name, message.version), self._service.max_batch_size)
-
-    @_call()
-    async def ModelStatistics(self, message: Any, context: Context) -> Any:
-        """Of one model, or of all."""
-        models = [find_model(message.name, message.version)] if message.name else list(MODELS.values())
-        return write_statistics(self._service.statistics(models))
-
-    @_call()
-    async def RepositoryIndex(self, message: Any, context: Context) -> Any:
-        """The models and their states."""
-        return service_pb2.RepositoryIndexResponse(
-            models=[
-                service_pb2.RepositoryIndexResponse.ModelIndex(**item) for item in self._service.index(message.ready)
-            ]
-        )
-
-    @_call()
-    async def ModelInfer(self, message: Any, context: Context) -> Any:
-        """Tensors in, tensors out: bytes of both messages."""
+    async def _infer(self, message: Any, context: Context) -> Any:
+        """Answer a request for inference; messages are bytes."""
         head = read_head(message, PARSED_IN_LOOP_BYTES)
         with (
             self._callers.of(caller_of(context)) as places,
@@ -283,8 +274,8 @@ class KServeServicer:
         await asyncio.sleep(0)  # it may be long
         return told.SerializeToString()
 
-    async def ModelStreamInfer(self, messages: AsyncIterator[Any], context: Context) -> None:
-        """Requests as they come, all at work at once, and responses as they come. An error ends its request alone."""
+    async def _stream(self, messages: AsyncIterator[Any], context: Context) -> None:
+        """Answer the requests of a stream as they come, all at once. An error ends its request alone."""
         async with self.observing(context, "ModelStreamInfer"):
             with self._callers.of(caller_of(context)) as others:
                 await InferStream(self._service, self._begin, self._bodies, context, Places(others)).run(messages)

@@ -1,7 +1,4 @@
-"""KServe's bidirectional stream: any number of requests at work at once, each with any number of responses.
-
-It knows gRPC's streams and their messages. It does not know how a request is begun.
-"""
+"""KServe's bidirectional stream: any number of requests at work at once, each with any number of responses."""
 
 from __future__ import annotations
 
@@ -36,14 +33,15 @@ MOST_AT_ONCE = 1024
 """Requests of one stream that are at work, or whose responses the client has not read: it is read no further then."""
 
 _GONE_SECONDS = 5.0
-"""For the library to cancel a call to whose client nothing can be written any more. A call that ends by itself before
-would be told how it ended, which fails, and the library logs that as an error: a client could fill the log so."""
+"""Seconds for the library to cancel a call to whose client nothing can be written any more. A call that ends by itself
+before would be told how it ended, which fails, and the library logs that as an error: a client could fill the log
+so."""
 
 logger = logging.getLogger(__name__)
 
 
 class _ClientGoneError(Exception):
-    """Nothing can be written any more: the call is about to be cancelled."""
+    """The client is gone and nothing can be written: the call is about to be cancelled."""
 
 
 async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
@@ -53,12 +51,12 @@ async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
 
 
 async def _read_responses(answer: ParsedAnswer) -> AsyncIterator[tuple[Any, bool]]:
-    """The same of one that is answered already."""
+    """Yield the one response of a request that is answered already."""
     yield service_pb2.ModelInferResponse.FromString(answer.content), True
 
 
 class InferStream:
-    """One stream's requests: each has a task that writes what comes of it."""
+    """Requests of one stream: each has a task that writes what comes of it."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """KServe's protocol over HTTP: the endpoints below /v2, Triton's extensions among them, and errors in its shape.
 
-An endpoint reads as it works: body → tensors → a run → a response, or one event for each. It knows HTTP through
-Starlette, and nothing of engines.
+An endpoint reads as it works: body → tensors → a run → a response, or one event for each.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class KServeHttpApi:
         self._bodies = bodies
 
     def routes(self) -> list[Route]:
-        """For the application. Health needs no key."""
+        """The protocol's routes, for the application. Health needs no key."""
         found = [
             Route(f"{PREFIX}/health/live", _live, methods=["GET"]),
             Route(f"{PREFIX}/health/ready", self.ready, methods=["GET"]),
@@ -85,11 +84,11 @@ class KServeHttpApi:
         return JSONResponse(_model(request).metadata())
 
     async def config(self, request: Request) -> Response:
-        """The same as Triton's configuration has them."""
+        """Answer with a model's inputs and outputs, as Triton's configuration has them."""
         return JSONResponse(_model(request).config(self._service.max_batch_size))
 
     async def statistics(self, request: Request) -> Response:
-        """Of one model, or of all."""
+        """Answer with the statistics of one model, or of all."""
         models = [_model(request)] if "model" in request.path_params else list(MODELS.values())
         return JSONResponse({"model_stats": self._service.statistics(models)})
 
@@ -132,7 +131,7 @@ class KServeHttpApi:
             return _respond(await make_parts(write_generate(response)), None, work.let_go)
 
     async def generate_stream(self, request: Request) -> Response:
-        """The same, with one event for each response."""
+        """Answer as `generate` does, with one event for each response."""
         work = (await self._begin_generate(request)).work
         if isinstance(work, ParsedAnswer):
             return Response(event(work.content), media_type="text/event-stream")

@@ -2,7 +2,7 @@
 objects; and the responses of both.
 
 A body with binary tensors is its JSON, as long as the header Inference-Header-Content-Length says, and behind it the
-bytes of each tensor that names its `binary_data_size`, in their order. It knows JSON and bytes, and no HTTP.
+bytes of each tensor that names its `binary_data_size`, in their order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIELDS = ("id", "inputs", "outputs", "parameters")
 _INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_FIELDS = ("name", "parameters")
 MOST_PARAMETERS = 64
-"""Of a generate request."""
+"""The most parameters of a generate request."""
 
 _ALIKE = 0.8
 """How much of an input's name a parameter's may have before it is taken for a slip of the pen."""

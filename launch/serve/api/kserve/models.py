@@ -1,6 +1,6 @@
 """The models of tensorrtllm_backend 0.18.0 as they are served here: names, datatypes and shapes of inputs and outputs.
 
-It is the table behind metadata and configurations, and what requests are held to. It does not know what inputs mean.
+It is the table behind metadata and configurations, and what requests are held to.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = "1"
-"""Of every model."""
+"""The version of every model."""
 
 ENSEMBLE = "ensemble"
 BLS = "tensorrt_llm_bls"
@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Model:
-    """One model.
+    """A model, as its clients see it.
 
     Attributes:
         inputs, outputs: by name.
@@ -60,7 +60,7 @@ class Model:
         return self.name in (PREPROCESSING, POSTPROCESSING)
 
     def metadata(self) -> dict[str, Any]:
-        """As KServe has it; the first size of each shape is the batch's."""
+        """The model's metadata, as KServe has it; the first size of each shape is the batch's."""
         return {
             "name": self.name,
             "versions": [VERSION],
@@ -107,10 +107,10 @@ def _optional(datatype: str, dims: tuple[int, ...], *names: str) -> list[TensorS
 ONE, ANY = (1,), (-1,)
 
 LOOKAHEAD_INPUTS = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-"""In the order of SamplingParams.lookahead_config."""
+"""Inputs for lookahead, in the order of SamplingParams.lookahead_config."""
 
 GUIDE_INPUTS = ("guided_decoding_guide_type", "guided_decoding_guide")
-"""Of later versions of the backend."""
+"""Inputs of later versions of the backend."""
 
 _COMMON_INPUTS = [
     *_optional("INT32", ONE, "end_id", "pad_id", "min_length", "beam_width", "num_return_sequences"),

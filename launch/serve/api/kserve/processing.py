@@ -1,6 +1,6 @@
 """The models at both ends: `preprocessing` makes tokens of texts, `postprocessing` texts of tokens.
 
-With them clients go from text to text over the models of tokens themselves. It knows the tokenizer, and no engine.
+With them clients go from text to text over the models of tokens themselves.
 """
 
 from __future__ import annotations

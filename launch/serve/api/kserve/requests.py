@@ -45,7 +45,7 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class InferResponse:
-    """One of the responses to a request.
+    """A response to a request, one of several perhaps.
 
     Attributes:
         tensors: the outputs.
@@ -162,7 +162,7 @@ def is_stopping(request: InferRequest) -> bool:
 
 
 class Row:
-    """One row of a batch."""
+    """A row of a batch."""
 
     def __init__(self, inputs: Mapping[str, Array], place: int) -> None:
         self._inputs = inputs

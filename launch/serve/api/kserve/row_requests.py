@@ -1,7 +1,7 @@
 """What the rows of a request ask for: inputs of the four generating models, read as prompts and sampling parameters.
 
 Names differ between the models (`top_k`, `runtime_top_k`), meanings do not: those of TensorRT-LLM. What has no meaning
-here is refused when it asks for something. It knows inputs and SamplingParams, and no protocol.
+here is refused when it asks for something.
 """
 
 from __future__ import annotations
@@ -20,35 +20,51 @@ from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
 from trtrun.tokens.text import Tokenizer
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "decoder_text_input": (b"",),
-    "image_input": (),
-    "image_bytes_input": (),
-    "image_url_input": (b"",),
-    "video_bytes_input": (),
-    "prompt_embedding_table": (),
-    "prompt_table_extra_id": (0,),
-    "prompt_table_extra_ids": (0,),
-    "prompt_vocab_size": (0,),
-    "lora_weights": (),
-    "lora_config": (),
-    "beam_width": (0, 1),
-    "decoder_input_lengths": (0, 1),
-    "draft_logits": (),
-    "draft_acceptance_threshold": (0.0,),
-    "runtime_top_p_min": (0.0,),
-    "runtime_top_p_decay": (0.0, 1.0),
-    "runtime_top_p_reset_ids": (-1, 0),
-}
-"""Inputs that the runtime cannot follow, with the values that ask for nothing; an empty tensor does so everywhere."""
 
-_REASONS: Mapping[str, str] = {
-    "beam_width": "there is no beam search here",
-    "lora_weights": "adapters are named in the configuration",
-    "lora_config": "adapters are named in the configuration",
-    "draft_logits": "drafts are compared with the target's own tokens",
-    "draft_acceptance_threshold": "drafts are accepted without loss alone",
+@dataclass(frozen=True)
+class Unsupported:
+    """An input that the runtime cannot follow.
+
+    Attributes:
+        neutral: values that ask for nothing; an empty tensor does so everywhere.
+        reason: why others are refused.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    reason: str = "this is not supported here"
+
+
+_NAMED_ADAPTERS = Unsupported(reason="adapters are named in the configuration")
+
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    "decoder_text_input": Unsupported((b"",)),
+    "image_input": Unsupported(),
+    "image_bytes_input": Unsupported(),
+    "image_url_input": Unsupported((b"",)),
+    "video_bytes_input": Unsupported(),
+    "prompt_embedding_table": Unsupported(),
+    "prompt_table_extra_id": Unsupported((0,)),
+    "prompt_table_extra_ids": Unsupported((0,)),
+    "prompt_vocab_size": Unsupported((0,)),
+    "lora_weights": _NAMED_ADAPTERS,
+    "lora_config": _NAMED_ADAPTERS,
+    "beam_width": Unsupported((0, 1), "there is no beam search here"),
+    "decoder_input_lengths": Unsupported((0, 1)),
+    "draft_logits": Unsupported(reason="drafts are compared with the target's own tokens"),
+    "draft_acceptance_threshold": Unsupported((0.0,), "drafts are accepted without loss alone"),
+    "runtime_top_p_min": Unsupported((0.0,)),
+    "runtime_top_p_decay": Unsupported((0.0, 1.0)),
+    "runtime_top_p_reset_ids": Unsupported((-1, 0)),
 }
+"""Inputs that the runtime cannot follow, in the order in which they are checked."""
+
+_NUMBERS: Mapping[str, tuple[str, float]] = {
+    "n": ("num_return_sequences", 1),
+    "repetition_penalty": ("repetition_penalty", 1.0),
+    "presence_penalty": ("presence_penalty", 0.0),
+    "frequency_penalty": ("frequency_penalty", 0.0),
+}
+"""Sampling parameters that are one number of an input: the input's name, and the value where it is not there."""
 
 _GUIDE_TYPES: Mapping[str, str] = {
     "json": "json",
@@ -64,7 +80,7 @@ _RENAMED: Mapping[str, str] = {"top_k": "runtime_top_k", "top_p": "runtime_top_p
 
 @dataclass(frozen=True)
 class RowRequest:
-    """One row of a request.
+    """A row of a request.
 
     Attributes:
         prompt: a text or token ids.
@@ -84,6 +100,24 @@ class RowRequest:
     has_prompt: bool
     log_probs: bool
     reuse_stats: bool
+
+
+@dataclass(frozen=True)
+class AskedRows:
+    """What a request asks for beside its prompts and parameters.
+
+    Attributes:
+        request_id: the client's.
+        outputs: names of those that are wanted, as they stand in the request; empty for all.
+        binary, all_binary: of its outputs, those that the answer has as bytes; see InferBody.
+        rows: of the batch.
+    """
+
+    request_id: str
+    outputs: tuple[str, ...]
+    binary: frozenset[str]
+    all_binary: bool
+    rows: tuple[RowRequest, ...]
 
 
 @dataclass(frozen=True)
@@ -119,10 +153,10 @@ def read_row_requests(request: InferRequest, facts: ModelFacts) -> list[RowReque
     Raises:
         Refusal: an input asks for what there is not, or has a value outside its range.
     """
-    for name, harmless in UNSUPPORTED.items():
+    for name, unsupported in UNSUPPORTED.items():
         values = request.inputs.get(name)
-        if values is not None and values.size and not all(value in harmless for value in values.ravel().tolist()):
-            raise refuse_input(name, f"{_REASONS.get(name, 'this is not supported here')}: leave the input out")
+        if values is not None and not all(value in unsupported.neutral for value in values.ravel().tolist()):
+            raise refuse_input(name, f"{unsupported.reason}: leave the input out")
     beginning = request.inputs.get("decoder_input_ids")
     if beginning is not None and beginning.shape[1] > 1:  # preprocessing makes one, which says nothing
         raise refuse_input("decoder_input_ids", "this is not supported here: leave the input out")
@@ -176,10 +210,7 @@ def _read_sampling(row: Row, request: InferRequest, facts: ModelFacts) -> tuple[
     values |= {
         "max_tokens": max_tokens,
         "min_tokens": min(row.number("min_length", 0), max_tokens),
-        "n": row.number("num_return_sequences", 1),
-        "repetition_penalty": row.number("repetition_penalty", 1.0),
-        "presence_penalty": row.number("presence_penalty", 0.0),
-        "frequency_penalty": row.number("frequency_penalty", 0.0),
+        **{field: row.number(name, default) for field, (name, default) in _NUMBERS.items()},
         "stop_sequences": _read_stops(row, facts),
         "bad_words": _read_bad_words(row, facts),
         "logit_bias": _read_bias(row, request, facts),

@@ -101,7 +101,7 @@ class RowUpdate:
 
 
 class _Completion:
-    """One completion of one row while it comes: where it ends, and its text.
+    """A completion of a row while it comes: where it ends, and its text.
 
     Attributes:
         is_over: whether it has ended.
@@ -171,8 +171,8 @@ class _Completion:
 
 
 class Run:
-    """One request for a generating model. `responses` is read once; `close` has to be called, however that ends, and
-    `let_go` once the client has read what came of it."""
+    """A request for a generating model, at work. `responses` is read once; `close` has to be called, however that ends,
+    and `let_go` once the client has read what came of it."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class Run:
         self._counted.fail(Failure.CANCELED)  # unless it has ended
 
     def let_go(self) -> None:
-        """Its logits make room for those of others."""
+        """Make room for the logits of other requests."""
         self._generation.logits.leave()
 
     async def _updates(self) -> AsyncIterator[RowUpdate]:

@@ -14,20 +14,19 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
-from launch.serve.admission.refusals import Kind, Refusal, refusing
-from launch.serve.api.kserve.grpc_messages import Sent, read_body, write_response
+from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.api.kserve.grpc_messages import Sent, write_response
 from launch.serve.api.kserve.http_bodies import InferBody
 from launch.serve.api.kserve.models import MODELS, PARTS, VERSION, Model
-from launch.serve.api.kserve.requests import STOP, InferRequest, InferResponse, check_request, is_stopping
-from launch.serve.api.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
+from launch.serve.api.kserve.requests import STOP, InferRequest, InferResponse
+from launch.serve.api.kserve.row_requests import AskedRows
 from launch.serve.api.kserve.runs import Run
 from launch.serve.api.kserve.tensors import refuse_input
 from launch.serve.frontend.frontend import Frontend
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import ModelTotals
 from launch.serve.parsing.messages import Stops
-from launch.serve.parsing.parsers import ParsedAnswer
+from launch.serve.parsing.parsers import ParsedAnswer, ParsedRequest, UnencodedRequest
 from trtrun import __version__
 
 
@@ -45,7 +44,7 @@ class Place:
             stop()
 
     def stop(self) -> None:
-        """Its client wants no more of it, be it at work or not let in yet."""
+        """Stop the request, be it at work or not let in yet."""
         self._is_stopped = True
         if self._stop is not None:
             self._stop()
@@ -95,7 +94,7 @@ class Places:
 
 
 class PlacesByCaller:
-    """The same for each of many callers, as long as they have calls."""
+    """Places of each of many callers, as long as they have calls."""
 
     def __init__(self) -> None:
         self._callers: defaultdict[Hashable, Places] = defaultdict(Places)
@@ -125,7 +124,7 @@ EXTENSIONS = (
     "parameters",
     "statistics",
 )
-"""Of the protocol, that are here."""
+"""Extensions of the protocol that are here."""
 
 NOTHING = InferBody("", (), (), frozenset(), False)
 """What a request says on which its answer does not hang."""
@@ -147,18 +146,16 @@ class Begun:
 class KServeService:
     """The models over a frontend."""
 
-    def __init__(self, frontend: Frontend, facts: ModelFacts, max_batch_size: int, block_size: int) -> None:
+    def __init__(self, frontend: Frontend, max_batch_size: int, block_size: int) -> None:
         """Serve a frontend's model.
 
         Args:
             frontend: whose admission control and metrics these are, too.
-            facts: of the model.
             max_batch_size: rows that a request may have.
             block_size: tokens of a KV block.
         """
         self.frontend = frontend
         self.max_batch_size = max_batch_size
-        self._facts = facts
         self._block_size = block_size
         for name, parts in PARTS.items():
             frontend.metrics.models.compose(name, parts)
@@ -178,7 +175,7 @@ class KServeService:
         return True
 
     def server_metadata(self) -> dict[str, Any]:
-        """As KServe has it."""
+        """The server's metadata, as KServe has it."""
         return {"name": "trtrun", "version": __version__, "extensions": list(EXTENSIONS)}
 
     def index(self, ready_only: bool) -> list[dict[str, Any]]:
@@ -214,46 +211,27 @@ class KServeService:
         counted = self.frontend.metrics.models.begin(sent.model.name)
         try:
             self._check_text(sent.model)
-            if _is_long(sent):
-                return await self._begin_long(sent, arrived, beside, counted)
-            body = read_body(sent)
-            request = check_request(sent.model, body.request_id, body.tensors, body.outputs, self.max_batch_size)
-            if is_stopping(request):
-                return Begun(body, _stop(sent.model, body.request_id, beside, counted))
-            with refusing():
-                rows = read_row_requests(request, self._facts)
-            if any(row.sampling.guided is not None for row in rows):
-                return await self._begin_long(sent, arrived, beside, counted)
-            prompts, sampling = [row.prompt for row in rows], [row.sampling for row in rows]
-            generation = await self.frontend.begin(prompts, sampling, arrived)
-            return Begun(body, Run(request, rows, generation, self.frontend, self._block_size, counted))
+            found: object = self.frontend.parse_in_loop(sent.form, sent.raw, sent.model.name, sent.json_length)
+            if found is None:
+                found = await self.frontend.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
+            if isinstance(found, ParsedAnswer):
+                counted.num_inferences = found.num_inferences
+                counted.enter(Stage.INFER)
+                counted.begin_answer()
+                counted.succeed()
+                return Begun(NOTHING, found)
+            if isinstance(found, Stops):
+                return Begun(NOTHING, _stop(sent.model, found.request_id, beside, counted))
+            assert isinstance(found, ParsedRequest | UnencodedRequest)
+            asked = _asked_rows(found)
+            body = InferBody(asked.request_id, (), asked.outputs, asked.binary, asked.all_binary)
+            outputs = tuple(dict.fromkeys(asked.outputs))
+            request = InferRequest(sent.model, asked.request_id, {}, outputs, len(asked.rows))
+            generation = await self.frontend.begin(found, arrived)
+            return Begun(body, Run(request, asked.rows, generation, self.frontend, self._block_size, counted))
         except BaseException as error:
             counted.fail_with(error)
             raise
-
-    async def _begin_long(self, sent: Sent, arrived: float, beside: Places | None, counted: ModelRequest) -> Begun:
-        """The same for one that is read beside the event loop: for its length, or for what its guide may take."""
-        found = await self.frontend.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
-        if isinstance(found, ParsedAnswer):
-            counted.num_inferences = found.num_inferences
-            counted.enter(Stage.INFER)
-            counted.begin_answer()
-            counted.succeed()
-            return Begun(NOTHING, found)
-        if isinstance(found, Stops):
-            return Begun(NOTHING, _stop(sent.model, found.request_id, beside, counted))
-        others = found.others
-        body = InferBody(others["request_id"], (), others["outputs"], frozenset(others["binary"]), others["all_binary"])
-        rows = [
-            replace(
-                msgspec.convert({**rest, "prompt": "", "sampling": {}}, RowRequest), prompt=prompt, sampling=sampling
-            )
-            for rest, prompt, sampling in zip(others["rows"], found.prompts, found.sampling, strict=True)
-        ]
-        generation = await self.frontend.begin(found.prompts, found.sampling, arrived, are_read=True)
-        outputs = tuple(dict.fromkeys(body.outputs))
-        request = InferRequest(sent.model, body.request_id, {}, outputs, len(rows))
-        return Begun(body, Run(request, rows, generation, self.frontend, self._block_size, counted))
 
     def _check_text(self, model: Model) -> None:
         if model.has_text and self.frontend.tokenizer is None:
@@ -263,10 +241,15 @@ class KServeService:
             )
 
 
-def _is_long(sent: Sent) -> bool:
-    """Whether a request is read beside the event loop without a look at it: for its length, or for what a word of it
-    may become."""
-    return len(sent.raw) > PARSED_IN_LOOP_BYTES or sent.model.is_processing
+def _asked_rows(found: ParsedRequest | UnencodedRequest) -> AskedRows:
+    """What a request asks for beside its prompts and parameters, whoever has parsed it."""
+    if isinstance(found, UnencodedRequest):
+        assert isinstance(found.others, AskedRows)
+        return found.others
+    rows = [{**row, "prompt": "", "sampling": {}} for row in found.others["rows"]]
+    asked = msgspec.convert({**found.others, "rows": rows}, AskedRows)
+    each = zip(asked.rows, found.prompts, found.sampling, strict=True)
+    return replace(asked, rows=tuple(replace(row, prompt=prompt, sampling=given) for row, prompt, given in each))
 
 
 def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> ParsedAnswer:

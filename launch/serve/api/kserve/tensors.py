@@ -1,7 +1,4 @@
-"""Tensors as they travel: KServe's datatypes, as JSON values and as bytes, read with every size checked.
-
-It knows datatypes and shapes. It does not know models or protocols' messages.
-"""
+"""Tensors as they travel: KServe's datatypes, as JSON values and as bytes, read with every size checked."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ DATATYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "BYTES": np.dtype(np.object_),
 }
-"""Those that the models have, as they lie in memory; BYTES are arrays of `bytes`."""
+"""Datatypes that the models have, as they lie in memory; BYTES are arrays of `bytes`."""
 
 MOST_DIMENSIONS = 8
-"""Of a tensor that is read; the models' have five at most."""
+"""The most dimensions of a tensor that is read; the models' have five at most."""
 
 MOST_VALUES = 1 << 40
-"""That a shape may speak of: many times what a request has room for, and few enough to reckon with."""
+"""The most values that a shape may name: many times what a request has room for, and few enough to reckon with."""
 
 _LENGTH_BYTES = 4
 _ENCODER = msgspec.json.Encoder()
@@ -117,7 +114,7 @@ def write_bytes(tensor: Tensor) -> bytes:
 
 
 MOST_WHOLE_BYTES = 1 << 20
-"""Of a tensor whose bytes are copied at once."""
+"""The most bytes of a tensor whose bytes are copied at once."""
 
 
 def write_parts(tensor: Tensor) -> list[bytes | memoryview]:
@@ -140,7 +137,7 @@ def write_values(tensor: Tensor) -> list[Any]:
 
 
 PART_VALUES = 1 << 14
-"""Of a tensor whose JSON is written in parts."""
+"""Values in each part of a tensor's JSON."""
 
 
 def write_json(tensor: Tensor) -> Iterator[bytes]:

@@ -136,8 +136,8 @@ class Answer(ABC):
         return told
 
     def _chunks_of(self, delta: CompletionDelta) -> list[dict[str, Any]]:
-        """One for each part of its text; none where it says nothing yet. What else it has is in the first one, and why
-        it ended in the last."""
+        """Chunks of a piece, one for each part of its text; none if it says nothing yet. What else it has is in the
+        first one, and why it ended in the last."""
         self._so_far.num_completion_tokens += len(delta.token_ids)
         parts = self._parts(delta.index, delta.text, delta.finish_reason is not None)
         says_something = parts or delta.finish_reason or delta.logprobs is not None
@@ -241,7 +241,7 @@ class Answer(ABC):
         return piece.text
 
     def _why_over(self, number: int, finish_reason: str | None) -> str | None:
-        """Why a choice ended, in the API's words."""
+        """The reason why a choice ended, in the API's words."""
         return finish_reason
 
     @abstractmethod
@@ -250,10 +250,10 @@ class Answer(ABC):
 
     @abstractmethod
     def _parts(self, number: int, text: str, is_end: bool) -> list[dict[str, Any]]:
-        """The same for the next of its text, in as many chunks as it takes; none where nothing is certain yet."""
+        """Parts of the next text, one for each chunk; none if nothing is certain yet."""
 
     def _nothing(self) -> dict[str, Any]:
-        """The same for no text."""
+        """The part of a chunk without text."""
         return {}
 
     @abstractmethod

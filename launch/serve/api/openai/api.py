@@ -1,18 +1,16 @@
 """The OpenAI API over the frontend: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, and errors in its
 shape.
 
-An endpoint reads as it works: body → call → generation → answer, or one event for each piece. It knows HTTP through
-Starlette, and nothing of engines.
+An endpoint reads as it works: body → call → generation → answer, or one event for each piece.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,21 +19,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.admission.event_loop_stalls import YieldTimer
-from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.admission.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from launch.serve.api.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.api.openai.calls import Answering
-from launch.serve.api.openai.prompts import PromptMaker
 from launch.serve.api.openai.responses.answers import ResponseAnswer
-from launch.serve.api.openai.types import read_completion
 from launch.serve.frontend.frontend import Frontend, Generation
 from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, make_parts
-from launch.serve.http.bodies import Bodies, parse_json
+from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
-from launch.serve.parsing.parsers import ParsedRequest
-from trtrun.api.prompts import Prompt
+from launch.serve.parsing.parsers import ParsedRequest, UnencodedRequest
 from trtrun.core.outputs import CompletionDelta
 
 _TYPES: Mapping[Kind, str] = {
@@ -53,15 +47,6 @@ _TYPES: Mapping[Kind, str] = {
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a body asks for, whatever the endpoint; see `Frontend.begin`."""
-
-    prompts: Sequence[Prompt]
-    answering: Answering
-    is_read: bool = False
-
-
 class OpenAIApi:
     """The endpoints below /v1."""
 
@@ -70,14 +55,12 @@ class OpenAIApi:
     ) -> None:
         """Answer for a frontend; `defaults` is sampling of the model where a request does not say it."""
         self._frontend = frontend
-        self._defaults = defaults or {}
-        self._prompts = PromptMaker(frontend.model_name, frontend.tokenizer, None)
         self._keys = keys
         self._bodies = bodies
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The API's routes, for the application."""
         return [
             Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self.chat_completions), methods=["POST"]),
@@ -89,7 +72,7 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Go on with prompts."""
-        return await self._answer(request, self._read_completion, CompletionAnswer)
+        return await self._answer(request, "completion", CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -100,7 +83,7 @@ class OpenAIApi:
         return await self.answer_aside(request, "response", ResponseAnswer)
 
     async def response(self, request: Request) -> Response:
-        """None is kept."""
+        """Refuse to find an earlier response: none is kept."""
         self._keys.check(request)
         line = "responses are not kept here: send the whole conversation as input, to /v1/responses"
         raise Refusal(Kind.UNKNOWN_MODEL, line, code="unsupported_endpoint")
@@ -125,49 +108,34 @@ class OpenAIApi:
         return JSONResponse(self._model())
 
     async def answer_aside(self, request: Request, kind: str, answer: type[Answer]) -> Response:
-        """Answer a request of a kind that another process reads, however short it is: nobody knows how long a chat
-        template works. See `reading.messages.Task`."""
+        """Answer a request that is or becomes a chat: a worker parses it, however short it is, for nobody knows how
+        long a chat template works. Kinds are those of `parsing.messages.Task`."""
         try:
-            return await self._answer(request, partial(self._read_aside, kind), answer)
+            return await self._answer(request, kind, answer)
         except Refusal as refusal:
             if refusal.field == "prompt":  # which is made of what the request has
                 refusal.field = "input" if kind == "response" else "messages"
             raise
 
-    async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
-        if len(body) > PARSED_IN_LOOP_BYTES:
-            return await self._read_aside("completion", request, body, arrived)
-        call = read_completion(parse_json(body), self._frontend.model_name, self._frontend.adapters, self._defaults)
-        if call.answering.sampling.guided is not None:
-            return await self._read_aside("completion", request, body, arrived)
-        if not call.encoding.is_needed:
-            return _Asked(call.prompts, call.answering)
-        return _Asked(self._prompts.of_completion(call, self._frontend.most_prompt_tokens()), call.answering)
-
-    async def _read_aside(self, kind: str, request: Request, body: bytes, arrived: float) -> _Asked:
-        found = await unless_gone(request, self._frontend.read(kind, body, arrived))
-        assert isinstance(found, ParsedRequest)
-        sampling = found.sampling[0]
-        answering = replace(msgspec.convert({**found.others, "sampling": {}}, Answering), sampling=sampling)
-        return _Asked(found.prompts, answering, is_read=True)
-
-    async def _answer(
-        self, request: Request, read: Callable[[Request, bytes, float], Awaitable[_Asked]], kind: type[Answer]
-    ) -> Response:
-        """From a body to its answer, counted as a request for the one model."""
+    async def _answer(self, request: Request, kind: str, answer_type: type[Answer]) -> Response:
+        """Make a body's answer, counted as a request for the one model."""
         self._keys.check(request)
         counted = self._frontend.metrics.models.begin(self._frontend.model_name)
         try:
             with await self._bodies.read(request) as body:
                 arrived = time.perf_counter()
-                asked = await read(request, body.content, arrived)
-                generation = await self._frontend.begin(asked.prompts, asked.answering.sampling, arrived, asked.is_read)
-            counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
+                found: object = self._frontend.parse_in_loop(kind, body.content)
+                if found is None:
+                    found = await unless_gone(request, self._frontend.read(kind, body.content, arrived))
+                assert isinstance(found, ParsedRequest | UnencodedRequest)
+                answering = _answering_of(found)
+                generation = await self._frontend.begin(found, arrived)
+            counted.num_inferences = len(found.prompts) * answering.sampling.n
             counted.enter(Stage.INFER)
             frontend, prompts = self._frontend, generation.prompts
-            model = asked.answering.sampling.lora_name or frontend.model_name
-            answer = kind(model, frontend.tokenizer, asked.answering, prompts, frontend.end_token_ids)
-            if asked.answering.stream:
+            model = answering.sampling.lora_name or frontend.model_name
+            answer = answer_type(model, frontend.tokenizer, answering, prompts, frontend.end_token_ids)
+            if answering.stream:
                 return self._stream(generation, answer, counted)
             try:
                 await unless_gone(request, _collect(generation, answer, counted))
@@ -178,7 +146,7 @@ class OpenAIApi:
             with counted:
                 parts = answer.whole(generation.usage, self._frontend.draft_len)
                 # As many numbers as prompts are long take too long for the event loop.
-                is_long = asked.answering.prompt_logprobs is not None
+                is_long = answering.prompt_logprobs is not None
                 return answer_in_parts(await (asyncio.to_thread(list, parts) if is_long else make_parts(parts)))
         except ClientDisconnect:
             counted.fail(Failure.CANCELED)
@@ -197,7 +165,7 @@ class OpenAIApi:
     async def _events(
         self, generation: Generation, answer: Answer, counted: ModelRequest
     ) -> AsyncGenerator[bytes, None]:
-        """One event for each piece, what the request took, and the end. An error is an event, too: the status is
+        """Yield an event for each piece, the usage, and the end. An error is an event, too: the status is
         out."""
         if beginning := answer.beginning():
             yield b"".join(map(answer.event, beginning))
@@ -239,6 +207,14 @@ class OpenAIApi:
             "max_model_len": None if limits is None else limits.max_length,
             **parent,
         }
+
+
+def _answering_of(found: ParsedRequest | UnencodedRequest) -> Answering:
+    """How a request is to be answered, whoever has parsed it."""
+    if isinstance(found, UnencodedRequest):
+        assert isinstance(found.others, Answering)
+        return found.others
+    return replace(msgspec.convert({**found.others, "sampling": {}}, Answering), sampling=found.sampling[0])
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""What requests of the OpenAI API ask for, once they are read: plain data.
-
-It knows prompts, sampling parameters and tools, and no template.
-"""
+"""What requests of the OpenAI API ask for, once they are read: plain data."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ class Answering:
     call_items: Mapping[str, CallItem] = field(default_factory=dict)
 
     def with_draft(self, token_ids: Sequence[int]) -> Answering:
-        """The same with a draft for its choices, where it has none of its own and may be drafted for."""
+        """Return it with a draft for its choices, if it has none of its own and may have one."""
         sampling = self.sampling
         if not token_ids or sampling.draft_token_ids or sampling.draft_len == 0:
             return self

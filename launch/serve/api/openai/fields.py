@@ -1,9 +1,8 @@
 """The fields of requests of the OpenAI API, one table: whose each is, what it does, or at which values it is taken.
 
 Clients were written for several servers, and send what these know. null is nothing, whatever the name. A field that has
-its effect is read by `types`. One that changes no text is passed over. One that would change the answer, and is
-not supported, is taken at the values that change nothing, and refused by name at others.
-docs/serve.md shows the table. It knows names and values, and no body.
+its effect is read by `types`. One that changes no text is passed over. One that would change the answer, and is not
+supported, is taken at the values that change nothing, and refused by name at others. docs/serve.md shows the table.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ OPENAI, VLLM, SGLANG, LLAMA_CPP, OTHERS, OWN = "OpenAI", "vLLM", "SGLang", "llam
 
 
 class Endpoint(Enum):
-    """Which requests may have a field."""
+    """Kinds of requests that may have a field."""
 
     COMPLETIONS = "completions"
     CHATS = "chats"
@@ -39,7 +38,7 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """One name.
+    """A field of requests.
 
     Attributes:
         name: as JSON has it.
@@ -74,7 +73,7 @@ def _only(owner: str, /, **neutral: tuple[Any, ...]) -> Iterator[Field]:
 
 
 def _instead(owner: str, says: str, /, **neutral: tuple[Any, ...]) -> Iterator[Field]:
-    """The same, where another field does what they ask for."""
+    """Fields that are taken at some values alone; another field does what they ask for."""
     return (Field(name, owner, Treatment.NEUTRAL, says, values) for name, values in neutral.items())
 
 
@@ -300,5 +299,5 @@ BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
 
 @cache
 def fields_of(endpoint: Endpoint) -> Mapping[str, Field]:
-    """Those that a body may have, by name."""
+    """Fields that a body may have, by name."""
     return {field.name: field for field in FIELDS if field.endpoint in (None, endpoint)}

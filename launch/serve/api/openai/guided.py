@@ -1,6 +1,6 @@
 """What a request of the OpenAI API asks its text to be, under the names of several servers: one guide, or none.
 
-It knows the fields' names and forms. What schemas and grammars mean is checked behind it.
+What schemas and grammars mean is checked behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trtrun.errors import nearest
 
 
 class Asked(NamedTuple):
-    """One guide.
+    """A guide that a request asks for.
 
     Attributes:
         field: that asks for it.
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     options: Mapping[str, tuple[str, object]] = {}
 
     def guided(self) -> dict[str, object]:
-        """As SamplingParams has it."""
+        """The guide, as SamplingParams has it."""
         return {self.kind: self.value} | {option: value for option, (_, value) in self.options.items()}
 
     def in_its_words(self, line: str) -> str:
@@ -91,7 +91,7 @@ def read_guided(given: Mapping[str, Any]) -> Asked | None:
 
 
 def _read_options(given: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
-    """Those of JSON, whichever field says that it is JSON."""
+    """Read the options of JSON, whichever field says that the text is JSON."""
     found: dict[str, tuple[str, object]] = {}
     if given.get("guided_whitespace_pattern") is not None:
         found["whitespace_pattern"] = "guided_whitespace_pattern", given["guided_whitespace_pattern"]

@@ -1,5 +1,5 @@
 """How a chat's answer is made and read: what guides it, which special tokens its text has, and how thoughts and calls
-are told apart. It knows a chat's request and the checkpoint's forms.
+are told apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ONE_CALL = "only supports single tool-calls"
 _BARE_NAME = re.compile(r"[^\s\[\]{}<>`\"]+")
 
 _BUDGET = "thinking_budget"
-"""Of values for a template: Qwen's word for a budget for thoughts."""
+"""A value for a template: Qwen's word for a budget for thoughts."""
 
 
 class AnswerPlanner:

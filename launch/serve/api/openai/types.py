@@ -2,8 +2,7 @@
 
 Which fields there are is the table in `fields`: those with an effect are taken, others passed over, or refused by name;
 what nobody here knows is refused with the nearest name. Messages and tools are read by `trtrun.chats`. The rest become
-SamplingParams, which checks their values, once they are what clients of several servers mean by them. It knows JSON
-values, and no HTTP.
+SamplingParams, which checks their values, once they are what clients of several servers mean by them.
 """
 
 from __future__ import annotations

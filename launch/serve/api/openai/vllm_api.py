@@ -34,7 +34,7 @@ class TokenApi:
         self._bodies = bodies
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The endpoints' routes, for the application."""
         return [
             Route("/tokenize", Endpoint(self.tokenize), methods=["POST"]),
             Route("/detokenize", Endpoint(self.detokenize), methods=["POST"]),
@@ -52,7 +52,7 @@ class TokenApi:
         return answer_in_parts([await self._read("detokenize", request)])
 
     async def embeddings(self, request: Request) -> Response:
-        """None are made here."""
+        """Refuse to make embeddings."""
         self._keys.check(request)
         raise Refusal(
             Kind.UNKNOWN_MODEL,
@@ -70,7 +70,7 @@ class TokenApi:
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"load_inplace": (False,)}
-"""Of vLLM, at values that ask for nothing."""
+"""Fields of vLLM, with the values that ask for nothing."""
 
 _IGNORED = ("lora_int_id",)
 
@@ -84,7 +84,7 @@ class AdapterApi:
         self._bodies = bodies
 
     def routes(self) -> list[Route]:
-        """For the application."""
+        """The endpoints' routes, for the application."""
         return [
             Route("/v1/load_lora_adapter", Endpoint(self.load), methods=["POST"]),
             Route("/v1/unload_lora_adapter", Endpoint(self.unload), methods=["POST"]),

@@ -17,10 +17,16 @@ from starlette.requests import Request
 
 from launch.commands import serve as serve_command
 from launch.commands.serve import server_overrides
-from launch.serve.admission import owners
-from launch.serve.admission.limits import AdmissionControl
-from launch.serve.admission.logits import LogitsLimit, LogitsPlace
-from launch.serve.admission.owners import OWNER, WANTING_SECONDS, Owners, owner_of_address
+from launch.serve.admission import control as owners
+from launch.serve.admission.control import (
+    OWNER,
+    WANTING_SECONDS,
+    AdmissionControl,
+    LogitsLimit,
+    LogitsPlace,
+    Owners,
+    owner_of_address,
+)
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.application.http_server import Listener, is_loopback, listen
 from launch.serve.http.bodies import parse_json

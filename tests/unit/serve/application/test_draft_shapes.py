@@ -8,6 +8,7 @@ import pytest
 
 from launch.serve.application.status import describe_drafts
 from trtrun.configuration.config import make_config
+from trtrun.start.job_spec import JobSpec
 
 CHOICES = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]]
 
@@ -30,12 +31,14 @@ def test_trees_of_one_shape_are_told_token_by_token(
 ) -> None:
     sections = {"draft": {"model": f"asset:{draft}"}} if draft else {}
     values = {"target": {"model": "asset:target", "devices": ["cpu:0"]}, **sections, "speculation": speculation}
-    told = describe_drafts(make_config(values))
+    told = describe_drafts(JobSpec(make_config(values)))
     assert told == {"draft_nodes": nodes, "draft_parents": parents, "drafts_in_parallel": False}
 
 
 def test_a_draft_model_that_drafts_in_one_forward_is_told() -> None:
     for draft, in_parallel in (("draft", False), ("pard_draft", True)):
         engines = {"target": {"model": "asset:target"}, "draft": {"model": f"asset:{draft}"}}
-        told = describe_drafts(make_config({role: one | {"devices": ["cpu:0"]} for role, one in engines.items()}))
+        told = describe_drafts(
+            JobSpec(make_config({role: one | {"devices": ["cpu:0"]} for role, one in engines.items()}))
+        )
         assert told == {"draft_nodes": 4, "draft_parents": None, "drafts_in_parallel": in_parallel}

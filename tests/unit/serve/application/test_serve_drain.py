@@ -16,6 +16,7 @@ from launch.serve.application.serve import _Server
 from launch.serve.engine.restarted_engine import EngineEvents
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config
+from trtrun.start.job_spec import JobSpec
 
 
 class LostEngine(NoEngine):
@@ -51,7 +52,7 @@ def test_a_drain_ends_with_the_last_engine() -> None:
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
         config = make_config({**models, "launch": {"drain_seconds": 1000}, "server": ports})
         engine = LostEngine()
-        server = _Server(config, Keys(()), engine)  # type: ignore[arg-type]
+        server = _Server(JobSpec(config), Keys(()), engine)  # type: ignore[arg-type]
         serving = asyncio.create_task(server.run(listen("127.0.0.1", 0, "port"), listen("127.0.0.1", 0, "port")))
         await engine.is_ready.wait()
         server._admission.enter(1)

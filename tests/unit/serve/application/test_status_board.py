@@ -14,7 +14,7 @@ from engine_messages import LIMITS, run
 from quantized_checkpoints import make_pair
 from starlette.requests import Request
 
-from launch.serve.admission.limits import AdmissionControl
+from launch.serve.admission.control import AdmissionControl
 from launch.serve.application import status as board
 from launch.serve.application.status import StatusBoard
 from launch.serve.engine.messages import Ready, Standing, Status
@@ -22,7 +22,7 @@ from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.requests import Keys
 from launch.serve.metrics import FrontendMetrics
 from trtrun.configuration.config import make_config
-from trtrun.configuration.topology import make_topology
+from trtrun.start.job_spec import JobSpec
 
 READY = Ready(version="1", config_hash="h", limits=asdict(LIMITS))
 STATUS = Status(num_running=3, num_waiting=2, num_free_blocks=8, num_blocks=32, totals={})
@@ -63,7 +63,7 @@ def make_board(engine: Engine, draft: str = "draft", **sections: Any) -> StatusB
         model_name="pair",
         draft_len=4,
     )
-    return StatusBoard(cast(Frontend, frontend), config, make_topology(config), Keys(()), False)
+    return StatusBoard(cast(Frontend, frontend), JobSpec(config), Keys(()), False)
 
 
 async def ask(asked: StatusBoard) -> dict[str, Any]:
@@ -124,4 +124,4 @@ def test_the_engine_is_asked_once_for_all_who_look() -> None:
 def test_a_quantized_checkpoint_is_told_as_one(tmp_path: Path) -> None:
     quantized, _ = make_pair(tmp_path, "awq")
     config = make_config({"target": {"model": str(quantized), "devices": ["cpu:0"]}, "speculation": {"method": "none"}})
-    assert board._models(config)["target"]["quantization"] == "awq"
+    assert board._models(JobSpec(config))["target"]["quantization"] == "awq"

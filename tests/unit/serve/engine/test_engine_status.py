@@ -21,6 +21,7 @@ from launch.serve.engine.process import _Served
 from launch.serve.engine.restarted_engine import EngineEvents
 from parallel.watchdog.activity import Doing, Phase
 from trtrun.configuration.config import make_config
+from trtrun.start.job_spec import JobSpec
 
 
 class LongRound:
@@ -107,7 +108,7 @@ def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch
                 "launch": {"heartbeat_seconds": 0.5},
             }
         )
-        engine = OwnEngine(config)
+        engine = OwnEngine(JobSpec(config))
         monkeypatch.setattr(engine, "_open", lambda: llm)
         monkeypatch.setattr(process, "describe_engine", describe)
         said: asyncio.Queue[str] = asyncio.Queue()

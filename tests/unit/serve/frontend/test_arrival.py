@@ -13,15 +13,12 @@ from tritonclient.grpc import service_pb2
 
 from launch.serve.admission.refusals import Refusal
 from launch.serve.api.kserve import grpc_messages as forms
-from launch.serve.api.kserve import service
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
-from launch.serve.api.kserve.row_requests import ModelFacts
 from launch.serve.api.kserve.service import KServeService
-from launch.serve.api.openai import api as openai_api
 from launch.serve.api.openai import prompts as openai_prompts
 from launch.serve.api.openai.api import OpenAIApi
-from launch.serve.application import parser_worker as reader
+from launch.serve.application import request_parser as reader
 from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
@@ -40,7 +37,7 @@ def openai(frontend: Frontend) -> OpenAIApi:
 
 
 def kserve(frontend: Frontend) -> KServeService:
-    return KServeService(frontend, ModelFacts(frontend.tokenizer, 4096, (0,), 4), 8, 16)
+    return KServeService(frontend, 8, 16)
 
 
 async def call(frontend: Frontend, endpoint: str) -> None:
@@ -74,11 +71,11 @@ async def call(frontend: Frontend, endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "where", "slow"),
     [
-        ("completions", openai_api, "read_completion"),
+        ("completions", reader, "read_completion"),
         ("chat_completions", reader, "read_chat"),
         ("chat_completions", openai_prompts, "encode_text"),
         ("generate", forms, "read_generate"),
-        ("generate", service, "read_row_requests"),
+        ("generate", reader, "read_row_requests"),
         ("infer", forms, "read_infer"),
         ("grpc", forms, "read_tensors"),
     ],

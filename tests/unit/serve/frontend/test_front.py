@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_frontend
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.frontend.frontend import Generation, Usage
+from launch.serve.parsing.parsers import ParsedRequest, UnencodedRequest
 from trtrun.api.deltas import NOT_FINITE
 from trtrun.api.prompts import PromptReader
 from trtrun.core.outputs import NONE_ALLOWED
@@ -36,7 +37,8 @@ def begin(
     frontend = make_frontend(tokenizer, engine)
 
     async def work() -> None:
-        generation = await frontend.begin(prompts, sampling, time.perf_counter())
+        of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        generation = await frontend.begin(UnencodedRequest(prompts, of_each), time.perf_counter())
         try:
             await use(generation)
         finally:
@@ -99,7 +101,8 @@ def test_what_was_read_elsewhere_is_not_looked_at_again(monkeypatch: pytest.Monk
     frontend = make_frontend(WatchedTokenizer(), NoEngine())
 
     async def work() -> None:
-        (await frontend.begin([Unread(range(5000))], sampling, time.perf_counter(), are_read=True)).close()
+        request = ParsedRequest([5000], [cast(Any, Unread(range(5000)))], [sampling], {})
+        (await frontend.begin(request, time.perf_counter())).close()
 
     asyncio.run(work())
 

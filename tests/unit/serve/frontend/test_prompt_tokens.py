@@ -10,8 +10,9 @@ import pytest
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_frontend
 
 from launch.serve.admission.refusals import Refusal
-from launch.serve.frontend import arrivals as prompt_tokens
-from launch.serve.frontend.arrivals import PromptTokens
+from launch.serve.frontend import coalescing as prompt_tokens
+from launch.serve.frontend.coalescing import PromptTokens
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.sampling_params import SamplingParams
@@ -119,9 +120,12 @@ def test_a_request_waits_for_those_whose_tokens_are_being_made(monkeypatch: pyte
     frontend = make_frontend(tokenizer, engine)
 
     async def work() -> None:
-        beginning = [asyncio.create_task(frontend.begin([TEXTS[0]], SamplingParams(), 0.0))]
+        beginning = [asyncio.create_task(frontend.begin(UnencodedRequest.of([TEXTS[0]], SamplingParams()), 0.0))]
         await asyncio.sleep(0)
-        beginning += [asyncio.create_task(frontend.begin([text], SamplingParams(), 0.0)) for text in TEXTS[1:3]]
+        beginning += [
+            asyncio.create_task(frontend.begin(UnencodedRequest.of([text], SamplingParams()), 0.0))
+            for text in TEXTS[1:3]
+        ]
         while not tokenizer.batches:
             await asyncio.sleep(0)
         assert not engine.starts
@@ -138,7 +142,10 @@ def test_one_given_up_while_its_tokens_are_made_holds_up_nobody() -> None:
     frontend = make_frontend(tokenizer, engine)
 
     async def work() -> None:
-        beginning = [asyncio.create_task(frontend.begin([text], SamplingParams(), 0.0)) for text in [*TEXTS[:2], ""]]
+        beginning = [
+            asyncio.create_task(frontend.begin(UnencodedRequest.of([text], SamplingParams()), 0.0))
+            for text in [*TEXTS[:2], ""]
+        ]
         while not tokenizer.batches:
             await asyncio.sleep(0)
         beginning[0].cancel()

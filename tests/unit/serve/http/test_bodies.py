@@ -19,7 +19,6 @@ from launch.serve.api.kserve import grpc_servicer
 from launch.serve.api.kserve.grpc_server import MESSAGE_OVERHEAD, MOST_MESSAGE_BYTES, GrpcServer, most_message_bytes
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
-from launch.serve.api.kserve.row_requests import ModelFacts
 from launch.serve.api.kserve.service import KServeService
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.application.http_server import HttpServer, listen, make_application
@@ -40,7 +39,7 @@ class Ports:
     def __init__(self, *keys: str) -> None:
         self.bodies = Bodies(MOST, TOGETHER)
         self.frontend = make_frontend(WatchedTokenizer(), NoEngine())
-        service = KServeService(self.frontend, ModelFacts(self.frontend.tokenizer, 4096, (0,), 4), 8, 16)
+        service = KServeService(self.frontend, 8, 16)
         routes = OpenAIApi(self.frontend, Keys(()), self.bodies).routes()
         routes += KServeHttpApi(service, Keys(()), self.bodies).routes()
         self.listener = listen("127.0.0.1", 0, "server.http_port")

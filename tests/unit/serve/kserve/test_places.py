@@ -138,13 +138,13 @@ async def call_and_stop(monkeypatch: Any, mine: Context, theirs: Context, reques
     servicer = KServeServicer(SimpleNamespace(frontend=SimpleNamespace(metrics=None)), keys, bodies)  # type: ignore[arg-type]
     asked = service_pb2.ModelInferRequest(id=request_id)
     if is_streamed:
-        asking = asyncio.create_task(servicer.ModelStreamInfer(messages_of(asked), mine))
+        asking = asyncio.create_task(servicer.handler("ModelStreamInfer")(messages_of(asked), mine))
     else:
-        asking = asyncio.create_task(servicer.ModelInfer(None, mine.with_message(asked)))
+        asking = asyncio.create_task(servicer.handler("ModelInfer")(None, mine.with_message(asked)))
     while not begun:
         await asyncio.sleep(0)
     message = service_pb2.ModelInferRequest(id=request_id, inputs=[{"name": "stop"}])
-    await servicer.ModelInfer(None, theirs.with_message(message))
+    await servicer.handler("ModelInfer")(None, theirs.with_message(message))
     was_stopped = work.stopped.is_set()
     work.stop()
     await asking

@@ -25,8 +25,10 @@ from launch.serve.engine.client import EngineClient
 from launch.serve.engine.process import serve_frontend
 from launch.serve.http.requests import Keys
 from launch.serve.parsing.messages import Facts
+from launch.serve.parsing.parsers import LoopParser
 from trtrun import AsyncLLM
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import read_tokenizer
 
 T = TypeVar("T")
@@ -39,10 +41,10 @@ MARKS = (
 PATIENCE = 120.0
 
 
-class ParsersHere(ParsersHere):
+class ServedParsers(ParsersHere):
     """Reads in this process, as a server's own readers are made."""
 
-    def __init__(self, facts: Facts, most_body_bytes: int) -> None:
+    def __init__(self, facts: Facts, most_body_bytes: int, in_loop: LoopParser) -> None:
         super().__init__(facts, None if facts.tokenizer is None else read_tokenizer(Path(facts.tokenizer)))
 
 
@@ -103,8 +105,8 @@ class ChatServer:
         if key not in self._applications:
             (self._config.target.model / "chat_template.jinja").write_text(template, encoding="utf-8")
             changed = self._config.model_copy(update={"server": self._config.server.model_copy(update=section)})
-            with mock.patch.object(parts, "Parsers", ParsersHere):
-                made = parts.make_parts(changed, Keys(()), self._engine)
+            with mock.patch.object(parts, "Parsers", ServedParsers):
+                made = parts.make_parts(JobSpec(changed), Keys(()), self._engine)
             made.frontend.admission.is_open = True
             self._applications[key] = make_application(made.frontend, made.routes)
         return self._applications[key]

@@ -14,7 +14,7 @@ import templates
 from chat_server import MARKS
 from checkpoints import make_tokenizer
 
-from launch.serve.application.parser_worker import RequestParser
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.parsing.messages import Facts, Read, Refused, Reply, Task, pack
 from trtrun.tokens.text import read_tokenizer
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from test_parsers import CHAT, FACTS, PATIENCE, SLOW
 
-from launch.serve.admission.owners import OWNER
+from launch.serve.admission.control import OWNER
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.parsing import parsers, worker_pool
 from launch.serve.parsing.messages import Reply, Stops, Task, pack

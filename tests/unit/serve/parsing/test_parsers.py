@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from launch.serve.admission.refusals import Kind, Refusal
+from launch.serve.application.request_parser import RequestParser
 from launch.serve.parsing import parsers, worker_pool
 from launch.serve.parsing.messages import Facts
 from launch.serve.parsing.parsers import Parsed, ParsedRequest, Parsers
@@ -42,7 +43,7 @@ def with_parsers(
     pids: list[int] = []
 
     async def work() -> None:
-        found = Parsers(msgspec.structs.replace(facts, template=template), 1 << 20)
+        found = Parsers(msgspec.structs.replace(facts, template=template), 1 << 20, RequestParser(facts, None))
         found.start()
         pids.extend(process_ids(found))
         try:

@@ -19,6 +19,7 @@ from trtrun.errors import CheckpointError
 from trtrun.loading.engine_checksums import checksum_text, compare_shard, sum_words
 from trtrun.loading.engine_loader import EngineLoader
 from trtrun.loading.engine_shards import Place, read_places
+from trtrun.start.job_spec import JobSpec
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_a_check_finds_it_on_the_ranks_that_hold_it(engine: Path, tmp_path: Path
     topology = make_topology(config)
 
     def look() -> list[tuple[int, tuple[str, ...]]]:
-        found = [take_inventory(config, topology, rank, reads_engines=True) for rank in range(topology.world_size)]
+        found = [take_inventory(JobSpec(config), rank, reads_engines=True) for rank in range(topology.world_size)]
         assert [problem.partition(": ")[2] for problem in find_misfits(found, topology)] == [
             problem for rank in found for problem in rank.problems
         ]
@@ -107,7 +108,7 @@ def test_a_check_finds_it_on_the_ranks_that_hold_it(engine: Path, tmp_path: Path
     assert (compared, nothing) == (one, 0)
     assert of_draft.startswith("draft: ") and "draft/rank0.safetensors is damaged: 'model.norm.weight'" in of_draft
     assert of_target.startswith("target: ") and "engine/rank1.safetensors is damaged: 'model.embed" in of_target
-    assert not take_inventory(config, topology, 0).problems  # the short check reads headers alone
+    assert not take_inventory(JobSpec(config), 0).problems  # the short check reads headers alone
 
 
 def test_sums_are_of_bytes_and_their_places() -> None:

@@ -287,8 +287,9 @@ def test_weights_that_are_on_their_way_while_layers_are_built(
     model, expected = (PagedModel(it, torch.bfloat16, 2, quantization="fp8") for it in (engine, source))
     assert torch.equal(model.forward(BATCH), expected.forward(BATCH))
     said: list[tuple[int, int]] = []
-    load_model(engine, LockStepCommunicator(LockStepGroup(2), 0), CPU, torch.bfloat16, lambda *it: said.append(it),
-               quantization="fp8")  # fmt: skip
+    model_config, told = read_model_config(engine), lambda *it: said.append(it)
+    first = LockStepCommunicator(LockStepGroup(2), 0)
+    load_model(engine, model_config, first, CPU, torch.bfloat16, told, quantization="fp8")
     assert [*said] == sorted(said) and said[-1][0] == said[-1][1] > 0
 
     def fail(*arguments: object) -> None:
@@ -296,7 +297,14 @@ def test_weights_that_are_on_their_way_while_layers_are_built(
 
     monkeypatch.setattr(device_reading, "read_piece", fail)
     with pytest.raises(CheckpointError, match=r"rank0\.safetensors cannot be read: Input/output error"):
-        load_model(engine, LockStepCommunicator(LockStepGroup(2), 0), CPU, torch.bfloat16, quantization="fp8")
+        load_model(
+            engine,
+            read_model_config(engine),
+            LockStepCommunicator(LockStepGroup(2), 0),
+            CPU,
+            torch.bfloat16,
+            quantization="fp8",
+        )
 
 
 def test_an_engine_is_no_checkpoint(tmp_path: Path) -> None:

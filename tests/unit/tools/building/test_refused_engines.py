@@ -19,9 +19,9 @@ from launch.commands.build import BuildOptions, run_build
 from launch.jobs.check.preflight import check_job
 from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.engine_directory import Limits, read_engine
-from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError, TrtrunError
 from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 from trtrun.tools.building.settings import BuildSettings
 from trtrun.weights.model_files import hash_model_files
 
@@ -129,7 +129,7 @@ def test_what_is_damaged_is_refused_before_ranks_start(
     damage(engine)
     with pytest.raises(TrtrunError, match=message) as raised:
         config = configure(engine)
-        check_job(config, make_topology(config))
+        check_job(JobSpec(config))
     assert "\n" not in str(raised.value)
 
 
@@ -174,7 +174,7 @@ def test_what_goes_beyond_an_engine_is_refused_with_both_numbers(
     engine = build_engine(source, tmp_path / "engine", 2, **limits)
     config = configure(engine, scheduler={"max_seq_len": None})
     assert config.scheduler.max_seq_len == 128
-    check_job(config, make_topology(config))
+    check_job(JobSpec(config))
     with pytest.raises(ConfigError, match=message):
         configure(engine, devices, **sections)
 
@@ -197,7 +197,7 @@ def test_drafts_have_limits_of_their_own_engine(source: Path, tmp_path: Path) ->
 def test_heads_are_not_looked_for_in_engines(engine: Path, method: str) -> None:
     config = configure(engine, draft={"model": str(engine)}, speculation={"method": method})
     with pytest.raises(TrtrunError, match="engine is an engine, which has no heads: name their own directory"):
-        check_job(config, make_topology(config))
+        check_job(JobSpec(config))
 
 
 @pytest.mark.parametrize("count", [1, 4])

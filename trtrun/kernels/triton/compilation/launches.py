@@ -17,7 +17,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 from triton import knobs
 
-from trtrun.first_uses import count_compilation
+from trtrun.warmup_misses import count_compilation
 
 _logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The forms in which families of models write calls and thoughts: by name, and by what their chat templates hold.
 
-It knows names, marks and parsers. What grammars make a model write them is in `grammars`.
+What grammars make a model write them is in `grammars`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 
 def new_id() -> str:
-    """Of a call."""
+    """Make an id for a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def _short_id() -> str:
-    """Of a call, as Mistral's templates want it back."""
+    """Make an id for a call, as Mistral's templates want it back."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
@@ -90,7 +90,7 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Of which some are special tokens."""
+        """Marks of the format; some of them are special tokens."""
         return _HARMONY_MARKS if self.is_harmony else (self.open_mark, self.close_mark)
 
     @property
@@ -173,7 +173,7 @@ def find_tool_format(asked: str | None, template: str | None) -> str:
 
 
 def find_reasoning_format(asked: str | None, template: str | None) -> str:
-    """The same of thoughts."""
+    """Find the format of thoughts, as `find_tool_format` does for calls."""
     return _find(asked, REASONING_FORMATS, _REASONING_ALIASES, lambda: _reasoning_of(template or ""))
 
 
@@ -191,8 +191,8 @@ def _find(
 
 
 def _tools_of(template: str) -> str:
-    """By the marks that a template puts around calls of earlier messages. Some families have the same marks, with
-    something else between them than an object."""
+    """Name the format of calls by the marks that a template puts around earlier ones. Some families have the same
+    marks, with something else between them than an object."""
     if harmony.CHANNEL in template and harmony.START in template:
         return "gpt-oss"
     if deepseek.CALL in template:

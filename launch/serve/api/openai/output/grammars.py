@@ -75,8 +75,8 @@ def _objects(lark: Lark, wanted: Wanted, key: str) -> str:
 
 
 def call_or_object(wanted: Wanted, other: Any) -> str:
-    """One call, or JSON of another schema, which may begin alike: one schema is of both, as of two rules that begin
-    alike the lexer takes one."""
+    """A rule for a call, or JSON of another schema, which may begin alike: one schema is of both, as of two rules that
+    begin alike the lexer takes one."""
     parts, key = [other], TOOL_FORMATS["llama3_json"].argument_key
     for tool in wanted.tools:
         properties = {"name": {"const": tool.name}, key: arguments_schema(tool) if tool.is_strict else ANY}

@@ -53,7 +53,7 @@ class HarmonyParser(CallMachine):
         return self._kind == "analysis" and self._state in (self._read_body, self._read_head_in_thoughts)
 
     def _begin(self) -> bool:
-        """In front of a head, or of text that has none."""
+        """Begin a head, or a text that has none."""
         self._head += self._skip_blanks()
         if self._is_over and not self._text:
             self._say(self._head)

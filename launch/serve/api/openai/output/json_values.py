@@ -1,7 +1,4 @@
-"""JSON as it comes: where a value ends, and calls of tools that are objects.
-
-It knows JSON's characters. It does not know marks, or what tools there are.
-"""
+"""JSON as it comes: where a value ends, and calls of tools that are objects."""
 
 from __future__ import annotations
 

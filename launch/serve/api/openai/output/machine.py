@@ -44,7 +44,7 @@ Event = Text | Reasoning | CallBegin | Arguments
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The same with neighbours of one kind as one, and without empty ones. In time in proportion to their texts."""
+    """Join neighbours of one kind and leave empty events out, in time proportional to their texts."""
     found: list[Event] = []
     for kind, of_kind in groupby((event for event in events if isinstance(event, CallBegin) or event.text), type):
         if kind is CallBegin:
@@ -55,7 +55,7 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 
 def find_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
-    """Where the first mark begins in a text, and which it is; where there is none, where one may begin at the text's
+    """Find where the first mark begins in a text, and which it is; if there is none, where one may begin at the text's
     end, and nothing. Of two at one place it is the longer one."""
     whole = _any_of(tuple(marks)).search(text)
     if whole is not None:

@@ -28,7 +28,7 @@ class NamedCallMachine(CallMachine):
         """Outside of calls."""
 
     def _read_behind(self) -> bool:
-        """Behind arguments that have ended."""
+        """Read what follows arguments that have ended."""
         return self._go(self._read_text)
 
     def _lacks_opening(self) -> bool:
@@ -37,7 +37,7 @@ class NamedCallMachine(CallMachine):
         return not self._text and not self._is_over
 
     def _begin_arguments(self, mark: str = "") -> bool:
-        """In front of them. Where they go wrong they are over with a mark."""
+        """Begin to read arguments. If they go wrong, they end with a mark."""
         self._object, self._held = JsonObject(mark), ""
         return self._go(self._read_object)
 
@@ -60,7 +60,7 @@ class NamedCallMachine(CallMachine):
         return False
 
     def _give_up(self) -> bool:
-        """No call: what was taken is text."""
+        """Give up a call: what was taken is text."""
         self._say(self._opening)
         return self._go(self._read_text)
 
@@ -87,7 +87,7 @@ class DeepSeekParser(NamedCallMachine):
         return self._go(self._read_name if mark == CALL else self._read_call)
 
     def _read_call(self) -> bool:
-        """Behind the mark in front of all calls."""
+        """Read a call, behind the mark that precedes all calls."""
         return self._pass(CALL, self._read_name)
 
     def _pass(self, mark: str, state: Callable[[], bool]) -> bool:
@@ -129,7 +129,8 @@ class DeepSeekParser(NamedCallMachine):
         return False if self._lacks_opening() else self._begin_arguments(END)
 
     def _read_behind(self) -> bool:
-        """Behind arguments: the marks that end a call and all of them, or the next call. They may be missing."""
+        """Read what follows arguments: the marks that end a call and all calls, or the next call. Marks may be
+        missing."""
         self._skip_blanks()
         ends = (*([END_FENCE] if self._is_fenced else []), END, END_CALLS)
         if any(may_become(self._text, mark) for mark in (*ends, CALL)):
@@ -175,7 +176,7 @@ class ListParser(NamedCallMachine):
         return self._say_rest()
 
     def _read_item(self) -> bool:
-        """In a list: an object, what parts two, or the end."""
+        """Read an item of a list: an object, what separates two, or the end."""
         if self._lacks_opening():
             return False
         if self._text.startswith(","):

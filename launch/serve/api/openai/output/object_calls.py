@@ -49,7 +49,7 @@ class HermesParser(CallMachine):
         return False
 
     def _read_close(self) -> bool:
-        """Behind a call: its mark, or another call."""
+        """Read what follows a call: its mark, or another call."""
         self._skip_blanks()
         if may_become(self._text, CLOSE):
             if self._is_over:
@@ -85,7 +85,7 @@ class Llama3Parser(CallMachine):
         self._is_tagged = False
 
     def _begin(self) -> bool:
-        """At the answer's beginning."""
+        """Read the answer's beginning."""
         self._opening += self._skip_blanks()
         if (not self._text or may_become(self._text, TAG)) and not self._is_over:
             return False
@@ -129,7 +129,7 @@ class Llama3Parser(CallMachine):
         return self._go(self._read_text)
 
     def _read_separator(self) -> bool:
-        """Behind a call: another one, or text."""
+        """Read what follows a call: another one, or text."""
         self._opening += self._skip_blanks()
         if not self._text and not self._is_over:
             return False

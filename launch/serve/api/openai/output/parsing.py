@@ -101,7 +101,7 @@ class ThoughtParser(Machine):
         self._blanks += text[len(kept) :]
 
     def _begin_trial(self, mark: str) -> bool:
-        """In front of a mark behind which a call may be: another parser looks, up to where it is certain."""
+        """Begin to look for a call behind a mark: another parser looks, up to where it is certain."""
         self._trial, self._mark, self._tried, self._num_tried = self._make_calls(), mark, list[str](), 0
         return self._go(self._try_call)
 
@@ -208,7 +208,7 @@ class ChoiceParser:
 
 
 def _machines(parsing: Parsing) -> tuple[Machine | None, Machine | None]:
-    """Who tells thoughts apart, and who finds calls."""
+    """The parser that separates thoughts, and the one that finds calls."""
     tools = TOOL_FORMATS[parsing.tools] if parsing.tools else None
     reasoning = REASONING_FORMATS[parsing.reasoning] if parsing.reasoning else None
     if (reasoning is not None and reasoning.is_harmony) or (tools is not None and tools.is_harmony):
@@ -227,7 +227,7 @@ def _machines(parsing: Parsing) -> tuple[Machine | None, Machine | None]:
 
 @dataclass
 class _Call:
-    """One call, as far as it has come."""
+    """A call, as far as it has come."""
 
     call_id: str
     name: str
@@ -296,7 +296,7 @@ class ChatText:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """In the words of several servers."""
+    """Thoughts, under the names of several servers."""
     return {"reasoning_content": text, "reasoning": text}
 
 

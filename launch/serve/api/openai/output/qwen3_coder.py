@@ -28,7 +28,7 @@ _WORDS = {
     "null": ("null", "null"),
     "none": ("null", "null"),
 }
-"""Of JSON, and as chat templates write Python's."""
+"""Words of JSON, and as chat templates write Python's."""
 
 _MOST_STEPS = 16
 """References that are followed, one behind the other."""
@@ -169,7 +169,7 @@ class Qwen3CoderParser(CallMachine):
         return self._go(self._read_member)
 
     def _read_member(self) -> bool:
-        """In a call: a parameter, or the end."""
+        """Read a parameter of a call, or its end."""
         self._opening += self._skip_blanks()
         ends = (END, CLOSE)
         if not self._text and not self._is_over:
@@ -251,7 +251,7 @@ class Qwen3CoderParser(CallMachine):
         return not is_own and (found[1] is not None or not behind[: place if next_mark else None].strip())
 
     def _read_close(self) -> bool:
-        """Behind a call: its mark, or another call within the same marks."""
+        """Read what follows a call: its mark, or another call within the same marks."""
         self._skip_blanks()
         if any(may_become(self._text, mark) for mark in (CLOSE, FUNCTION)):
             if self._is_over:

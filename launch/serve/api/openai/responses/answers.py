@@ -1,7 +1,4 @@
-"""Answers to /v1/responses: pieces of a completion become a response, whole or as its events.
-
-It knows pieces and the API's names. It does not know how answers travel.
-"""
+"""Answers to /v1/responses: pieces of a completion become a response, whole or as its events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The input of /v1/responses: items become the messages of a chat.
 
 Thoughts and calls of one answer are items of their own there, and one message here; calls of every kind are a
-function's. It knows JSON values. What messages hold is checked behind it.
+function's. What messages hold is checked behind it.
 """
 
 from __future__ import annotations

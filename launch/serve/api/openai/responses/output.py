@@ -24,7 +24,7 @@ _LETTERS = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
 )
-"""Of a text of JSON, each as a whole: half of one waits for the other half. Line breaks may stand as they are."""
+"""Parts of a text of JSON, each as a whole: half of one waits for the other half. Line breaks may stand as they are."""
 
 
 class CustomInput:

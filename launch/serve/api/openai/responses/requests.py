@@ -50,7 +50,7 @@ OTHERS = tuple(
         | {"chat_template_kwargs", "documents", "request_id", "stop_in_thoughts"}
     )
 )
-"""Of chats, with the same meaning."""
+"""Fields of chats, with the same meaning."""
 
 RESPONSE_FIELDS: Mapping[str, Field] = {
     field.name: field
@@ -69,9 +69,9 @@ _INCLUDABLE = (
     "file_search_call.results", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
-"""Of which the first has an effect: the others are of items that no answer has here."""
+"""Parts of answers that may be asked for. The first has an effect: the others are of items that no answer has here."""
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
-"""Of which the effort has an effect: thoughts are told as they are, and not summed up."""
+"""Fields of reasoning. The effort has an effect: thoughts are told as they are, and not summed up."""
 
 _FORMAT = ("type", "name", "description", "schema", "strict")
 

@@ -2,7 +2,7 @@
 that a call comes back as.
 
 A custom tool is a function with one text. A tool of a namespace has the namespace in its name. What clients offer by
-themselves and OpenAI's servers would run is left out. It knows JSON values, and no HTTP.
+themselves and OpenAI's servers would run is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _LEFT_OUT = re.compile(r"(web_search(_preview)?|image_generation)(_\d{4}_\d{2}_\
 _FUNCTION = ("type", "name", "description", "parameters", "strict", "output_schema", "defer_loading")
 _CUSTOM = ("type", "name", "description", "format", "defer_loading")
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {"allowed_callers": (["direct"],), "async": (False,)}
-"""Of both, at the values that say what is so here anyway. All tools are shown to the model, deferred ones, too."""
+"""Fields of both, at the values that say what is so here anyway. All tools are shown to the model, deferred ones,
+too."""
 
 _SHELL_PARAMETERS: Mapping[str, Any] = {
     "type": "object",

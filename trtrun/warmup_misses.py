@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class FirstUses(NamedTuple):
+class WarmupMisses(NamedTuple):
     """Counts of a time.
 
     Attributes:
@@ -37,14 +37,14 @@ def count_compilation() -> None:
     _Counts.compilations += 1
 
 
-class FirstUseWatch:
+class WarmupMissWatch:
     """Tells what was counted since it was asked last."""
 
     def __init__(self) -> None:
-        self._seen = FirstUses(_Counts.captures, _Counts.compilations)
+        self._seen = WarmupMisses(_Counts.captures, _Counts.compilations)
 
-    def take(self) -> FirstUses:
+    def take(self) -> WarmupMisses:
         """What has happened since this was made, or asked last."""
-        now, before = FirstUses(_Counts.captures, _Counts.compilations), self._seen
+        now, before = WarmupMisses(_Counts.captures, _Counts.compilations), self._seen
         self._seen = now
-        return FirstUses(now.captures - before.captures, now.compilations - before.compilations)
+        return WarmupMisses(now.captures - before.captures, now.compilations - before.compilations)

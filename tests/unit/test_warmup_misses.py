@@ -18,27 +18,27 @@ from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import Request
 from trtrun.engine.graphs import graph_cache as capture
 from trtrun.engine.graphs.graph_cache import CudaCapture
-from trtrun.first_uses import FirstUses, FirstUseWatch, count_capture, count_compilation
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafter import Drafter
+from trtrun.warmup_misses import WarmupMisses, WarmupMissWatch, count_capture, count_compilation
 from trtrun.wire.reports import RoundReport, RoundTimes
 
 
 def test_a_watch_tells_what_was_counted_since_it_was_asked_last() -> None:
     count_capture()
-    watch = FirstUseWatch()
-    assert watch.take() == FirstUses(captures=0, compilations=0), "what was before is none of its own"
+    watch = WarmupMissWatch()
+    assert watch.take() == WarmupMisses(captures=0, compilations=0), "what was before is none of its own"
     count_capture()
     count_compilation()
     count_compilation()
-    other = FirstUseWatch()
-    assert watch.take() == FirstUses(captures=1, compilations=2)
-    assert watch.take() == FirstUses()
+    other = WarmupMissWatch()
+    assert watch.take() == WarmupMisses(captures=1, compilations=2)
+    assert watch.take() == WarmupMisses()
     count_capture()
-    assert watch.take() == other.take() == FirstUses(captures=1), "each of two is told"
+    assert watch.take() == other.take() == WarmupMisses(captures=1), "each of two is told"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -53,13 +53,13 @@ def test_a_graph_counts_once_it_is_captured(monkeypatch: pytest.MonkeyPatch, fai
         if fails:
             raise ZeroDivisionError
 
-    make_graph, watch = CudaCapture(torch.device("cuda")), FirstUseWatch()
+    make_graph, watch = CudaCapture(torch.device("cuda")), WarmupMissWatch()
     for _ in range(2):
         with suppress(ZeroDivisionError):
             replay = make_graph(work)
             replay()
             replay()
-    assert watch.take() == FirstUses(captures=0 if fails else 2)
+    assert watch.take() == WarmupMisses(captures=0 if fails else 2)
 
 
 class TwoLeaders:
@@ -68,12 +68,12 @@ class TwoLeaders:
     draft_is_lost = False
     stepping = nullcontext
 
-    def __init__(self, draft: FirstUses, target: FirstUses) -> None:
+    def __init__(self, draft: WarmupMisses, target: WarmupMisses) -> None:
         self._told = draft, target
         self._reports: deque[RoundReport] = deque()
 
     def publish(self, plan: Any) -> None:
-        draft, target = (RoundTimes(first_uses=uses) for uses in self._told)
+        draft, target = (RoundTimes(warmup_misses=uses) for uses in self._told)
         self._reports.append(RoundReport(plan.round_index, draft, False, [], [], [], []))
         self._reports.append(RoundReport(plan.round_index, target, True, [1], [0], [[5]], []))
 
@@ -82,7 +82,7 @@ class TwoLeaders:
 
 
 def test_what_both_leaders_made_is_added_up_over_rounds() -> None:
-    ranks = TwoLeaders(FirstUses(captures=1, compilations=10), FirstUses(captures=2, compilations=30))
+    ranks = TwoLeaders(WarmupMisses(captures=1, compilations=10), WarmupMisses(captures=2, compilations=30))
     scheduler = Scheduler(SchedulerLimits(1, 64, 100, None, 3, 16, 16))
     orchestrator = Orchestrator(scheduler, cast(EngineRanks, ranks))
     scheduler.add(Request(1, (1, 2), SamplingParams(seed=1, max_tokens=20)))
@@ -109,7 +109,7 @@ def test_the_statistics_of_a_run_have_what_its_rounds_made_and_not_what_the_star
         count_capture()
 
     monkeypatch.setattr(Drafter, "warm_up", warm_up_and_capture)
-    watch = FirstUseWatch()
+    watch = WarmupMissWatch()
     with make_one() as llm:
         assert watch.take().captures == 1
 

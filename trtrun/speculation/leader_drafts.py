@@ -19,9 +19,9 @@ from typing_extensions import override
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.found_paths import GivenDrafts, no_draft
+from trtrun.speculation.found_paths import PredictedOutputs, no_draft
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import inference, kept_integers, kept_range
+from trtrun.tensors import cached_range, cached_tensor, inference
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DraftShape:
         return Draft(found, lens, paths=torch.where(reached > 0, paths, -1))
 
 
-class LedDrafter(Drafter):
+class LeaderDrafter(Drafter):
     """Proposes what the rank that decides makes of what it has learned. What came with a request is proposed first.
 
     A proposal is no sample, so it has no draft_probs: the target chooses its own token at every position.
@@ -72,7 +72,7 @@ class LedDrafter(Drafter):
         self._rows = rows
         self._group = group
         self._device = rows.lengths.device
-        self._given = GivenDrafts(rows)
+        self._given = PredictedOutputs(rows)
         self._shapes: dict[int, DraftShape] = {}
         self._proposed: Draft | None = None
         self._newest: Tensor | None = None
@@ -94,7 +94,7 @@ class LedDrafter(Drafter):
     @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         listed = plan.decode_rows.tolist()
-        rows = kept_integers(listed, self._device)
+        rows = cached_tensor(listed, self._device)
         if plan.draft_lens.size and plan.draft_lens.max() >= 0:
             newest = self._rows.lengths.index_select(0, rows) - 1
             self._newest = self._rows.token_ids[rows, newest].to(torch.int64)
@@ -111,7 +111,7 @@ class LedDrafter(Drafter):
         given = self._given.propose(plan)
         if given is not None:
             tokens.index_copy_(1, shape.spine, torch.where(given[1], given[0], tokens.index_select(1, shape.spine)))
-        most = kept_integers(plan.draft_lens.clip(min=0).tolist(), self._device)
+        most = cached_tensor(plan.draft_lens.clip(min=0).tolist(), self._device)
         self._proposed = shape.draft_of(tokens, most)
         return self._proposed
 
@@ -128,7 +128,7 @@ class LedDrafter(Drafter):
         if not self._group.decides or not len(plan.decode_rows):
             return
         assert verdict is not None and step is not None and proposed is not None
-        self._learn(plan, kept_integers(plan.decode_rows.tolist(), self._device), proposed, verdict, step.logits)
+        self._learn(plan, cached_tensor(plan.decode_rows.tolist(), self._device), proposed, verdict, step.logits)
 
     @abstractmethod
     def _make_shape(self, depth: int) -> DraftShape:
@@ -168,8 +168,8 @@ def verified_nodes(draft: Draft) -> Tensor:
     is_verified = torch.zeros((count, width + 1), dtype=torch.bool, device=device)
     is_verified[:, 0] = True
     if draft.paths is None:
-        is_verified[:, 1:] = kept_range(0, width, device) < draft.draft_lens.unsqueeze(1)
+        is_verified[:, 1:] = cached_range(0, width, device) < draft.draft_lens.unsqueeze(1)
         return is_verified
-    steps = kept_range(0, draft.depth, device)
+    steps = cached_range(0, draft.depth, device)
     columns = torch.where(steps < draft.path_lens().unsqueeze(2), draft.paths + 1, 0)
     return is_verified.scatter_(1, columns.flatten(1), True)

@@ -40,8 +40,8 @@ class RankState:
 
     Attributes:
         rank: its world rank.
-        doing: from its last beat; None when it was never heard of.
-        silent_seconds: since its last beat.
+        doing: from its last heartbeat; None when it was never heard of.
+        silent_seconds: since its last heartbeat.
         closed_seconds: since its connection was closed without a goodbye; None while it is open.
         has_left: it has said goodbye.
     """
@@ -103,7 +103,7 @@ def examine(
         own: what rank 0 does.
         states: of all workers; of rank 0, too, where it works like them.
         limit: seconds that a rank may be silent.
-        patience: seconds of silence, some beats long, after which a rank may turn out to be silent.
+        patience: seconds of silence, some heartbeats long, after which a rank may turn out to be silent.
         stacks: of the ranks that answered, where they were asked; else None.
         unawaited: ranks without which rounds go on, so that one may stand still beside them.
         still_limit: seconds that all ranks in a round may stand still; None is `limit`.

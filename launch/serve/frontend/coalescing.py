@@ -1,13 +1,13 @@
-"""Requests that come together: their prompts become tokens together, and they begin together.
+"""Coalesces requests that come together: their prompts are encoded together, and they begin together.
 
-A text takes as long to become tokens as all else that is done for a request before the engine hears of it. So texts
-that come in one turn of the event loop go to another thread as one batch, for which the tokenizer takes several threads
-and not the interpreter: meanwhile the requests behind them are read. One that comes alone is not worth the way.
+Encoding a text takes as long as all else that is done for a request before the engine hears of it. So texts that come
+in one turn of the event loop go to another thread as one batch, for which the tokenizer takes several threads and not
+the interpreter: meanwhile the requests behind them are parsed. A text that comes alone is encoded in the loop.
 
-A round that has begun with the first one alone makes all others wait for its end, and its text is written while they
-should be read. Clients that send several at once are common: a batch, or workers that wait for each other. So after a
-rest the first of them waits until the others are read, too. While others are in work nobody waits here: the rounds go
-on anyway. It knows texts, turns of the event loop and how many are let in. It does not know what requests are.
+A round that has begun with the first request alone makes all others wait for its end, and its text is written while
+they should be parsed. Clients often send several requests at once: a batch, or workers that wait for each other. So
+when nothing is in work, the first of them waits until the others are parsed, too. While requests are in work nobody
+waits here: the rounds go on anyway.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from launch.serve.admission.limits import AdmissionControl
+from launch.serve.admission.control import AdmissionControl
 from trtrun.api.prompts import Prompt, PromptReader
 
 MOST_LETTERS = 1 << 16
 """Characters of a batch: the tokens of a few requests do not wait for those of very many."""
 
 MOST_THREADS = 8
-"""Of the tokenizer: each keeps the words that it has met, and may keep a core from a rank."""
+"""Threads of the tokenizer: each keeps the words that it has met, and may keep a core from a rank."""
 
 _THREADS_SETTING = "RAYON_NUM_THREADS"
 
 _Encoded = list[tuple[int, ...]] | Exception
-"""What becomes of the prompts of a request: tokens, or why there are none."""
+"""The tokens of a request's prompts, or why there are none."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Prompts whose tokens somebody waits for."""
+    """The prompts of a request that waits for their tokens."""
 
     prompts: Sequence[Prompt]
     tokens: asyncio.Future[list[tuple[int, ...]]]
 
     @property
     def num_letters(self) -> int:
-        """Of all prompts; token ids count as one each."""
+        """Characters of all prompts; token ids count as one each."""
         return sum(map(len, self.prompts))
 
     def tell(self, tokens: _Encoded) -> None:
@@ -80,7 +80,7 @@ class PromptTokens:
         return await waiting.tokens
 
     def _begin(self) -> None:
-        """At the end of a turn."""
+        """Encode what has come in this turn."""
         waiting, self._waiting = self._waiting, []
         if len(waiting) == 1:
             waiting[0].tell(self._try_encode(waiting[0].prompts))
@@ -92,7 +92,7 @@ class PromptTokens:
             working.add_done_callback(partial(_tell, batch))
 
     def _encode_batch(self, batch: Sequence[Sequence[Prompt]]) -> list[_Encoded]:
-        """What becomes of the prompts of each request. In any thread."""
+        """Encode the prompts of each request, in any thread."""
         texts = [prompt for prompts in batch for prompt in prompts if isinstance(prompt, str)]
         try:
             encoded = iter(self._reader.encode_texts(texts))
@@ -120,13 +120,13 @@ def bound_threads() -> None:
 
 
 def _tell(batch: Sequence[_Waiting], done: asyncio.Future[list[_Encoded]]) -> None:
-    """In the event loop again."""
+    """Tell each request its tokens, in the event loop again."""
     for waiting, tokens in zip(batch, done.result(), strict=True):
         waiting.tell(tokens)
 
 
 def _cut(waiting: Sequence[_Waiting]) -> Iterator[list[_Waiting]]:
-    """In batches, in their order."""
+    """Cut into batches, in order."""
     batch: list[_Waiting] = []
     num_letters = 0
     for item in waiting:
@@ -139,88 +139,88 @@ def _cut(waiting: Sequence[_Waiting]) -> Iterator[list[_Waiting]]:
 
 
 MOST_SECONDS = 0.02
-"""How long a request may wait here: in this time some tens are read."""
+"""How long a request may wait here: in this time some tens are parsed."""
 
 _TURNS = 2
-"""Of the event loop, after which what its sockets had is read: one looks at them, the next one reads the requests."""
+"""Turns of the event loop after which what its sockets had is read: one looks at them, the next one reads the
+requests."""
 
 
-class ArrivalBatches:
-    """Where requests that are read wait for those that came with them."""
+class RequestCoalescer:
+    """Lets requests that are parsed wait for those that came with them."""
 
     def __init__(self, admission: AdmissionControl, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nobody waits.
+        """Begin; no request waits.
 
         Args:
-            admission: says how many are in work; who waits or comes here has come through it.
+            admission: says how many requests are in work; it has let in all that wait here.
             clock: seconds; for tests.
         """
         self._admission = admission
         self._clock = clock
-        self._num_come = 0
-        self._num_coming = 0
-        self._num_announced = 0
+        self._num_arrived = 0
+        self._num_expected_admitted = 0
+        self._num_expected_others = 0
         self._num_waiting = 0
-        self._all_have_come = asyncio.Event()
+        self._none_is_expected = asyncio.Event()
         self._opened: asyncio.Event | None = None
         self._opening: asyncio.Task[None] | None = None
 
     @contextmanager
-    def coming(self) -> Iterator[None]:
-        """Around what a request is waited for until it waits here itself: nothing long."""
-        self._num_coming += 1
-        self._all_have_come.clear()
+    def expect_admitted(self) -> Iterator[None]:
+        """Expect a request that admission has let in, while something short is done for it: it then waits here, too."""
+        self._num_expected_admitted += 1
+        self._none_is_expected.clear()
         try:
             yield
         finally:
-            self._num_coming -= 1
+            self._num_expected_admitted -= 1
             self._note_arrival()
 
     @contextmanager
-    def announced(self) -> Iterator[None]:
-        """Around what a request is waited for that has not come through admission: the same, as long as nobody is in
-        work."""
-        self._num_announced += 1
-        self._all_have_come.clear()
+    def expect_other(self) -> Iterator[None]:
+        """Expect a request that admission has not seen yet, while something short is done for it."""
+        self._num_expected_others += 1
+        self._none_is_expected.clear()
         try:
             yield
         finally:
-            self._num_announced -= 1
+            self._num_expected_others -= 1
             self._note_arrival()
 
     def _note_arrival(self) -> None:
-        if not self._num_coming and not self._num_announced:
-            self._all_have_come.set()
+        if not self._num_expected:
+            self._none_is_expected.set()
 
     async def wait(self) -> None:
-        """Wait until nobody comes any more, or some have begun. All that have waited go on in one turn of the event
-        loop, and what is sent to the engine in one turn begins there together.
+        """Wait until no request is expected any more, or some have begun. All that have waited go on in one turn of
+        the event loop, and what is sent to the engine in one turn begins there together.
         """
-        self._num_come += 1
+        self._num_arrived += 1
         self._num_waiting += 1
         try:
-            if self._nobody_is_in_work():
+            if self._none_is_in_work():
                 await self._gathered().wait()
         finally:
             self._num_waiting -= 1
 
     def _gathered(self) -> asyncio.Event:
-        """Set once those that wait now may begin: one task looks for all of them, however many they are."""
+        """Return an event that is set once those that wait now may begin: one task watches for all of them."""
         if self._opened is None:
             self._opened = asyncio.Event()
             self._opening = asyncio.create_task(self._gather(self._opened, self._clock() + MOST_SECONDS))
         return self._opened
 
     async def _gather(self, opened: asyncio.Event, deadline: float) -> None:
-        num_come = 0
-        while (self._num_come > num_come or self._num_expected) and self._nobody_is_in_work():
+        num_arrived = 0
+        while (self._num_arrived > num_arrived or self._num_expected) and self._none_is_in_work():
             left = deadline - self._clock()
             if left <= 0:
                 break
             if self._num_expected:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._all_have_come.wait(), left)
-            num_come = self._num_come
+                    await asyncio.wait_for(self._none_is_expected.wait(), left)
+            num_arrived = self._num_arrived
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
         self._opened = None
@@ -229,8 +229,8 @@ class ArrivalBatches:
     @property
     def _num_expected(self) -> int:
         """Requests that will wait here soon."""
-        return self._num_coming + self._num_announced
+        return self._num_expected_admitted + self._num_expected_others
 
-    def _nobody_is_in_work(self) -> bool:
-        """Whether all that are let in wait here, or will at once."""
-        return self._admission.num_requests == self._num_waiting + self._num_coming
+    def _none_is_in_work(self) -> bool:
+        """Whether all requests that are let in wait here, or will at once."""
+        return self._admission.num_requests == self._num_waiting + self._num_expected_admitted

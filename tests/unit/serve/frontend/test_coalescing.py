@@ -7,8 +7,9 @@ import asyncio
 import pytest
 from fronts import TOKENIZER, NoEngine, make_frontend
 
-from launch.serve.admission.limits import AdmissionControl
-from launch.serve.frontend.arrivals import MOST_SECONDS, ArrivalBatches
+from launch.serve.admission.control import AdmissionControl
+from launch.serve.frontend.coalescing import MOST_SECONDS, RequestCoalescer
+from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun.core.sampling_params import SamplingParams
 
 
@@ -24,9 +25,9 @@ def open_admission() -> AdmissionControl:
 class Comers:
     """Requests one after the other, each let in by the admission; what they do, in order."""
 
-    def __init__(self, admission: AdmissionControl, arrivals: ArrivalBatches) -> None:
+    def __init__(self, admission: AdmissionControl, arrivals: RequestCoalescer) -> None:
         self._admission = admission
-        self._arrivals = arrivals
+        self._coalescer = arrivals
         self.log: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -42,13 +43,13 @@ class Comers:
     async def _come(self, number: int) -> None:
         self._admission.enter(1)
         self.log.append(f"{number} comes")
-        await self._arrivals.wait()
+        await self._coalescer.wait()
         self.log.append(f"{number} begins")
 
 
 def test_those_that_come_in_turns_one_after_the_other_begin_when_the_last_is_there() -> None:
     async def work() -> list[str]:
-        comers = Comers(admission := open_admission(), ArrivalBatches(admission, clock=lambda: 0.0))
+        comers = Comers(admission := open_admission(), RequestCoalescer(admission, clock=lambda: 0.0))
         for _ in range(3):
             comers.send()
             await turn()
@@ -65,7 +66,7 @@ def test_nobody_waits_while_another_one_is_in_work() -> None:
     admission.enter(1)
     admission.enter(1)
     with pytest.raises(StopIteration):  # without having waited for anything
-        ArrivalBatches(admission).wait().send(None)
+        RequestCoalescer(admission).wait().send(None)
 
 
 def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
@@ -73,7 +74,7 @@ def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
 
     async def work() -> list[str]:
         nonlocal now
-        comers = Comers(admission := open_admission(), ArrivalBatches(admission, clock=lambda: now))
+        comers = Comers(admission := open_admission(), RequestCoalescer(admission, clock=lambda: now))
         while len(comers.log) < 8 and not any("0 begins" in entry for entry in comers.log):
             comers.send()
             await turn()
@@ -87,7 +88,7 @@ def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
 def test_one_that_was_given_up_counts_no_more() -> None:
     async def work() -> list[str]:
         admission = open_admission()
-        arrivals = ArrivalBatches(admission, clock=lambda: 0.0)
+        arrivals = RequestCoalescer(admission, clock=lambda: 0.0)
         ticket = admission.enter(1)
         waiting = asyncio.create_task(arrivals.wait())
         await turn()
@@ -111,7 +112,9 @@ def test_requests_of_a_front_begin_together() -> None:
     async def work() -> None:
         beginning = []
         for _ in range(3):
-            beginning.append(asyncio.create_task(frontend.begin(["def main("], SamplingParams(), 0.0)))
+            beginning.append(
+                asyncio.create_task(frontend.begin(UnencodedRequest.of(["def main("], SamplingParams()), 0.0))
+            )
             await turn()
             assert not engine.starts
         for generation in await asyncio.gather(*beginning):
@@ -126,7 +129,7 @@ def test_all_that_begin_together_reach_the_engine_before_the_first_is_answered()
     frontend = make_frontend(TOKENIZER, engine)
 
     async def begin() -> int:
-        generation = await frontend.begin(["def main("], SamplingParams(), 0.0)
+        generation = await frontend.begin(UnencodedRequest.of(["def main("], SamplingParams()), 0.0)
         num_started = len(engine.starts)
         generation.close()
         return num_started
