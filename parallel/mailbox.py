@@ -118,7 +118,7 @@ class MpiMailbox(Mailbox):
             return None
 
     def _take(self, rank: int, tag: int) -> bytes | None:
-        """See `take`; raises MPI's error where `rank` is gone."""
+        """Take a message as `take` does; raises MPI's error where `rank` is gone."""
         message = self._comm.Improbe(rank, tag, self._status)
         if message is None:
             return None

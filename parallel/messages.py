@@ -40,7 +40,6 @@ class LocalMessages:
         self._queue: deque[Message] = deque()
 
     def send(self, rank: int, tag: int, payload: bytes) -> None:
-        """See MpiMessages."""
         self._queue.append(Message(rank, tag, payload))
 
     def take(
@@ -51,7 +50,6 @@ class LocalMessages:
         wait: Wait,
         until: Callable[[], bool] | None = None,
     ) -> Message | None:
-        """See MpiMessages."""
         # Plans and reports share the queue, and None means reports. Nobody else can send while this process waits.
         for index, message in enumerate(self._queue):
             if message.tag in tags if tags is not None else message.tag >= self._first_report_tag:
@@ -62,17 +60,16 @@ class LocalMessages:
         return None
 
     def forget(self, ranks: frozenset[int]) -> None:
-        """See MpiMessages: nothing to do."""
+        """Do nothing."""
 
     def flush(self, until: Callable[[], bool] | None = None) -> None:
-        """See MpiMessages: nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """See MpiMessages."""
         self._queue.clear()
 
     def begin_abort(self) -> None:
-        """See MpiMessages: nothing to do."""
+        """Do nothing."""
 
     def abort(self) -> NoReturn:
         """End this process."""

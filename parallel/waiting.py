@@ -30,11 +30,11 @@ SHORTEST_NAP_S = 50e-6
 LONGEST_NAP_S = 2e-3
 NAP_SHARE = 1 / 64
 EARLY_NAP_SHARE = 1 / 8
-"""Of the time waited, before anything is to be expected; and of the distance from the usual moment, around it."""
+"""Share of the time waited, before anything is to be expected; and of the distance from the usual moment, around it."""
 
 EARLY_SHARE = 7 / 8
-"""Of the earliest moment. Long naps end well before it: what comes during one counts as if it came at its end, and
-waits would seem longer and longer."""
+"""Share of the earliest moment. Long naps end well before it: what comes during one counts as if it came at its end,
+and waits would seem longer and longer."""
 
 REMEMBERED = 32
 LONGEST_SPIN_S = 50e-3
@@ -43,7 +43,7 @@ SPIN_MARGIN = 1.5
 LOST_CORE_S = 0.5e-3
 """Between two tries; they are microseconds apart on a core of one's own."""
 WAITS_WITHOUT_CORE = 8
-"""That nap after a core was lost, before spinning is tried again."""
+"""Waits that nap after a core was lost, before spinning is tried again."""
 LONGEST_LEARNED_S = 1.0
 """Beyond it nobody had anything to send; that says nothing of how long the next wait will be."""
 

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forked_ranks import NAME
+from forked_ranks import NAME, bound_at, stand_in
 from forking_process import MOST_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,6 +113,10 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+_asking = threading.Lock()
+"""Held from a request to its answer: threads of a test may ask at the same time."""
+
+
 def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -> tuple[int, int]:
     """Have the process at the other end fork; returns the new one's id, and where its exit status will be told.
 
@@ -122,9 +126,10 @@ def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -
         request: `words`, `environment`, `folder`, `new_session` and `ranks` as `forking_process.main` has them.
     """
     status, writer = os.pipe()
-    socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
-    os.close(writer)
-    answer = connection.recv(100)
+    with _asking:
+        socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
+        os.close(writer)
+        answer = connection.recv(100)
     assert answer, "the process that forks commands has ended"
     return int(answer), status
 
@@ -165,20 +170,33 @@ class ForkedPrograms:
 class ForkedCommands:
     """Starts commands.
 
+    Args:
+        environment: of the process that they are forked from.
+        modules: that it imports, beside what commands import.
+        before: words before those that start it, such as nsenter's.
+        file: where ranks ask, as it sees the file, and as this process does; else a name is made up.
+
     Attributes:
         descriptor: of the socket by which they are asked for.
         address: where ranks and engines ask.
+        process: that was started.
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        environment: dict[str, str],
+        modules: Sequence[str] = (),
+        before: Sequence[str] = (),
+        file: tuple[str, str] | None = None,
+    ) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.address = f"trtrun-tests-{secrets.token_hex(8)}"
+        self.address, own_address = file or (f"trtrun-tests-{secrets.token_hex(8)}",) * 2
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + self.address)
+            listener.bind(bound_at(own_address))
             listener.listen()
             descriptors = [theirs.fileno(), listener.fileno()]
-            self._process = subprocess.Popen(
-                [sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address],
+            self.process = subprocess.Popen(
+                [*before, sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address, *modules],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -231,7 +249,7 @@ class ForkedCommands:
     def close(self) -> None:
         """End the process that forks."""
         self._socket.close()
-        self._process.wait(timeout=60)
+        self.process.wait(timeout=60)
 
 
 def running_processes() -> tuple[dict[int, list[int]], dict[int, int]]:
@@ -275,6 +293,12 @@ def _environment_of(process: int) -> list[str]:
         return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def forked_words() -> list[str]:
+    """Words before those of a program of Python that have the shared process fork it, whoever starts it: what ranks of
+    a user's own mpirun are started by, or a shell's commands. In another environment it is a new program."""
+    return stand_in(shared_commands().address)
 
 
 @cache

@@ -1,9 +1,10 @@
 """The process that commands of tests, and their ranks, are forked from: it has imported what takes long, and waits.
 
-    python forking_process.py COMMANDS RANKS ADDRESS
+    python forking_process.py COMMANDS RANKS ADDRESS [MODULE…]
 
 COMMANDS and RANKS are descriptors: of its end of the socket by which commands are asked for (forked_commands.py), and
-of the one that listens where ranks ask (forked_ranks.py), at ADDRESS. It knows no test.
+of the one that listens where ranks ask (forked_ranks.py), at ADDRESS; MODULEs are imported beside TAKE_LONG. It knows
+no test.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ TAKE_LONG = (
     "mpi4py", "numpy.random",
 )  # fmt: skip
 """Modules that commands and their ranks import, with all that these import."""
+
+TAKE_LONG_FOR = {"train-drafter": ("transformers.models.llama.modeling_llama", "matplotlib.figure")}
+"""More of one command: they are imported when it is first asked for."""
 
 
 class Forking:
@@ -69,14 +73,15 @@ class Forking:
                     request: dict[str, Any] = json.loads(data or "null")
                     if ready in self._ranks and not (request and can_be_forked(request["environment"], self._own)):
                         self._refuse(ready, descriptors)
-                    elif self._fork(ready, descriptors):
+                    elif self._fork(ready, descriptors, request["words"]):
                         return request
                 elif ready in self._ranks:
                     self._kill(ready)
 
-    def _fork(self, asking: socket.socket, descriptors: Sequence[int]) -> bool:
-        """Whether this is the new process."""
+    def _fork(self, asking: socket.socket, descriptors: Sequence[int], words: Sequence[str]) -> bool:
+        """Whether this is the new process, which is to do what these words say."""
         *streams, status = descriptors
+        import_more(words)
         process = os.fork()
         if process == 0:
             for number, descriptor in enumerate(streams, start=3 - len(streams)):
@@ -128,6 +133,13 @@ class Forking:
             asking.close()
 
 
+def import_more(words: Sequence[str]) -> None:
+    """What takes long of a command with these words alone, for all that come behind it."""
+    for word in TAKE_LONG_FOR.keys() & set(words):
+        for name in TAKE_LONG_FOR[word]:
+            importlib.import_module(name)
+
+
 def be_python(words: Sequence[str]) -> None:
     """Do what `python WORDS…` does, with a module or a file."""
     name, *rest = words
@@ -155,7 +167,7 @@ def misbehave() -> None:
 def main() -> None:
     """Import what takes long of what commands import, fork, and be the command."""
     before = dict(os.environ)
-    for name in TAKE_LONG:
+    for name in (*TAKE_LONG, *sys.argv[4:]):
         importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules, "it begins MPI"
     del sys.modules["launch.cli"], sys.modules["launch"].cli  # ranks have it run as their program

@@ -21,7 +21,7 @@ class WarmupMisses(NamedTuple):
 
 
 class _Counts:
-    """Of the process, since its start. Only the thread that runs rounds, or starts engines, counts."""
+    """Counts of the process, since its start. Only the thread that runs rounds, or starts engines, counts."""
 
     captures = 0
     compilations = 0

@@ -24,10 +24,11 @@ import torch
 
 _THREADS = 256
 _OPENINGS = 2**31 - 1
-"""That letters tell apart; 0 is what they bear before the first."""
+"""Openings that letters tell apart; 0 is what they bear before the first."""
 
 KEY_NUMBERS = 3
-"""Of a table's entry, in front of its answer: a name, how many numbers a line has but for the last, and that one."""
+"""Numbers of a table's entry, in front of its answer: a name, how many numbers a line has but for the last, and that
+one."""
 
 _TABLES = 2
 """The device may still read one when the next is written."""

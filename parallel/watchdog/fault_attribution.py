@@ -23,8 +23,9 @@ CLOSED_SECONDS = 5.0
 
 
 LOST_SECONDS = 0.2
-"""The same for a rank that the job can do without: no launcher names it. A job that is being ended as a whole, its
-ranks one after the other, takes no longer, so that the first of them is no news."""
+"""How long the connection of a rank that the job can do without may be gone before it counts: no launcher names that
+rank. A job that is being ended as a whole, its ranks one after the other, takes no longer, so that the first of them is
+no news."""
 
 
 SILENT_SECONDS = 3.0

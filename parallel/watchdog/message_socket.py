@@ -79,10 +79,10 @@ def make_seals(token: str, server_nonce: bytes, client_nonce: bytes) -> tuple[Se
 
 
 MOST_BYTES = 1 << 20
-"""Of one line, and of what may wait to be sent."""
+"""Most bytes of one line, and of what may wait to be sent."""
 
 FEW_BYTES = 1 << 12
-"""Of one line of a peer that has proved nothing yet."""
+"""Most bytes of one line of a peer that has proved nothing yet."""
 
 _READ_BYTES = 1 << 16
 

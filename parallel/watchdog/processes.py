@@ -109,7 +109,7 @@ def main_stack(thread: int) -> Stack:
 
 
 def named(method: Callable[[], None], name: str) -> Callable[[], None]:
-    """The same method under another name, which stands in every stack of a thread that runs it.
+    """Wrap a method under another name, which stands in every stack of a thread that runs it.
 
     Stacks that C code writes (`abort.write_stacks_after`) say nothing of the process; so a rank's name gets in.
     """

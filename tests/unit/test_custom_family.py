@@ -20,8 +20,9 @@ from trtrun import SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.loading import shard_bytes
-from trtrun.memory.working_memory import RoundShape, working_bytes
+from trtrun.memory.working_memory import EngineForm, RoundShape, working_bytes
 from trtrun.models.config import read_model_config
+from trtrun.weights.weight import Share
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +97,7 @@ def test_rounds_are_given_what_a_layer_says_that_a_token_takes(tmp_path: Path, m
     shape = RoundShape(max_rows=4, max_tokens=40, draft_len=3, max_seq_len=64, block_size=8, use_logits=False)
 
     def needed() -> int:
-        return working_bytes(shape, config, 0, 1, torch.float32, "cpu", verifies=True)
+        return working_bytes(shape, EngineForm(config, Share(0, 1), torch.float32, "cpu", verifies=True))
 
     before, told = needed(), FourNormsPlan.token_bytes
     monkeypatch.setattr(FourNormsPlan, "token_bytes", lambda *arguments: told(*arguments) + 1000)

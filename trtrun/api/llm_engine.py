@@ -33,7 +33,7 @@ from trtrun.core.values import show_value
 from trtrun.engine.batch import tile_width
 from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
 from trtrun.loading.model_settings import sampling_defaults, target_context
-from trtrun.memory.window_rings import most_chunk
+from trtrun.memory.spaces import most_chunk
 from trtrun.models.config import ModelConfig
 from trtrun.rounds.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion

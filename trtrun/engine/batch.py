@@ -252,7 +252,7 @@ class BatchBuilder:
         return ForwardBatch(tokens, positions, attention, wanted)
 
     def _whole_forks(self, num_places: int) -> Forks | None:
-        """Those of the trees, and behind them one place for every token."""
+        """Forks of the trees, and behind them one place for every token."""
         forks, device = self._forks, self._rows.device
         if forks is None or num_places == len(forks.nodes):
             return forks

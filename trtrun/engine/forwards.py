@@ -68,7 +68,8 @@ class HiddenTaps:
         return torch.cat([self._last[part.start : part.stop] for part in places])
 
     def states(self, num_rows: int, queries: int, prompts: list[torch.Tensor]) -> HiddenStates:
-        """Those of `num_rows` rows of `queries` tokens each, which come first in the last forward, beside prompts'."""
+        """Hidden states of `num_rows` rows of `queries` tokens each, which come first in the last forward, beside
+        prompts'."""
         decoded = self._last[: num_rows * queries].view(num_rows, queries, len(self.boundaries), self._hidden_size)
         return HiddenStates(decoded, prompts)
 
@@ -267,7 +268,7 @@ class Forwards:
         return MixedResult(of_queries.contiguous(), found)
 
     def _forward_mixed(self, decoded: RowsBatch, prompts: RowsBatch) -> torch.Tensor:
-        """See `decode_graphs.MixedForward`."""
+        """Compute rows and prompts together, as a `decode_graphs.MixedForward`."""
         builder = BatchBuilder(self._rows)
         builder.add_tables(decoded.tables, decoded.tokens, decoded.positions)
         start = builder.add_tables(prompts.tables, prompts.tokens, prompts.positions)
@@ -314,7 +315,7 @@ class Forwards:
     def forward_rows(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, num_last: int
     ) -> torch.Tensor:
-        """See `graphs.RowForward`."""
+        """Compute rows as they are, as a `decode_graphs.RowForward`."""
         count, queries = tokens.shape
         segment = AttentionSegment(0, count, queries, block_tables, positions)
         batch = AttentionBatch([segment], self._rows.block_size)

@@ -61,7 +61,7 @@ class RowState:
 
     @staticmethod
     def num_bytes(max_rows: int, max_seq_len: int, block_size: int, max_draft_len: int) -> int:
-        """Of the tensors of so many rows, guesses among them."""
+        """Bytes of the tensors of so many rows, guesses among them."""
         columns, max_blocks = row_columns(max_seq_len, block_size, max_draft_len)
         of_row = columns * torch.int32.itemsize + (1 + max_blocks) * torch.int64.itemsize
         return max_rows * (of_row + RowSampling.BYTES_PER_ROW)

@@ -18,7 +18,8 @@ rounds of a text for few."""
 
 
 _FEW_TOKENS = 2048
-"""Of several prompts together, where each size is run: what more would need has been needed by one long prompt."""
+"""Tokens of several prompts together, where each size is run: what more would need has been needed by one long
+prompt."""
 
 MOST_TREE_ROWS = 16
 """Heads draw up trees of so many rows as one graph: those of more keep a device busy while the host launches."""
@@ -111,7 +112,7 @@ class StartLimits:
         return next(length for length in range(1, shape.width + 1) if shapes.tile_width(length, blocks) == shape.width)
 
     def mixed(self, shapes: GraphShapes) -> Iterator[Mixed]:
-        """Those of each graph of rows and prompts together, the largest first."""
+        """Forwards of each graph of rows and prompts together, the largest first."""
         longest = min(self.longest, shapes.mixed.most_context)
         for shape in shapes.mixed.all:
             lengths = [min(shape.width * count, longest) for count in self._dealt(shape.tiles)]

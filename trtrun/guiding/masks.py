@@ -29,7 +29,8 @@ SECONDS, SECONDS_EACH = 0.005, 0.001
 class RoundBudget:
     """The seconds of one round at a time, counted for as long as the process runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
         self._whole = self._left = SECONDS
         self._untold = 0.0
 
@@ -55,11 +56,11 @@ class RoundBudget:
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Count what this thread computes meanwhile."""
-        started = time.thread_time()
+        started = self._clock()
         try:
             yield
         finally:
-            self.spend(time.thread_time() - started)
+            self.spend(self._clock() - started)
 
     def take_seconds(self) -> float:
         """What was computed since the last call."""

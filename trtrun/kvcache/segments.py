@@ -109,7 +109,7 @@ class AttentionBatch:
         return index
 
     def with_tables(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AttentionBatch:
-        """The same with other block tables."""
+        """A batch of the same tokens with other block tables."""
         segments = [replace(segment, block_tables=change(segment.block_tables)) for segment in self.segments]
         return AttentionBatch(segments, self.block_size, self.forks)
 

@@ -70,7 +70,7 @@ class Rings:
         self._places.index_copy_(0, moved[0], moved[1])
 
     def places(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Of blocks, int64 of any shape on the device, such as tables."""
+        """Places of blocks, int64 of any shape on the device, such as tables."""
         return self._places.index_select(0, blocks.reshape(-1)).view(blocks.shape)
 
 

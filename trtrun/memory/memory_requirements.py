@@ -13,36 +13,33 @@ import torch
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
-from trtrun.engine.draft_paths import PathSpace
-from trtrun.engine.heads.head_rows import HeadSpace
 from trtrun.engine.rows import RowState
 from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
-from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
-from trtrun.linear.layer import AdapterSpace
 from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
-from trtrun.memory.window_rings import ring_space
-from trtrun.memory.working_memory import RoundShape, head_rank_bytes, working_bytes
+from trtrun.memory.spaces import (
+    adapter_space,
+    guess_space,
+    head_space,
+    path_space,
+    ring_space,
+)
+from trtrun.memory.working_memory import EngineForm, RoundShape, head_rank_bytes, working_bytes
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
-from trtrun.speculation.ahead.policy import GuessSpace
 from trtrun.tensors import DTYPES
-
-MOST_GUESSES = 128
-MOST_GUESSES_WITH_PROBABILITIES = 32
-"""Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
-weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
+from trtrun.weights.weight import Share
 
 _TRANSLATED_LOGITS = 8
 """Copies of a round's logits in another vocabulary: as they are, changed, and the temporaries of choosing."""
 
 _ROUNDS_UNDER_WAY = 2
-"""Of the largest, whose hidden states may be on their way to a head on a rank of its own."""
+"""Rounds, of the largest, whose hidden states may be on their way to a head on a rank of its own."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class HiddenKind:
 
     @classmethod
     def of(cls, config: RuntimeConfig, target: ModelConfig, heads: HeadsPlan | None) -> HiddenKind | None:
-        """Of a configuration; None without such a head."""
+        """Find the kind of a configuration; None without such a head."""
         if heads is None or not config.heads_apart:
             return None
         return cls((len(heads.taps), target.hidden_size), resolve_dtype(config.target, target))
@@ -70,13 +67,6 @@ def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
     return DTYPES[resolve_dtype_name(section, config)]
 
 
-def adapter_space(config: RuntimeConfig, role: str) -> AdapterSpace | None:
-    """Room for adapters of an engine; None without any."""
-    if not (config.num_adapter_slots if role == "target" else config.draft_adapters):
-        return None
-    return AdapterSpace(config.num_adapter_slots, config.adapter_slots.max_rank)
-
-
 def adapter_slots_bytes(
     config: RuntimeConfig, role: str, section: ModelSection, model: ModelConfig, tp_rank: int
 ) -> int:
@@ -85,67 +75,6 @@ def adapter_slots_bytes(
     if space is None:
         return 0
     return adapter_bytes(model, tp_rank, len(section.devices), space, resolve_dtype(section, model))
-
-
-def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
-    """Blocks beyond which running requests could use no more (see `kvcache.sizing.useful_blocks`)."""
-    return useful_blocks(
-        config.scheduler.max_batch_size,
-        context,
-        config.kv_cache.block_size,
-        config.draft_len,
-        config.plans_ahead,
-    )
-
-
-def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
-    """What of the draft's engine belongs to guesses, behind its rows and the `num_blocks` blocks that both engines
-    have."""
-    size, draft_len = config.kv_cache.block_size, config.draft_len
-    most = MOST_GUESSES_WITH_PROBABILITIES if config.speculation.use_logits else MOST_GUESSES
-    return GuessSpace(
-        most_guesses=min(most, 4 * (draft_len + 1) * config.scheduler.max_batch_size) if config.drafts_ahead else 0,
-        first_row=config.scheduler.max_batch_size,
-        first_block=num_blocks + (head_space(config, 0).num_blocks if config.heads_apart else 0),
-        # A guess begins anywhere in its first block, and feeds a token of a verdict and all but the last of a draft.
-        blocks_per_guess=(size + draft_len - 2) // size + 1,
-    )
-
-
-def path_space(config: RuntimeConfig, num_blocks: int) -> PathSpace:
-    """What of the target's store belongs to paths of draft trees, behind the `num_blocks` blocks that both engines
-    have."""
-    size = config.kv_cache.block_size
-    return PathSpace(
-        most_paths=config.max_paths,
-        max_rows=config.scheduler.max_batch_size,
-        first_block=num_blocks,
-        # A path begins anywhere in its first block, with the row's newest token.
-        blocks_per_path=(size + config.draft_len - 1) // size + 1,
-        sizes=tuple(config.draft_size(length) for length in range(config.draft_len + 1)),
-    )
-
-
-def head_space(config: RuntimeConfig, num_blocks: int) -> HeadSpace:
-    """What of the store of heads belongs to draft trees while they grow, behind the `num_blocks` blocks of rows."""
-    size = config.kv_cache.block_size
-    return HeadSpace(
-        most_fed=config.speculation.most_fed,
-        max_rows=config.scheduler.max_batch_size,
-        first_block=num_blocks,
-        # The first token is fed anywhere in its block, and the last of a path not at all.
-        blocks_per_path=(size + config.draft_len - 2) // size + 1,
-    )
-
-
-def guess_steps(config: RuntimeConfig) -> list[int]:
-    """Numbers of guesses that a round may have: few on GPUs, where each is a graph and most cost the same."""
-    most = guess_space(config, 0).most_guesses
-    factor = 4 if config.target.devices[0].rpartition("/")[2].startswith("cuda") else 2
-    steps = [most]
-    while steps[-1] >= 4 * factor:
-        steps.append(steps[-1] // factor)
-    return sorted(steps) if most else []
 
 
 def round_shape(config: RuntimeConfig, models: JobModels) -> RoundShape:
@@ -208,11 +137,9 @@ def engine_working_bytes(
         beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
     if role == "draft":
         beside += translation_bytes(config, models)
-    return beside + working_bytes(
-        round_shape(config, models),
+    form = EngineForm(
         model,
-        tp_rank,
-        len(section.devices),
+        Share(tp_rank, len(section.devices)),
         dtype,
         device.type,
         verifies=role == "target",
@@ -222,6 +149,7 @@ def engine_working_bytes(
         kv_in_place=reads_in_place(config, model, device.type, dtype),
         heads=heads_here,
     )
+    return beside + working_bytes(round_shape(config, models), form)
 
 
 def translation_bytes(config: RuntimeConfig, models: JobModels) -> int:
@@ -244,15 +172,16 @@ def head_working_bytes(config: RuntimeConfig, models: JobModels, heads: HeadsPla
     blocks = head_space(config, 0).num_blocks + guess_space(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, heads.stored, 1, dtype) + speculation.search_bytes
     beside += speculation.kept_bytes(models.target.vocab_size, config.scheduler.max_batch_size)
-    return beside + head_rank_bytes(
-        round_shape(config, models),
+    form = EngineForm(
         models.target,
-        heads,
+        Share(0, 1),
         dtype,
         device.type,
         graphs=config.cuda_graphs and device.type == "cuda",
         kv_in_place=reads_in_place(config, heads.stored, device.type, dtype),
+        heads=heads,
     )
+    return beside + head_rank_bytes(round_shape(config, models), form)
 
 
 def store_bytes_per_block(
@@ -325,6 +254,6 @@ def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dt
 
 
 def _kv_bytes(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype, layers: int) -> int:
-    """Of one block, in so many layers."""
+    """Bytes of one block, in so many layers."""
     kv_heads, size = max(1, model.num_kv_heads // tp_size), config.kv_cache.block_size
     return KVStore.bytes_per_block(layers, kv_heads, size, model.head_dim, dtype, kv_format_of(config, model))

@@ -89,27 +89,13 @@ class RoundShape:
         return self.max_paths * (1 + self.draft_len)
 
 
-def working_bytes(
-    shape: RoundShape,
-    model: ModelConfig,
-    tp_rank: int,
-    tp_size: int,
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    verifies: bool,
-    quantization: str = "none",
-    graphs: bool = False,
-    num_taps: int = 0,
-    kv_in_place: bool = True,
-    heads: HeadsPlan | None = None,
-) -> int:
-    """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
+@dataclass(frozen=True)
+class EngineForm:
+    """One rank of an engine, as far as its memory depends on it.
 
-    Args:
-        shape: of the largest round.
-        model: of the engine.
-        tp_rank, tp_size: which share of it.
+    Attributes:
+        model: of the engine; the target's on a rank of its own for heads.
+        share: which part of it the rank has.
         dtype: of activations.
         device_type: "cpu" or "cuda".
         verifies: whether it is the target engine.
@@ -119,62 +105,72 @@ def working_bytes(
         kv_in_place: whether kernels read the KV store where it lies.
         heads: that draft for its rows; None without.
     """
-    share = Share(tp_rank, tp_size)
+
+    model: ModelConfig
+    share: Share
+    dtype: torch.dtype
+    device_type: str
+    verifies: bool = False
+    quantization: str = "none"
+    graphs: bool = False
+    num_taps: int = 0
+    kv_in_place: bool = True
+    heads: HeadsPlan | None = None
+
+    @property
+    def tap_bytes(self) -> int:
+        """Bytes of the hidden states of a token that are handed out."""
+        return self.num_taps * self.model.hidden_size * self.dtype.itemsize
+
+
+def working_bytes(shape: RoundShape, form: EngineForm) -> int:
+    """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store in a round of
+    `shape`, the largest."""
+    model, share, dtype, verifies, heads = form.model, form.share, form.dtype, form.verifies, form.heads
     # A guess is a row of the draft engine.
     drafting = max(shape.max_rows, shape.num_guesses) * (shape.draft_len if shape.in_parallel else 1)
     verified = shape.max_rows * shape.verified_tokens if verifies else drafting
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else shape.most_catch_up))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
-    width = tile_width(model, tp_size, device_type)
+    width = tile_width(model, share.size, form.device_type)
     if width:
         tokens += min(shape.max_tokens, shape.max_rows * most_padding(width)) + MOST_EVEN_PADDING
     logits = verified * model.vocab_size * _FLOAT
     scored = min(shape.max_tokens, positions_at_once(model.vocab_size)) if verifies else 0
-    head = _head_bytes(verified, share, model, dtype)
+    head = _head_bytes(verified, form)
     total = RotaryEmbedding.most_bytes(_most_positions(shape), model.head_dim, dtype)
     rows = shape.max_rows + shape.num_guesses
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
-    total += _activation_bytes(tokens, share, model, dtype)
-    total += _attention_bytes(tokens, shape, share, model, dtype, device_type, kv_in_place)
-    scoring = _scoring_bytes(scored, shape.max_tokens, share, model, dtype, device_type) if scored else 0
-    total += head + logits + max(scoring, _sampling_bytes(shape, verified, model, device_type, verifies))
+    total += _activation_bytes(tokens, form)
+    total += _attention_bytes(tokens, shape, form, model)
+    scoring = _scoring_bytes(scored, shape.max_tokens, form) if scored else 0
+    total += head + logits + max(scoring, _sampling_bytes(shape, verified, form))
     if verifies and shape.max_paths > 1:
         # Attention meets nodes once for each path through them. Logits are laid out by path, of some rows at a time;
         # then those of one path of each.
-        total += _activation_bytes(shape.max_rows * shape.path_tokens, share, model, dtype)
+        total += _activation_bytes(shape.max_rows * shape.path_tokens, form)
         at_a_time = min(shape.max_rows * shape.path_tokens * model.vocab_size, _most_of_paths(shape, model))
         total += (at_a_time + shape.max_rows * (1 + shape.draft_len) * model.vocab_size) * _FLOAT
-    total += _product_bytes(tokens, max(verified, scored), share, model, quantization, dtype, device_type)
-    tap = num_taps * model.hidden_size * dtype.itemsize
-    total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
+    total += _product_bytes(tokens, max(verified, scored), form)
+    total += 2 * tokens * form.tap_bytes  # as the forward keeps them, and those of prompts as they are handed out
     if heads is not None:
         # Of a round's rows: gathered, in float32, changed, with noise.
         total += heads.num_logits * shape.max_rows * shape.most_fed * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
         total += tokens * heads.token_bytes(share, dtype.itemsize)
         if heads.stored is not None:
             total += RotaryEmbedding.most_bytes(_most_positions(shape), heads.stored.head_dim, dtype)
-            total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, kv_in_place)
-    if graphs:
-        total += _graph_bytes(shape, share, model, dtype, width, num_taps, heads, verified=verified, verifies=verifies)
+            total += _attention_bytes(tokens, shape, form, heads.stored)
+    if form.graphs:
+        total += _graph_bytes(shape, form, width, verified)
     return total
 
 
-def _graph_bytes(
-    shape: RoundShape,
-    share: Share,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    width: int | None,
-    num_taps: int,
-    heads: HeadsPlan | None,
-    *,
-    verified: int,
-    verifies: bool,
-) -> int:
+def _graph_bytes(shape: RoundShape, form: EngineForm, width: int | None, verified: int) -> int:
     """What CUDA graphs keep, of forwards with up to `verified` tokens that are verified, and of prompts in tiles of
     `width`."""
-    mixes = shape.max_tokens if verifies and shape.max_paths == 1 else None
+    model, heads = form.model, form.heads
+    mixes = shape.max_tokens if form.verifies and shape.max_paths == 1 else None
     rows, size, blocks = shape.max_rows, shape.block_size, -(-_most_positions(shape) // shape.block_size)
     shapes = GraphShapes(rows, shape.verified_tokens, blocks, size, width, max_mixed_tokens=mixes)
     mixed = shapes.mixed.all
@@ -182,17 +178,16 @@ def _graph_bytes(
     of_tiles = -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile) if width else 0
     lines = max(verified, of_tiles, *(one.lines for one in mixed))
     most_graphs = MOST_GRAPHS + len(mixed)
-    tap = num_taps * model.hidden_size * dtype.itemsize
-    pool = _activation_bytes(captured, share, model, dtype) + _head_bytes(lines, share, model, dtype)
+    pool = _activation_bytes(captured, form) + _head_bytes(lines, form)
     # Twice the logits: where graphs write them, and as the head made them.
     total = (
-        captured * tap
+        captured * form.tap_bytes
         + pool
         + 2 * lines * model.vocab_size * _FLOAT
         + most_graphs * model.num_layers * _GRAPH_LAYER_BYTES
     )
     if heads is not None and heads.stored is not None:
-        total += verified * (tap + heads.stored.hidden_size * dtype.itemsize)
+        total += verified * (form.tap_bytes + heads.stored.hidden_size * form.dtype.itemsize)
         # A tree is one graph of as many forwards as it is deep.
         of_trees = count_tree_graphs(shapes, shape.draft_len) * shape.draft_len if shape.max_paths > 1 else 0
         total += (MOST_GRAPHS + of_trees) * heads.stored.num_layers * _GRAPH_LAYER_BYTES
@@ -200,44 +195,26 @@ def _graph_bytes(
 
 
 def _most_positions(shape: RoundShape) -> int:
-    """Of a row, with those that are scratch behind it."""
+    """Most positions of a row, with those that are scratch behind it."""
     return shape.max_seq_len + shape.draft_len + 2 + shape.block_size
 
 
-def head_rank_bytes(
-    shape: RoundShape,
-    target: ModelConfig,
-    heads: HeadsPlan,
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    graphs: bool,
-    kv_in_place: bool,
-) -> int:
-    """Upper bound of the bytes that a rank of its own needs for heads beside their weights and their KV store.
-
-    Args:
-        shape: of the largest round.
-        target: whose hidden states they read.
-        heads: of the rank, which keep keys and values.
-        dtype: of activations.
-        device_type: "cpu" or "cuda".
-        graphs: whether what is repeated is captured as CUDA graphs.
-        kv_in_place: whether kernels read the KV store where it lies.
-    """
-    assert heads.stored is not None
-    share = Share(0, 1)
+def head_rank_bytes(shape: RoundShape, form: EngineForm) -> int:
+    """Upper bound of the bytes that a rank of its own needs for the form's heads, which keep keys and values, beside
+    their weights and their KV store in a round of `shape`, the largest."""
+    target, heads, dtype = form.model, form.heads, form.dtype
+    assert heads is not None and heads.stored is not None
     rows, gained = shape.max_rows + shape.num_guesses, shape.max_rows * (1 + shape.draft_len)
     tokens = max(shape.max_tokens, rows) + gained
     total = RotaryEmbedding.most_bytes(_most_positions(shape), heads.stored.head_dim, dtype)
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     # As they come, and as they are laid out by rows.
     total += 2 * tokens * len(heads.taps) * target.hidden_size * dtype.itemsize
-    total += tokens * heads.token_bytes(share, dtype.itemsize)
-    total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, kv_in_place)
+    total += tokens * heads.token_bytes(form.share, dtype.itemsize)
+    total += _attention_bytes(tokens, shape, form, heads.stored)
     drafting = max(shape.max_rows * shape.most_fed, shape.num_guesses)
     total += heads.num_logits * drafting * target.vocab_size * _FLOAT * _SAMPLING_TENSORS
-    if graphs:
+    if form.graphs:
         of_token = len(heads.taps) * target.hidden_size + heads.stored.hidden_size
         of_trees = shape.draft_len if shape.max_paths > 1 else 0
         total += gained * of_token * dtype.itemsize
@@ -245,40 +222,27 @@ def head_rank_bytes(
     return total
 
 
-def _product_bytes(
-    tokens: int,
-    verified: int,
-    share: Share,
-    model: ModelConfig,
-    quantization: str,
-    dtype: torch.dtype,
-    device_type: str,
-) -> int:
+def _product_bytes(tokens: int, verified: int, form: EngineForm) -> int:
     """What one product needs beside operands and result, by what its quantization says."""
     return max(
-        held.working_bytes(weight, verified if weight.use == "head" else tokens, dtype, device_type)
-        for weight, held in held_weights(model, share, QUANTIZATIONS.get(quantization))
+        held.working_bytes(weight, verified if weight.use == "head" else tokens, form.dtype, form.device_type)
+        for weight, held in held_weights(form.model, form.share, QUANTIZATIONS.get(form.quantization))
     )
 
 
-def _activation_bytes(tokens: int, share: Share, model: ModelConfig, dtype: torch.dtype) -> int:
+def _activation_bytes(tokens: int, form: EngineForm) -> int:
     """What a layer holds, by its plan, beside what is gathered over the group."""
+    model, share, dtype = form.model, form.share, form.dtype
     held = tokens * max(layer.token_bytes(share, dtype.itemsize) for layer in model.layers)
     gathered = tokens * model.hidden_size * (share.size * dtype.itemsize + 2 * _FLOAT) if share.size > 1 else 0
     inputs = tokens * 6 * 8
     return held + gathered + inputs
 
 
-def _attention_bytes(
-    tokens: int,
-    shape: RoundShape,
-    share: Share,
-    model: ModelShape,
-    dtype: torch.dtype,
-    device_type: str,
-    kv_in_place: bool,
-) -> int:
-    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
+def _attention_bytes(tokens: int, shape: RoundShape, form: EngineForm, model: ModelShape) -> int:
+    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends; of
+    `model`, the engine's or that of heads."""
+    share, dtype, device_type, kv_in_place = form.share, form.dtype, form.device_type, form.kv_in_place
     if device_type == "cuda" and kv_in_place:
         return MOST_PARTIAL_BYTES
     is_known = device_type == "cpu" and dtype in (torch.bfloat16, torch.float32)
@@ -297,21 +261,19 @@ def _attention_bytes(
     return context + mask + scores
 
 
-def _head_bytes(count: int, share: Share, model: ModelConfig, dtype: torch.dtype) -> int:
+def _head_bytes(count: int, form: EngineForm) -> int:
     """`count` rows of logits in the dtype of activations, and gathered over the group (layers/embedding.py)."""
-    logits = count * model.head.cut(share).shape[0] * dtype.itemsize
-    return logits * (1 if share.size == 1 else 2 + 2 * share.size)
+    logits = count * form.model.head.cut(form.share).shape[0] * form.dtype.itemsize
+    return logits * (1 if form.share.size == 1 else 2 + 2 * form.share.size)
 
 
-def _scoring_bytes(
-    scored: int, num_tokens: int, share: Share, model: ModelConfig, dtype: torch.dtype, device_type: str
-) -> int:
+def _scoring_bytes(scored: int, num_tokens: int, form: EngineForm) -> int:
     """Logits of `scored` positions of prompts, in float32, as log probabilities and ranked, and what is kept of all
     tokens of a round, in parts and whole (engine/verification.py)."""
-    elements = scored * model.vocab_size
-    ranked = min(elements, max(most_ranked(device_type), model.vocab_size)) * RANKING_BYTES
+    elements = scored * form.model.vocab_size
+    ranked = min(elements, max(most_ranked(form.device_type), form.model.vocab_size)) * RANKING_BYTES
     kept = 2 * num_tokens * _MOST_NAMED * (torch.int64.itemsize + _FLOAT)
-    return _head_bytes(scored, share, model, dtype) + 2 * elements * _FLOAT + ranked + kept
+    return _head_bytes(scored, form) + 2 * elements * _FLOAT + ranked + kept
 
 
 def _most_of_paths(shape: RoundShape, model: ModelConfig) -> int:
@@ -319,14 +281,15 @@ def _most_of_paths(shape: RoundShape, model: ModelConfig) -> int:
     return max(MOST_ELEMENTS, shape.path_tokens * model.vocab_size)
 
 
-def _sampling_bytes(shape: RoundShape, verified: int, model: ModelConfig, device_type: str, verifies: bool) -> int:
+def _sampling_bytes(shape: RoundShape, verified: int, form: EngineForm) -> int:
     """Changed logits, and the temporaries of what is worked on at a time (sampling, speculation/verify.py)."""
+    model, verifies = form.model, form.verifies
     row = max(1, verified // shape.max_rows) * model.vocab_size
     elements, most = verified * model.vocab_size, verified * model.vocab_size
     if verifies and shape.max_paths > 1:  # rows with penalties are looked at path by path
         row, most = max(row, shape.path_tokens * model.vocab_size), max(most, _most_of_paths(shape, model))
     at_a_time = min(most, max(MOST_ELEMENTS, row))
-    ranked = min(most, max(most_ranked(device_type), row))
+    ranked = min(most, max(most_ranked(form.device_type), row))
     scratch = at_a_time * _FLOAT * _SAMPLING_TENSORS + ranked * RANKING_BYTES
     token_ids = shape.max_rows * shape.max_seq_len
     counted = min(token_ids, max(MOST_ELEMENTS, shape.max_seq_len)) * 32

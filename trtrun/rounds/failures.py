@@ -78,7 +78,7 @@ class RankFailures:
                 return report
 
     def collect_within(self, seconds: float | None, control: ControlPlane) -> Report | None:
-        """The same; None where none came in time, or a rank was lost.
+        """Collect a report as `collect` does; None where none came in time, or a rank was lost.
 
         Raises:
             RankFailedError: a rank failed.

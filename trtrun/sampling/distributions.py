@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Distributions(Protocol):
-    """Of R rows at P positions each."""
+    """Distributions of R rows at P positions each."""
 
     def choose(self, stream: Stream) -> Tensor:
         """[R, P] int64: a token of each, as `RowSampling.choose` describes it."""

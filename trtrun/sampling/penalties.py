@@ -235,7 +235,7 @@ class _SortedPrefixes(NamedTuple):
 
 
 def _sort_prefixes(tokens: np.ndarray, starts: np.ndarray, lasts: np.ndarray) -> _SortedPrefixes:
-    """Of words that begin at `starts` [b] of `tokens` and end at `lasts` [b]."""
+    """Prepare words that begin at `starts` [b] of `tokens` and end at `lasts` [b]."""
     backwards, size, count = tokens[::-1].astype(_TOKEN).tobytes(), _TOKEN.itemsize, len(tokens)
     anywhere: set[int] = set()
     of_each: defaultdict[bytes, list[int]] = defaultdict(list)
@@ -275,7 +275,7 @@ class _ComparedPrefixes(NamedTuple):
 def _compare_prefixes(
     tokens: np.ndarray, starts: np.ndarray, lasts: np.ndarray, device: torch.device
 ) -> _ComparedPrefixes:
-    """Of words that begin at `starts` [b] of `tokens` and end at `lasts` [b]."""
+    """Prepare words that begin at `starts` [b] of `tokens` and end at `lasts` [b]."""
     lengths = lasts - starts
     ends = np.cumsum(lengths)
     within = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)

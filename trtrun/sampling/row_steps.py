@@ -128,7 +128,7 @@ class RowSteps:
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Of R rows at P positions each.
+    """What R rows may take at P positions each.
 
     Attributes:
         places: [R, P] int32 on the device: of each position the line of `bits` that it has, or -1 where any token may
@@ -145,5 +145,5 @@ class TokenMasks:
         return operations_of(logits.device.type).mask_tokens(logits, self.places, self.bits)
 
     def picked(self, columns: Tensor) -> TokenMasks:
-        """Of each row the positions `columns` [R, n] int64."""
+        """Keep the positions `columns` [R, n] int64 of each row."""
         return TokenMasks(self.places.gather(1, columns), self.bits)

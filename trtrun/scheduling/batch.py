@@ -136,7 +136,7 @@ class Completion:
 
     @property
     def num_unread(self) -> int:
-        """Of the tokens that prefill computes for the row, those that are not planned yet."""
+        """Tokens that prefill computes for the row, and that are not planned yet."""
         return self.num_admitted_tokens - self.num_prefilled
 
     @property
@@ -163,7 +163,7 @@ class Completion:
 
 
 NO_PLACE = -1
-"""Of a row that gets no tokens in a round."""
+"""The place of a row that gets no tokens in a round."""
 
 
 class RowResult(NamedTuple):
@@ -213,7 +213,7 @@ class PlannedRow(NamedTuple):
 
 
 class ScoredRow(NamedTuple):
-    """Of how many positions of a prompt a plan that has no result yet tells something, whose, and its admission
+    """How many positions of a prompt a plan without a result tells something of, whose, and its admission
     then."""
 
     completion: Completion

@@ -19,7 +19,7 @@ MOST_ORDERED = 8
 small one waiting whose turn comes before theirs."""
 
 MOST_OF_ONE = 2
-"""Of them, starts of one guide: many completions that go on with a large one would keep all others waiting."""
+"""Builds of one guide among them: many completions that go on with a large one would keep all others waiting."""
 
 MOST_AHEAD = 16
 """Starts without a row, built or not: each may take hundreds of megabytes."""

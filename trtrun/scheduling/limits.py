@@ -176,7 +176,7 @@ class SchedulerLimits:
         return self.num_behind == 0
 
     def most_unfed(self, draft_len: int) -> int:
-        """See the function of this name; heads lack what the target itself does."""
+        """Most tokens that a draft store lacks (`most_unfed`); heads lack what the target itself does."""
         if self.num_behind:
             return 1
         return most_unfed(draft_len, drafts_in_parallel=self.drafts_in_parallel)

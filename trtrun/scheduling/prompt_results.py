@@ -38,7 +38,7 @@ class PromptLogits:
         self.num_reported += len(logits)
 
     def take_new(self) -> Logits | None:
-        """Those that came since the last call; None where none did."""
+        """Logits that came since the last call; None where none did."""
         found, self._untold = self._untold, None
         return found
 

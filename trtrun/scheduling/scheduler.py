@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def slots_in_use(self) -> set[int]:
-        """Of adapters that requests have, which run or wait."""
+        """Slots of adapters that requests have, which run or wait."""
         adapters = (completion.request.adapter for completion in self._requests.values())
         return {adapter.slot for adapter in adapters if adapter is not None}
 

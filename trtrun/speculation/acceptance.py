@@ -39,7 +39,7 @@ class DraftRecord:
     """What runs have seen of a pair's drafts.
 
     Attributes:
-        offered, accepted: see PlaceAcceptance.
+        offered, accepted: see PositionAcceptance.
         stake: what drafts may cost beyond what they gain, in rounds without any.
         pays: whether drafting was worth while at the end.
     """
@@ -51,7 +51,7 @@ class DraftRecord:
 
 
 @dataclass
-class PlaceAcceptance:
+class PositionAcceptance:
     """How often the token at each place of a draft was accepted, for drafts of up to a number of tokens.
 
     Attributes:
@@ -63,7 +63,7 @@ class PlaceAcceptance:
     accepted: list[float] = field(default_factory=list)
 
     @classmethod
-    def unknown(cls, most: int) -> PlaceAcceptance:
+    def unknown(cls, most: int) -> PositionAcceptance:
         """The record of drafts of up to `most` tokens that nobody has seen."""
         return cls([0.0] * most, [0.0] * most)
 
@@ -111,7 +111,7 @@ class PlaceAcceptance:
         return self._tokens(_USUAL, _TRUST_IN_USUAL)
 
     def least_tokens(self) -> list[float]:
-        """The same, of one who takes drafts for bad until they were seen to be good."""
+        """Expect the tokens as one who takes drafts for bad until they were seen to be good."""
         return self._tokens(0.0, _MISTRUST)
 
     def _tokens(self, rate: float, trust: float) -> list[float]:
@@ -138,7 +138,7 @@ _OFTEN = 0.4
 
 
 class AcceptanceWatch:
-    """Of one job."""
+    """Watches the acceptance of one job."""
 
     def __init__(self, most_drafted: int, to_check: str) -> None:
         """Watch drafts of up to `most_drafted` tokens; `to_check` is what may be wrong with a drafter that is seldom

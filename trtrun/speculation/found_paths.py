@@ -84,7 +84,7 @@ class PredictedOutputs:
         return torch.where(forced[1], forced[0], given[0]), forced[1] | given[1]
 
     def _of_requests(self, plan: RoundPlan) -> tuple[Tensor, Tensor] | None:
-        """See `propose`: of the given drafts alone."""
+        """Propose what predicted outputs say alone, as `propose` does."""
         of_plan = set(plan.predicted_output_rows) & self._drafts.keys() if plan.predicted_output_rows else ()
         if not of_plan or not plan.draft_len:
             return None
@@ -128,7 +128,7 @@ class PredictedOutputs:
 
 
 class HostPredictedOutputs:
-    """The same where the host knows every row's tokens, as on draft ranks that draft ahead."""
+    """Predicted outputs where the host knows every row's tokens, as on draft ranks that draft ahead."""
 
     def __init__(self, vocab_size: int) -> None:
         """Ids from `vocab_size` on are never proposed, as the draft model does not have them."""

@@ -93,7 +93,7 @@ class StaticShape:
     """A tree of ranks on a device."""
 
     def __init__(self, tree: ChoiceTree, num_ranks: int, device: torch.device) -> None:
-        """Of a whole tree, with as many ranks as it has, or more."""
+        """Lay out a whole tree, with as many ranks as it has, or more."""
         self.num_ranks = num_ranks
         self.depths: list[_Depth] = []
         inner = {node[:-1] for node in tree.nodes}
@@ -122,7 +122,7 @@ class StaticGrowth(Growth):
     has_log_probs = False
 
     def __init__(self, shape: StaticShape, rows: int) -> None:
-        """Of so many rows."""
+        """Begin trees of `shape` for so many rows."""
         self.num_ranks = shape.num_ranks
         self._shape = shape
         self._rows = rows
@@ -153,7 +153,8 @@ class DynamicGrowth(Growth):
     def __init__(
         self, bounds: DynamicTree, rows: int, depth: int, device: torch.device, lens: Tensor | None = None
     ) -> None:
-        """Of so many rows, and so deep, with `lens` [rows] int64 where some need less: what is deeper is kept last."""
+        """Begin trees for so many rows, and so deep, with `lens` [rows] int64 where some need less: what is deeper is
+        kept last."""
         self.num_ranks = bounds.top_k
         self._bounds = bounds
         self._depth = depth

@@ -29,7 +29,7 @@ class HeadTrees:
     """Draws up the trees of rows."""
 
     def __init__(self, rows: Rows, heads: FeatureHeads[Any], tree: ChoiceTree | DynamicTree) -> None:
-        """Of `rows`, with `heads`: of one shape, or with bounds."""
+        """Draw trees for `rows` with `heads`: of one shape, or with bounds."""
         self._rows = rows
         self._heads = heads
         self._tree = tree

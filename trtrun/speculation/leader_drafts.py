@@ -40,7 +40,7 @@ class DraftShape:
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]], depth: int, device: torch.device, *, is_chain: bool) -> DraftShape:
-        """Of the nodes along each path from the root to a leaf; one of them has `depth` nodes."""
+        """Lay out the nodes along each path from the root to a leaf; one of them has `depth` nodes."""
         spine = next(path for path in paths if len(path) == depth)
         padded = [[*path, *[-1] * (depth - len(path))] for path in paths]
         of_paths, of_spine = (torch.tensor(one, dtype=torch.int64, device=device) for one in (padded, list(spine)))

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-from trtrun.speculation.acceptance import DraftRecord, PlaceAcceptance
+from trtrun.speculation.acceptance import DraftRecord, PositionAcceptance
 from trtrun.speculation.round_costs import NUM_SAMPLES, Load, RoundCosts, estimate_between, rounded
 
 _FIRST_TRIAL, _FIRST_TRIAL_OF_KNOWN = 8, 16
@@ -45,7 +45,7 @@ PLAIN_TOGETHER = 1.05
 draft end one after the other, so that their last rounds are of few rows."""
 
 _FEWEST_DRAFTS = 4
-"""That are asked for before none are made: one first token of a good draft is rejected now and then."""
+"""Drafts that are asked for before none are made: one first token of a good draft is rejected now and then."""
 
 _COSTS_MAY_BE_OFF = 1.5
 """How many times as good as expected another draft_len may be, of which the start has measured what rounds take; more
@@ -60,7 +60,7 @@ single round may cost; and what each round without drafts adds. So a draft that 
 whatever its length, and a hundredth of the time later; while a good one soon earns more than it will ever stake."""
 
 _ROWS_ON_TRIAL = 8
-"""Of more rows so many draft where it is only to be learned how often drafts are right: that does not follow from how
+"""Rows, of more, that draft where it is only to be learned how often drafts are right: that does not follow from how
 many there are, while feeding all that a draft model lacks of each row takes long."""
 
 _HOPELESS_ROUNDS = 128
@@ -68,7 +68,7 @@ _HOPELESS_ROUNDS = 128
 
 _SURELY_HOPELESS_ROUNDS = 2
 _SURE_DRAFTS, _RARELY = 8, 0.05
-"""The same where of so many drafts first tokens were kept as seldom as that: little is left to be learned."""
+"""As _ROWS_ON_TRIAL, where of so many drafts first tokens were kept as seldom as that: little is left to be learned."""
 
 
 def first_trial(draft_len: int) -> int:
@@ -88,7 +88,7 @@ class Pacer:
         self._num_drafts = 0
         self._rounds_without = 0
         self._loads: dict[tuple[int, int], Load] = {}
-        self._acceptance = PlaceAcceptance.unknown(draft_len)
+        self._acceptance = PositionAcceptance.unknown(draft_len)
         self._stake = _STAKE
         self._is_known = record is not None
         if record is not None:

@@ -96,7 +96,7 @@ class RoundEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the model, padding included."""
+        """The model's vocabulary size, padding included."""
         ...
 
     def begin_round(self, plan: RoundPlan) -> None:

@@ -39,7 +39,7 @@ class Suggestion(NamedTuple):
         return Suggestion(self.tokens[places], self.is_given[places], found)
 
     def whole_rows(self, most: list[int]) -> list[int]:
-        """Of which rows all tokens are given that they need, as many as `most` says. On a GPU, which nothing may wait
+        """Rows of which all tokens are given that they need, as many as `most` says. On a GPU, which nothing may wait
         for, it is not known of any."""
         if not self.tokens.is_cpu:
             return []
@@ -61,11 +61,11 @@ class TextDrafts:
             self._min_match = options.suffix_decoding_min_match_len
 
     def guide(self, guides: RowGuides) -> None:
-        """See Drafter."""
+        """Keep to these guides."""
         self._given.guides = guides
 
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
+        """Look once more at rows that the plan drops."""
         if self._search is not None:
             self._search.release_rows(plan)
 

@@ -28,13 +28,13 @@ _FED_AT_ONCE = 32
 """Tokens of a row that are fed in front of a draft, at most; of more the front is read like a prompt."""
 
 _KEPT_TOKENS = 16
-"""Of a row's last ones, of the target, behind which drafts are spelled."""
+"""A row's last tokens, of the target, behind which drafts are spelled."""
 
 _UNFED_BEHIND_DRAFTS = 2
 """Tokens that a row lacks as a rule when it is drafted for."""
 
 _SAMPLING = SamplingParams(seed=0)
-"""Of an engine's rows, which choose nothing."""
+"""Sampling parameters of an engine's rows, which choose nothing."""
 
 _MOST_TOLD = 64
 """Verdicts that are kept before somebody needs them."""

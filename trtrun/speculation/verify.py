@@ -265,8 +265,8 @@ def _accept_both_ways(
 
 
 def top_logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
-    """Of the `rows` that asked for any, in their order: of `tokens` [R, P] int64 and the likeliest ones, by raw
-    `logits` [R, P, V]; None where none did."""
+    """Log probabilities for the `rows` that asked for any, in their order: of `tokens` [R, P] int64 and the likeliest
+    ones, by raw `logits` [R, P, V]; None where none did."""
     asked = sampling.wanted_logprobs(rows)
     if not asked:
         return None

@@ -24,8 +24,8 @@ from trtrun.kvcache.sizing import blocks_of_tokens
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import LoadReport
 from trtrun.memory.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
-from trtrun.memory.memory_requirements import HiddenKind, guess_space, path_space, round_shape, target_taps
-from trtrun.memory.window_rings import ring_space
+from trtrun.memory.memory_requirements import HiddenKind, round_shape, target_taps
+from trtrun.memory.spaces import guess_space, path_space, ring_space
 from trtrun.memory.working_memory import RoundShape
 from trtrun.models.decoder import CausalLM
 from trtrun.rounds.exchange.exchange import Exchange

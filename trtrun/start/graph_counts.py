@@ -17,7 +17,8 @@ from trtrun.engine.start_forwards import (
     count_tree_graphs,
 )
 from trtrun.loading.model_settings import JobModels
-from trtrun.memory.memory_requirements import guess_space, path_space, round_shape
+from trtrun.memory.memory_requirements import round_shape
+from trtrun.memory.spaces import guess_space, path_space
 from trtrun.start.policies import sure_draft_lens
 
 

@@ -11,7 +11,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.core.outputs import RankReport
-from trtrun.memory.memory_requirements import guess_steps
+from trtrun.memory.spaces import guess_steps
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits

@@ -38,13 +38,8 @@ from trtrun.loading.loading import load_model
 from trtrun.loading.stored_report import describe_kept, describe_weights
 from trtrun.loading.weight_check import choose_default
 from trtrun.memory.largest_round import measure_largest_round
-from trtrun.memory.memory_requirements import (
-    HiddenKind,
-    adapter_space,
-    most_useful_blocks,
-    resolve_dtype,
-    round_shape,
-)
+from trtrun.memory.memory_requirements import HiddenKind, resolve_dtype, round_shape
+from trtrun.memory.spaces import adapter_space, most_useful_blocks
 from trtrun.rounds.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.adapters import load_adapters

@@ -28,8 +28,8 @@ from trtrun.errors import CheckpointError
 from trtrun.guiding.grammars import Grammars, Spelling, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.kvcache.formats import choose_format
-from trtrun.memory.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
-from trtrun.memory.window_rings import most_chunk
+from trtrun.memory.memory_requirements import HiddenKind
+from trtrun.memory.spaces import guess_space, guess_steps, head_space, most_chunk
 from trtrun.rounds.exchange.exchange import DeviceExchange, Exchange
 from trtrun.rounds.exchange.gated_drafts import GatedDrafts
 from trtrun.rounds.exchange.hidden_link import HiddenLink

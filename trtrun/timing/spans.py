@@ -124,5 +124,5 @@ class IdleTime:
 
     @property
     def share(self) -> float:
-        """Of the time, 0 to 1; 0 before the first run."""
+        """Idle share of the time, 0 to 1; 0 before the first run."""
         return self.idle / self.elapsed if self.elapsed else 0.0

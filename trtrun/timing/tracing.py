@@ -20,7 +20,7 @@ from trtrun.timing.phase_clock import PhaseClock, SpanClock, span_clock
 from trtrun.timing.spans import ClockOffset, RankSpans, SpanLog, read_spans
 
 CLOCK_READINGS = 16
-"""Of each rank's clock; the one of the shortest round trip counts."""
+"""Readings of each rank's clock; the one of the shortest round trip counts."""
 
 
 class Request(enum.IntEnum):

@@ -66,9 +66,9 @@ _CHUNK_NUMBERS = 5 + len(_NOT_SCORED) + len(_NOT_REPORTED)
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
 _ARRAYS_OF_LISTS, _ARRAYS_OF_THOUGHTS = 4, 5
 _LOOKAHEAD = ("window", "ngram", "verified")
-"""Of SamplingParams.lookahead_config; 0 without one."""
+"""Fields of SamplingParams.lookahead_config; 0 without one."""
 _SOME_SALT = "*"
-"""Of a request that has one: ranks need not know which."""
+"""The salt of a request that has one: ranks need not know which."""
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 

@@ -22,10 +22,10 @@ from trtrun.memory.memory_requirements import (
     adapter_slots_bytes,
     engine_working_bytes,
     kv_bytes_in_rings,
-    most_useful_blocks,
     resolve_dtype,
     store_bytes_per_block,
 )
+from trtrun.memory.spaces import most_useful_blocks
 from trtrun.models.config import ModelConfig
 from trtrun.start.corpora import corpus_bytes
 from trtrun.start.job_spec import JobSpec

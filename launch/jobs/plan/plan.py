@@ -35,7 +35,7 @@ from parallel.topology import Topology
 from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
 from trtrun.loading.stored_report import describe_kept, describe_weights
-from trtrun.memory.window_rings import describe_rings
+from trtrun.memory.spaces import describe_rings
 from trtrun.start.draft_translation import DraftTranslation
 from trtrun.weights.weight import Share
 

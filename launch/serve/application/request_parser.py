@@ -42,12 +42,12 @@ from trtrun.tokens.text import Tokenizer
 
 Result = Read | Answered | Stops | Refused
 
-_TRANSLATED: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Refusal]]] = {
+_CHATS: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Refusal]]] = {
+    "chat": (read_chat, lambda refusal: refusal),
     "response": (read_response, in_words_of_responses),
     "message": (read_message, in_words_of_messages),
 }
-"""For each kind of request that becomes a chat, what reads it, and what says in its words what is wrong with the
-chat."""
+"""What reads each kind of request that is or becomes a chat, and what puts a refusal of the chat in its words."""
 
 
 class RequestParser:
@@ -134,21 +134,20 @@ class RequestParser:
             if task.kind in FORMS:
                 with refusing():
                     return self._read_tensors(task, body)
-            return self._encode(task, self._parse_text(task, body))
+            return self._read_text(task, body)
         except Refusal as refusal:
             return Refused.of(refusal), []
 
-    def _parse_text(self, task: Task, body: bytes) -> UnencodedRequest:
-        """Parse a completion, or a request that is a chat or becomes one."""
-        names = self._names(task.adapters)
+    def _read_text(self, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+        """Parse and encode a completion, or a request that is a chat or becomes one."""
+        values, names = parse_json(body), self._names(task.adapters)
         if task.kind == "completion":
-            return self._asked_completion(read_completion(parse_json(body), *names), lambda: task.most_tokens)
-        if task.kind == "chat":
-            return self._parse_chat(read_chat(parse_json(body), *names), task.most_tokens)
-        read, in_its_words = _TRANSLATED[task.kind]
-        call = read(parse_json(body), *names)
+            call = read_completion(values, *names)
+            return self._encode(task, self._asked_completion(call, lambda: task.most_tokens))
+        read, in_its_words = _CHATS[task.kind]
+        chat = read(values, *names)
         try:
-            return self._parse_chat(call, task.most_tokens)
+            return self._encode(task, self._parse_chat(chat, task.most_tokens))
         except Refusal as refusal:
             raise in_its_words(refusal) from None
 

@@ -20,10 +20,11 @@ from trtrun.engine.graphs.decode_graphs import MixedGraphs
 from trtrun.engine.graphs.graph_cache import GraphCache
 from trtrun.engine.graphs.graph_shapes import GraphShapes
 from trtrun.engine.start_forwards import StartLimits
-from trtrun.memory.working_memory import RoundShape, working_bytes
+from trtrun.memory.working_memory import EngineForm, RoundShape, working_bytes
 from trtrun.models.config import read_model_config
 from trtrun.speculation.pacing import Pacer
 from trtrun.start import engine_maker
+from trtrun.weights.weight import Share
 
 LIMITS: dict[str, dict[str, int]] = {
     "contexts beyond those of rows and prompts together": {"max_seq_len": 9000},
@@ -87,13 +88,11 @@ def test_logits_behind_tiles_of_prompts_are_reckoned(tmp_path: Path, max_rows: i
     model = read_model_config(make_checkpoint(tmp_path / "target", "LlamaForCausalLM", num_hidden_layers=1, **shape))
     largest = RoundShape(max_rows, 2048, 0, 600, 16, use_logits=False)
     taken = [
-        working_bytes(largest, model, 0, 1, torch.bfloat16, "cuda", verifies=True, graphs=graphs)
+        working_bytes(largest, EngineForm(model, Share(0, 1), torch.bfloat16, "cuda", verifies=True, graphs=graphs))
         for graphs in (False, True)
     ]
-    without = working_bytes(largest, replace(model, vocab_size=1), 0, 1, torch.bfloat16, "cuda", verifies=True)
-    of_graphs = working_bytes(
-        largest, replace(model, vocab_size=1), 0, 1, torch.bfloat16, "cuda", verifies=True, graphs=True
-    )
+    narrow = EngineForm(replace(model, vocab_size=1), Share(0, 1), torch.bfloat16, "cuda", verifies=True)
+    without, of_graphs = (working_bytes(largest, replace(narrow, graphs=graphs)) for graphs in (False, True))
     assert taken[1] - taken[0] - (of_graphs - without) >= lines * 19_999 * (2 + 4 + 4)
 
 
@@ -101,6 +100,7 @@ def test_logits_of_scored_prompts_are_reckoned(tmp_path: Path) -> None:
     """Of one row they are more than anything that sampling takes: in float32, and as log probabilities."""
     model = read_model_config(make_checkpoint(tmp_path / "target", "LlamaForCausalLM", vocab_size=20_000))
     shapes = [RoundShape(1, tokens, 0, 600, 16, use_logits=False) for tokens in (1, 128)]
-    one, many = (working_bytes(shape, model, 0, 1, torch.float32, "cpu", verifies=True) for shape in shapes)
-    drafts = [working_bytes(shape, model, 0, 1, torch.float32, "cpu", verifies=False) for shape in shapes]
+    form = EngineForm(model, Share(0, 1), torch.float32, "cpu", verifies=True)
+    one, many = (working_bytes(shape, form) for shape in shapes)
+    drafts = [working_bytes(shape, replace(form, verifies=False)) for shape in shapes]
     assert many - one - (drafts[1] - drafts[0]) >= 127 * 20_000 * 2 * 4 - 20_000 * 8 * 4

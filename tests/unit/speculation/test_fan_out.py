@@ -7,26 +7,26 @@ from collections.abc import Sequence
 
 import pytest
 
-from trtrun.speculation.ahead.policy import MOST_RANKS, FanOut
+from trtrun.speculation.ahead.policy import MOST_RANKS, CandidateBudget
 
 DRAFT_LEN = 5
 
 
-def hit_chance(fan_out: FanOut, drafted: int, counts: Sequence[int]) -> float:
+def hit_chance(candidate_budget: CandidateBudget, drafted: int, counts: Sequence[int]) -> float:
     """How likely a verdict on a draft of `drafted` tokens is among guesses of these counts."""
     return sum(
-        chance * sum(fan_out._share(place == drafted, rank) for rank in range(counts[place]))
-        for place, chance in enumerate(fan_out.chances(drafted))
+        chance * sum(candidate_budget._share(place == drafted, rank) for rank in range(counts[place]))
+        for place, chance in enumerate(candidate_budget.chances(drafted))
     )
 
 
-def taught(*verdicts: tuple[int, int, int | None], times: int = 300) -> FanOut:
+def taught(*verdicts: tuple[int, int, int | None], times: int = 300) -> CandidateBudget:
     """A fan-out that has seen these verdicts over and over."""
-    fan_out = FanOut(DRAFT_LEN)
+    candidate_budget = CandidateBudget(DRAFT_LEN)
     for _ in range(times):
         for verdict in verdicts:
-            fan_out.record(*verdict)
-    return fan_out
+            candidate_budget.record(*verdict)
+    return candidate_budget
 
 
 MIXTURES = {
@@ -40,10 +40,10 @@ MIXTURES = {
 @pytest.mark.parametrize("name", list(MIXTURES))
 @pytest.mark.parametrize("drafted", range(DRAFT_LEN + 1))
 def test_all_of_the_budget_is_given_as_far_as_there_are_candidates(name: str, drafted: int) -> None:
-    fan_out = MIXTURES[name]
-    assert sum(fan_out.chances(drafted)) == pytest.approx(1.0)
+    candidate_budget = MIXTURES[name]
+    assert sum(candidate_budget.chances(drafted)) == pytest.approx(1.0)
     for budget in (0, 1, 2, 3, 7, 20, (drafted + 1) * MOST_RANKS, 1000):
-        counts = fan_out.allocate(drafted, budget)
+        counts = candidate_budget.allocate(drafted, budget)
         assert len(counts) == drafted + 1
         assert sum(counts) == min(budget, (drafted + 1) * MOST_RANKS)
         assert all(0 <= count <= MOST_RANKS for count in counts)
@@ -52,33 +52,33 @@ def test_all_of_the_budget_is_given_as_far_as_there_are_candidates(name: str, dr
 @pytest.mark.parametrize("name", list(MIXTURES))
 @pytest.mark.parametrize("drafted", range(3))
 def test_no_other_way_to_spread_the_budget_hits_more_often(name: str, drafted: int) -> None:
-    fan_out = MIXTURES[name]
+    candidate_budget = MIXTURES[name]
     for budget in (1, 2, 5, 9):
         ways = (
             counts
             for counts in itertools.product(range(MOST_RANKS + 1), repeat=drafted + 1)
             if sum(counts) == min(budget, (drafted + 1) * MOST_RANKS)
         )
-        best = max(hit_chance(fan_out, drafted, counts) for counts in ways)
-        assert hit_chance(fan_out, drafted, fan_out.allocate(drafted, budget)) == pytest.approx(best)
+        best = max(hit_chance(candidate_budget, drafted, counts) for counts in ways)
+        assert hit_chance(candidate_budget, drafted, candidate_budget.allocate(drafted, budget)) == pytest.approx(best)
 
 
 def test_a_larger_budget_keeps_what_a_smaller_one_had() -> None:
-    for fan_out in MIXTURES.values():
-        before = fan_out.allocate(4, 0)
+    for candidate_budget in MIXTURES.values():
+        before = candidate_budget.allocate(4, 0)
         for budget in range(1, 41):
-            counts = fan_out.allocate(4, budget)
+            counts = candidate_budget.allocate(4, budget)
             assert sorted(new - old for new, old in zip(counts, before, strict=True)) == [0, 0, 0, 0, 1], budget
             before = counts
 
 
 @pytest.mark.parametrize("name", list(MIXTURES))
 def test_the_chances_told_are_those_of_what_is_guessed(name: str) -> None:
-    fan_out = MIXTURES[name]
-    chances = fan_out.hit_chances(4)
+    candidate_budget = MIXTURES[name]
+    chances = candidate_budget.hit_chances(4)
     assert len(chances) == 5 * MOST_RANKS
     for budget, chance in enumerate(chances, 1):
-        assert hit_chance(fan_out, 4, fan_out.allocate(4, budget)) == pytest.approx(chance)
+        assert hit_chance(candidate_budget, 4, candidate_budget.allocate(4, budget)) == pytest.approx(chance)
 
 
 def test_guesses_go_where_verdicts_end() -> None:
@@ -90,7 +90,7 @@ def test_guesses_go_where_verdicts_end() -> None:
 
 
 def test_a_verdict_says_nothing_of_places_behind_the_first_rejected_token() -> None:
-    before, after = FanOut(DRAFT_LEN), taught((5, 1, 0))
+    before, after = CandidateBudget(DRAFT_LEN), taught((5, 1, 0))
     assert after._offered[2:] == before._offered[2:] and after._accepted[2:] == before._accepted[2:]
     assert after._offered[0] != before._offered[0] and after._offered[1] != before._offered[1]
 
@@ -103,16 +103,16 @@ def test_ranks_are_counted_apart_for_whole_drafts_and_rejected_ones() -> None:
 
 
 def test_a_draft_without_tokens_counts_as_a_whole_one() -> None:
-    fan_out = taught((0, 0, 3))
-    assert fan_out.allocate(0, 3) == [3]
-    assert hit_chance(fan_out, 0, [3]) < 0.1 < 0.9 < hit_chance(fan_out, 0, [4])
+    candidate_budget = taught((0, 0, 3))
+    assert candidate_budget.allocate(0, 3) == [3]
+    assert hit_chance(candidate_budget, 0, [3]) < 0.1 < 0.9 < hit_chance(candidate_budget, 0, [4])
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
-    fan_out = taught((5, 0, 0))
+    candidate_budget = taught((5, 0, 0))
     for _ in range(300):
-        fan_out.record(5, 5, 0)
-    assert fan_out.chances(5) == pytest.approx(MIXTURES["always accepted"].chances(5), abs=0.02)
+        candidate_budget.record(5, 5, 0)
+    assert candidate_budget.chances(5) == pytest.approx(MIXTURES["always accepted"].chances(5), abs=0.02)
 
 
 def test_a_token_beyond_the_last_rank_is_a_miss_like_one_that_was_not_listed() -> None:

@@ -30,7 +30,8 @@ from trtrun.engine.runner import Engine
 from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.loading.loading import load_model
 from trtrun.memory.largest_round import SilentExchange, chained_round, largest_rounds, small_round
-from trtrun.memory.memory_requirements import guess_space, guess_steps, round_shape
+from trtrun.memory.memory_requirements import round_shape
+from trtrun.memory.spaces import guess_space, guess_steps
 from trtrun.sampling.distributions import _KINDS, NUM_KINDS, KeyedRanks
 from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafters import DRAFTERS, DrafterContext

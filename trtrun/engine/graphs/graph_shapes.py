@@ -50,7 +50,7 @@ class MixedShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of both, padding counted."""
+        """Tokens of both, padding counted."""
         return self.rows * self.queries + self.tiles * self.width
 
     @property
@@ -60,12 +60,12 @@ class MixedShape(NamedTuple):
 
     @property
     def table_numbers(self) -> int:
-        """Of all block tables."""
+        """Numbers of all block tables."""
         return (self.rows + self.tiles) * self.blocks
 
 
 class MixedShapes:
-    """Those of one engine.
+    """The shapes of rows and prompts together of one engine.
 
     Attributes:
         most_context: tokens of the longest context that has such a graph.
@@ -80,8 +80,8 @@ class MixedShapes:
         prompt_width: int | None,
         max_tokens: int,
     ) -> None:
-        """Of rounds as `GraphShapes` has them, of up to `max_tokens` tokens; none where prompts are no tiles, or where
-        one row runs alone."""
+        """Find the shapes of rounds as `GraphShapes` has them, of up to `max_tokens` tokens; none where prompts are no
+        tiles, or where one row runs alone."""
         self._width = (prompt_width or 0) if max_rows > 1 else 0
         self.most_context = min(_LONGEST_CONTEXT, max_blocks * block_size)
         blocks = min(-(-_LONGEST_CONTEXT // block_size), max_blocks)
@@ -100,7 +100,7 @@ class MixedShapes:
         )
         """The largest first: smaller ones find the memory of the pool there."""
         self.most_tiles = max((shape.tiles for shape in self.all), default=1)
-        """That one of them holds."""
+        """The most tiles that one of them holds."""
 
     def holding(self, rows: int, queries: int, tiles: int, context: int) -> MixedShape | None:
         """The one of fewest tokens that holds so many rows, queries of each, and tiles, with contexts of up to
@@ -132,7 +132,7 @@ SHARED_CONTEXT = 256
 
 _MIDDLE_CONTEXT = 8192
 _FEW_ROWS = 16
-"""Of up to so many rows attention splits contexts, and has results of shares for tables of any width: so many rows have
+"""Rows up to which attention splits contexts, and has results of shares for tables of any width: so many rows have
 graphs of this context, too, where there are contexts of more than twice as many tokens."""
 
 _WASTED_TOKENS = 32
@@ -176,10 +176,11 @@ class GraphShapes:
         most_masked: int = 0,
         max_mixed_tokens: int | None = None,
     ) -> None:
-        """Of rounds of up to `max_rows` rows, with up to `most_queries` queries each that get logits, block tables of
-        up to `max_blocks` blocks of `block_size` tokens, and prompts that are cut into tiles of `prompt_width` queries;
-        of none where each prompt is one row. Where drafts are made in parallel, of up to `most_masked` tokens. Rows and
-        prompts together have up to `max_mixed_tokens` tokens, or no graphs where that is None."""
+        """Find the shapes of rounds of up to `max_rows` rows, with up to `most_queries` queries each that get logits,
+        block tables of up to `max_blocks` blocks of `block_size` tokens, and prompts that are cut into tiles of
+        `prompt_width` queries; of none where each prompt is one row. Where drafts are made in parallel, of up to
+        `most_masked` tokens. Rows and prompts together have up to `max_mixed_tokens` tokens, or no graphs where that is
+        None."""
         width = None if max_mixed_tokens is None else prompt_width
         self.mixed = MixedShapes(max_rows, most_queries, max_blocks, block_size, width, max_mixed_tokens or 0)
         self._max_rows = max_rows
@@ -209,7 +210,8 @@ class GraphShapes:
         return min((kept for kept in self.numbers_of_queries(rows) if kept >= queries), default=queries)
 
     def numbers_of_queries(self, rows: int) -> list[int]:
-        """Those of graphs of `rows` rows, the largest first: one query, and the fewest others that waste little."""
+        """Numbers of queries of graphs of `rows` rows, the largest first: one query, and the fewest others that waste
+        little."""
         return _few(self._most_queries, rows)
 
     def masked(self, rows: int, count: int, draft_len: int) -> tuple[int, int] | None:
@@ -227,7 +229,7 @@ class GraphShapes:
         return sorted({(count, kept) for kept in drafts for count in (self._most_masked + 1, kept + 1)}, key=sum)[::-1]
 
     def _numbers_of_drafts(self, rows: int) -> list[int]:
-        """Of more than one token, which takes no mask."""
+        """Numbers of drafted tokens, of more than one, which takes no mask."""
         return [drafts for drafts in _few(self._most_masked, rows) if drafts > 1]
 
     def blocks_of(self, tokens: int) -> int:

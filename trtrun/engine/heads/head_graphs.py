@@ -306,7 +306,7 @@ class TreeGraphs(GraphCache):
     """Graphs of one rank's trees."""
 
     def __init__(self, capture: Capture, shapes: GraphShapes, most_depth: int) -> None:
-        """Of trees of up to `most_depth` nodes one behind the other, of rows in the numbers of `shapes`."""
+        """Keep graphs of trees of up to `most_depth` nodes one behind the other, of rows in the numbers of `shapes`."""
         super().__init__(capture, max(1, count_tree_graphs(shapes, most_depth)))
         self._shapes = shapes
 

@@ -49,7 +49,7 @@ class HeadRows:
 
     @classmethod
     def of(cls, target: Engine) -> HeadRows:
-        """Those of a target, which taps what heads read."""
+        """Take the rows of a target, which taps what heads read."""
         return cls(target.rows, target.tapped_shape, target.capture, target.graph_shapes)
 
 

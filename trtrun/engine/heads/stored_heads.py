@@ -32,7 +32,7 @@ from trtrun.tensors import cached_range, cached_tensor, inference
 
 GrowTree = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
-"""See speculation/protocols.py for both."""
+"""As `GrowTree`, of speculation/protocols.py."""
 
 
 class StoredHeads:
@@ -253,7 +253,7 @@ class MaskedLayers(FeatureLayers, Protocol):
 
 
 class MaskedHeads(StoredHeads):
-    """See `speculation.protocols.MaskedHeads`."""
+    """Heads that draft all tokens of a row in one forward (`speculation.protocols.MaskedHeads`)."""
 
     def __init__(self, layers: MaskedLayers, fed: HeadRows, space: HeadSpace, kv_format: KVFormat) -> None:
         """Have `layers` keep what they keep of the rows `fed`, in a store of as many blocks as the target's, in a

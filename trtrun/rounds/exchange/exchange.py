@@ -82,7 +82,7 @@ class Exchange(Protocol):
 
 
 class DeviceExchange(Exchange):
-    """See Exchange; over a `parallel.link.Link`."""
+    """An exchange over a `parallel.link.Link`."""
 
     def __init__(
         self,

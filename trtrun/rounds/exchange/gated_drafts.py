@@ -69,7 +69,7 @@ class DraftTable:
 
     @classmethod
     def of(cls, draft: Draft) -> DraftTable:
-        """That of a draft on the host."""
+        """Make the table of a draft on the host."""
         rows, nodes = draft.tokens.shape
         paths = draft.paths
         numbers = np.zeros((rows, _COLUMNS + nodes + (0 if paths is None else paths[0].numel())), dtype=np.int64)
@@ -102,7 +102,7 @@ class DraftTable:
 
     @property
     def origins(self) -> Origins:
-        """Of the draft's tokens."""
+        """Where the draft's tokens are from."""
         return Origins(tuple(self.numbers[:, 1].tolist()), tuple(self.numbers[:, 2].tolist()))
 
     def on(self, device: torch.device, probs: torch.Tensor | None) -> Draft:

@@ -38,7 +38,7 @@ _KEPT_TIMES = 16
 
 @dataclass
 class MessageExchange(Exchange):
-    """See Exchange; one end, of a draft rank or of a target rank.
+    """One end of an exchange by messages, of a draft rank or of a target rank.
 
     Attributes:
         mail: messages on the host.

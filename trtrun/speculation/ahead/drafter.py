@@ -26,7 +26,7 @@ from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.ahead.chains import Chains, MaskedChains
 from trtrun.speculation.ahead.guessing import Guesser
-from trtrun.speculation.ahead.policy import FanOut, GuessSpace
+from trtrun.speculation.ahead.policy import CandidateBudget, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guesses, HostTexts, RowText
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.found_paths import HostPredictedOutputs
@@ -70,8 +70,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._use_logits = use_logits
         self._space = space
         self._guess_steps = guess_steps
-        self._fan_out = FanOut(draft_len)
-        self._guesser = Guesser(engine, self._chains, space, self._fan_out)
+        self._candidate_budget = CandidateBudget(draft_len)
+        self._guesser = Guesser(engine, self._chains, space, self._candidate_budget)
         self._texts: dict[int, RowText] = {}
         self._last_prompt_tokens: dict[int, int] = {}
         self._guesses = Guesses()
@@ -237,7 +237,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
     @override
     def hit_chances(self) -> list[float]:
-        return self._fan_out.hit_chances(self._draft_len)
+        return self._candidate_budget.hit_chances(self._draft_len)
 
     @override
     def close(self) -> None:
@@ -254,7 +254,9 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._probs.pop(row, None)
         # Of a draft that is not the model's only the verdict on all of it has candidates: it would count, and no other.
         if candidates and row not in self._has_given:
-            self._fan_out.record(drafted, num_accepted, candidates.index(token) if token in candidates else None)
+            self._candidate_budget.record(
+                drafted, num_accepted, candidates.index(token) if token in candidates else None
+            )
         if (index := self._guesses.find(row, num_accepted, token)) is not None:
             self._hits[row] = index
 
@@ -379,5 +381,5 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
 
 def _without_chosen(tokens: Sequence[int], ranked: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of each place of a draft the candidates beside its token; `ranked` may have more places."""
+    """List the candidates beside the token at each position of a draft; `ranked` may have more places."""
     return [[one for one in every if one != token] for token, every in zip(tokens, ranked, strict=False)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtrun.speculation.ahead.chains import Chains, Chosen
-from trtrun.speculation.ahead.policy import MOST_RANKS, FanOut, GuessSpace
+from trtrun.speculation.ahead.policy import MOST_RANKS, CandidateBudget, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guess, Guesses, RowText
 from trtrun.speculation.protocols import DraftEngine, PreparedStep
 from trtrun.tensors import device_integers
@@ -36,13 +36,17 @@ class Guesser(Generic[PreparedStep]):
     """Makes the guesses of rounds, and their drafts, in rows and blocks of their own."""
 
     def __init__(
-        self, engine: DraftEngine[PreparedStep], chains: Chains[PreparedStep], space: GuessSpace, fan_out: FanOut
+        self,
+        engine: DraftEngine[PreparedStep],
+        chains: Chains[PreparedStep],
+        space: GuessSpace,
+        candidate_budget: CandidateBudget,
     ) -> None:
-        """Guess as many as `space` holds, shared out by `fan_out`; `chains` are of the same engine."""
+        """Guess as many as `space` holds, shared out by `candidate_budget`; `chains` are of the same engine."""
         self._engine = engine
         self._chains = chains
         self._space = space
-        self._fan_out = fan_out
+        self._candidate_budget = candidate_budget
         blocks = [list(space.blocks(index)) for index in range(space.most_guesses)]
         self._scratch = device_integers(blocks, engine.device)
 
@@ -125,7 +129,7 @@ class Guesser(Generic[PreparedStep]):
             if row in whole:
                 counts = [0] * len(text.draft) + [min(budget, MOST_RANKS)]
             else:
-                counts = self._fan_out.allocate(len(text.draft), budget)
+                counts = self._candidate_budget.allocate(len(text.draft), budget)
             for num_accepted, count in enumerate(counts):
                 on_host = num_accepted < len(text.draft)
                 for rank in range(min(count, len(text.ranked[num_accepted])) if on_host else count):

@@ -28,7 +28,7 @@ from trtrun.sampling.filters import likeliest
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.speculation.ahead.guessing import with_scratch
-from trtrun.speculation.ahead.policy import FanOut, GuessSpace
+from trtrun.speculation.ahead.policy import CandidateBudget, GuessSpace
 from trtrun.speculation.ahead.row_texts import Guess, Guesses
 from trtrun.speculation.drafters.eagle import ApartEagleDrafter
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep
@@ -52,7 +52,7 @@ class HeadChains(Generic[PreparedStep]):
     """Runs them with one head."""
 
     def __init__(self, heads: FeatureHeads[PreparedStep], vocab_size: int, space: GuessSpace) -> None:
-        """Of `heads`, whose rows and store have `space` for guesses."""
+        """Run `heads`, whose rows and store have `space` for guesses."""
         self._heads = heads
         self._rows = rows = heads.rows
         self._space = space
@@ -64,7 +64,7 @@ class HeadChains(Generic[PreparedStep]):
 
     @property
     def num_candidates(self) -> int:
-        """Of each place, beside the draft's token."""
+        """Candidates at each position, beside the draft's token."""
         return self._num_ranked - 1
 
     def warm_up(self, count: int) -> None:
@@ -187,7 +187,7 @@ class HeadText:
 
 
 class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
-    """See ApartEagleDrafter; it foresees, too."""
+    """An EAGLE head on a rank of its own that drafts ahead, too."""
 
     drafts_ahead = True
 
@@ -205,7 +205,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         super().__init__(heads, draft_len, None, options)
         self._space = space
         self._guess_steps = guess_steps
-        self._fan_out = FanOut(draft_len)
+        self._candidate_budget = CandidateBudget(draft_len)
         self._chains = HeadChains(heads, vocab_size, space)
         self._texts: dict[int, HeadText] = {}
         self._guesses = Guesses()
@@ -305,7 +305,7 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         listed, places, lengths = list[Guess](), list[tuple[int, int, int]](), list[int]()
         share, more = divmod(most, len(rows))
         for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            for accepted, count in enumerate(self._fan_out.allocate(len(text.draft), share + (number < more))):
+            for accepted, count in enumerate(self._candidate_budget.allocate(len(text.draft), share + (number < more))):
                 for rank in range(min(count, self._chains.num_candidates)):
                     listed.append(Guess(row, accepted, text.length + accepted))
                     places.append((number, accepted, rank))
@@ -343,10 +343,10 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
             return
         if candidates and num_accepted <= drafted:
             ranked = candidates[0]
-            self._fan_out.record(drafted, num_accepted, ranked.index(token) if token in ranked else None)
+            self._candidate_budget.record(drafted, num_accepted, ranked.index(token) if token in ranked else None)
         if (index := self._guesses.find(row, num_accepted, token)) is not None:
             self._hits[row] = index
 
     @override
     def hit_chances(self) -> list[float]:
-        return self._fan_out.hit_chances(self._draft_len)
+        return self._candidate_budget.hit_chances(self._draft_len)

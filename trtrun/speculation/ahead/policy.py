@@ -39,7 +39,7 @@ _AFTER_ALL = (0.76, 0.12, 0.04, 0.02, 0.01, 0.01, 0.005, 0.005)
 wrong once already; after all of a draft, or none, it has not said anything yet."""
 
 
-class FanOut:
+class CandidateBudget:
     """Running counts of the verdicts on one job's drafts."""
 
     def __init__(self, draft_len: int) -> None:
@@ -147,8 +147,8 @@ NEVER = 1 << 30
 
 _NUM_SAMPLES = 9
 _SHARE_OF_VERIFYING = 0.9
-"""Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel. As
-much of what a fresh draft in each round takes is drafting."""
+"""Share of the time of a verification that drafting ahead may take before the target waits: verdict and draft travel.
+As much of what a fresh draft in each round takes is drafting."""
 
 _FEWEST_SAMPLES = 4
 """Before that a number of guesses, or a fresh draft, is still being tried: the first time, kernels are made."""
@@ -216,7 +216,7 @@ class AheadPolicy:
         self._loads: dict[int, _Load] = {}
         self._tokens_per_second = 0.0
         self._tokens_with_draft = 0.0
-        self._hit_chances: Sequence[float] = FanOut(draft_len).hit_chances(draft_len)
+        self._hit_chances: Sequence[float] = CandidateBudget(draft_len).hit_chances(draft_len)
 
     def num_guesses(self, num_rows: int) -> int:
         """Verdicts to guess in a round in which `num_rows` rows decode; prompts may end in one without any."""
@@ -299,7 +299,7 @@ class AheadPolicy:
         hit_chances: Sequence[float] = (),
     ) -> None:
         """Take in the draft leader's report of a round with `num_rows` decode rows; times are seconds, and
-        `hit_chances` what `FanOut.hit_chances` gives of a whole draft, where they are told."""
+        `hit_chances` what `CandidateBudget.hit_chances` gives of a whole draft, where they are told."""
         if hit_chances:
             self._hit_chances = hit_chances
         load = self._load(num_rows)

@@ -158,7 +158,7 @@ class Guesses:
 
 
 class _Texts:
-    """See protocols.Texts; on the host."""
+    """Texts on the host (`protocols.Texts`)."""
 
     def __init__(self, max_rows: int, columns: int) -> None:
         self.token_ids = torch.zeros((max_rows, columns), dtype=torch.int32)
@@ -176,7 +176,7 @@ class HostTexts:
         self._search = SuffixSearch.of_options(options, self._texts)
 
     def release_rows(self, plan: RoundPlan) -> None:
-        """See Drafter."""
+        """Look once more at rows that the plan drops."""
         self._search.release_rows(plan)
 
     @inference

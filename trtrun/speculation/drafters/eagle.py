@@ -276,7 +276,7 @@ def _fed_places(plan: RoundPlan) -> list[int]:
 
 
 class ApartEagleDrafter(EagleDrafter[PreparedStep]):
-    """See EagleDrafter; drafts and verdicts are on the host."""
+    """An EAGLE head on a rank of its own; drafts and verdicts are on the host."""
 
     _lacking: frozenset[int] = frozenset()
 

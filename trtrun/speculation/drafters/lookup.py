@@ -49,7 +49,7 @@ class NgramDrafter(LookupDrafter):
 
     @override
     def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> Continuations:
-        """Of the longest match first, and of equally long ones of the first; none is the start of
+        """Continuations of the longest match first, and of equally long ones of the first; none is the start of
         another."""
         token_ids = self._rows.token_ids[rows, :columns]
         last = self._rows.lengths.index_select(0, rows).unsqueeze(1) - 1

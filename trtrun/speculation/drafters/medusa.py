@@ -54,7 +54,7 @@ class _Shape:
 
     @classmethod
     def of(cls, tree: ChoiceTree, num_ranks: int, is_chain: bool, device: torch.device) -> _Shape:
-        """Of a whole tree, with as many ranks of each head as it has, or more."""
+        """Lay out a whole tree, with as many ranks of each head as it has, or more."""
         depth = tree.depth
         picks = [(len(node) - 1) * num_ranks + node[-1] for node in tree.nodes]
         spine = next(path for path in tree.paths if len(path) == depth)
@@ -182,7 +182,7 @@ class MedusaDrafter(Drafter):
         return self._heads.share(ranked.view(len(listed), plan.draft_len, shape.num_ranks))
 
     def _rank_in_turn(self, plan: RoundPlan, listed: list[int], rows: Tensor, logits: Tensor, num_ranks: int) -> Tensor:
-        """The same where the choices of some rows look at their tokens: at the best ones of the places before, too."""
+        """Rank where the choices of some rows look at their tokens: at the best ones of the places before, too."""
         state, ranked = self._rows, []
         lengths = state.lengths.index_select(0, rows)
         for step in range(plan.draft_len):

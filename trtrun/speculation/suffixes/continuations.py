@@ -28,8 +28,8 @@ MOST_PLACES = 16
 """Places of a row that are compared with each other: those of longest match. With 32 no more tokens were accepted."""
 
 _ORDER_BITS = 18
-"""Of equal scores the first counts: its order over 2**18 is taken off. Two scores that differ are quotients by at most
-MOST_PLACES, and do so by 1 / 2**8 or more; there are 2**8 orders."""
+"""Bits for the order: of equal scores the first counts, so its order over 2**18 is taken off. Two scores that differ
+are quotients by at most MOST_PLACES, and do so by 1 / 2**8 or more; there are 2**8 orders."""
 
 
 class Places(NamedTuple):
@@ -47,7 +47,7 @@ class Places(NamedTuple):
 
 
 def join_places(first: Places, second: Places) -> Places:
-    """Of the places in two texts those of longest match, of equally long ones the first text's."""
+    """Keep, of the places in two texts, those of longest match, of equally long ones the first text's."""
     matched = torch.cat((first.matched, second.matched), dim=1)
     total = matched.shape[1]
     order = cached_range(0, total, matched.device)

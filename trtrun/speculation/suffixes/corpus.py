@@ -23,7 +23,7 @@ _BRANCHES = 128
 """Places that are looked at in one step of a search."""
 
 _RANK_BITS = 31
-"""Of a token, and of a place in a text of so many."""
+"""Bits of a token's rank, and of a place's in a text of so many."""
 
 _NO_TOKEN = -2
 """Stands before the corpus: less than the separator of its texts (-1), and than every token."""
@@ -91,7 +91,7 @@ class SortedCorpus:
 
     @property
     def num_bytes(self) -> int:
-        """That it takes on the device."""
+        """Bytes that it takes on the device."""
         return self._tokens.nbytes + self._order.nbytes
 
     def find(self, wanted: Tensor, draft_len: int) -> Places:
@@ -122,7 +122,7 @@ class SortedCorpus:
         return Places(matched, tokens.clamp(min=0), counts)
 
     def _places(self, indexes: Tensor) -> Tensor:
-        """Of indexes [R, n] in the order, whether they exist or not, places in the corpus."""
+        """Places in the corpus of indexes [R, n] in the order, whether they exist or not."""
         return self._order[indexes.clamp(min=0, max=len(self._order) - 1)].to(torch.int64)
 
     def _match(self, places: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class SortedCorpus:
 
 
 def bytes_of_corpus(num_tokens: int, most_matched: int) -> int:
-    """That a corpus of so many tokens takes on a device at most, where each has a place in the order."""
+    """Bytes that a corpus of so many tokens takes on a device at most, where each has a place in the order."""
     return 4 * (2 * num_tokens + most_matched)
 
 

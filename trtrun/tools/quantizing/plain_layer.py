@@ -134,7 +134,7 @@ _KNOWN: dict[type, frozenset[str]] = {
         {
             *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
             *("rms_norm_eps", "architecture", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rope"),
-            *("layers", "checkpoint_dtype", "eos_token_ids", "quant_method", "stored", "mask_token"),
+            *("layers", "checkpoint_dtype", "eos_token_ids", "quant_method", "stored", "mask_token", "values"),
         }
     ),
 }
