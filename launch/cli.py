@@ -17,19 +17,12 @@ from typing import NoReturn
 import click
 
 from launch.commands.bench import bench
-from launch.commands.build import build
-from launch.commands.chat import chat
-from launch.commands.check import check
-from launch.commands.convert import convert
-from launch.commands.generate_data import generate_data
-from launch.commands.merge import merge
-from launch.commands.plan import plan
-from launch.commands.quantize import quantize
-from launch.commands.run import run
-from launch.commands.serve import serve, serve_engine
+from launch.commands.inspect_job import check, plan
+from launch.commands.run import generate_data, merge, run, warm_up
+from launch.commands.serve import chat, serve, serve_engine
 from launch.commands.slurm import cancel, status, submit
 from launch.commands.train_drafter import train_drafter
-from launch.commands.warm_up import warm_up
+from launch.commands.write_models import build, convert, quantize
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.jobs.logs import FILE_ONLY
 from launch.jobs.mpi.start_progress import StartProgress, say_hello

@@ -20,12 +20,16 @@ from typing import Any
 from launch.jobs.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
-from trtrun.configuration.drafting.speculation_section import SpeculationSection
-from trtrun.configuration.drafting.suffix_options import HybridOptions, SuffixOptions
-from trtrun.configuration.launch_config import LaunchSection, Section
-from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection
-from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.drafting.speculation_section import HybridOptions, SpeculationSection, SuffixOptions
+from trtrun.configuration.engine_sections import (
+    AdapterSlotsSection,
+    DraftSection,
+    HeadsSection,
+    KVCacheSection,
+    ModelSection,
+    SchedulerSection,
+)
+from trtrun.configuration.process_sections import LaunchSection, Section, ServerSection
 from trtrun.linear.quantization import QUANTIZATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"

@@ -115,7 +115,7 @@ if [[ ${#paths[@]} -eq 0 ]]; then
     paths=(tests/ranks)
 fi
 phase one-process "$python" -m pytest -n "$processes" --dist worksteal -m "not mpi" ${one_process[@]+"${one_process[@]}"}
-# mpirun's own folder is a new one: see launch/jobs/mpi/stale_folders.py.
+# mpirun's own folder is a new one: see launch/jobs/mpi/host_folders.py.
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"
 # Ranks of pytest are forked from one process: each would import for two seconds. It ends with this script.
 coproc "$python" tests/forked_phases.py

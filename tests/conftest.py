@@ -22,7 +22,7 @@ from forked_commands import shared_commands
 from forked_ranks import stand_in
 from shares import deal
 
-from launch.jobs.mpi.stale_folders import remove_stale_folders
+from launch.jobs.mpi.host_folders import remove_stale_folders
 from launch.jobs.terminal import NEWS_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent

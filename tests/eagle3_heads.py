@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from trtrun.configuration.drafting.draft_trees import ChoiceTree
 from trtrun.configuration.drafting.head_methods import Eagle3Section
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 
 EPS = 1e-5
 THETA = 5000.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.commands.build import BuildOptions, run_build
+from launch.commands.write_models import BuildOptions, run_build
 from trtrun.configuration.engine_directory import Limits
 from trtrun.tools.building.settings import BuildSettings
 

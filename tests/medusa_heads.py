@@ -19,7 +19,7 @@ from own_drafters import hidden_states
 from pipelines import Reference
 from safetensors.torch import load_file, save_file
 
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.draft_trees import ChoiceTree
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.kernels.triton.sampling import columns
 from trtrun.sampling.random import Stream, gumbel

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from parallel.transports.solo import SoloCommunicator
-from trtrun.configuration.model_sections import LoadFormat
+from trtrun.configuration.engine_sections import LoadFormat
 from trtrun.kvcache.formats import choose_format
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore

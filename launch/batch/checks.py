@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from launch.batch.complete import refuse_rows
+from launch.batch.complete import refuse_rows, tell
 from launch.batch.input import InputRows
 from launch.batch.journal import check_output, finished_rows
-from launch.batch.messages import tell
 from launch.batch.options import RunOptions, is_stream
 from launch.batch.ordered import RowWriter, open_writer
 from launch.batch.written import IndexSet

@@ -13,7 +13,6 @@ from typing import IO, Any, Protocol
 
 from launch.batch.input import InputRows
 from launch.batch.journal import RowJournal, cannot_write
-from launch.batch.messages import join_tokens
 from launch.batch.options import STANDARD_OUTPUT, is_stream
 from launch.batch.rows import encode_row
 
@@ -152,3 +151,8 @@ def open_writer(output: str | None, rows: InputRows, resume: bool, has_text: boo
     if output is None:
         return TextPrinter(rows, has_text)
     return RowStream(output, rows) if is_stream(output) else RowJournal(output, rows, resume)
+
+
+def join_tokens(tokens: Sequence[int]) -> str:
+    """Token ids as text, for a model without a tokenizer."""
+    return " ".join(str(token) for token in tokens)

@@ -17,9 +17,8 @@ from launch.batch.checks import (
     open_output,
     read_input,
 )
-from launch.batch.complete import Outcome, complete_rows
+from launch.batch.complete import Outcome, complete_rows, describe_drain, summarize, tell
 from launch.batch.input import InputRows
-from launch.batch.messages import describe_drain, summarize, tell
 from launch.batch.options import RunOptions
 from launch.batch.ordered import RowWriter
 from launch.exit_codes import ExitCode, FailedError

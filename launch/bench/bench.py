@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from launch.batch.options import BenchOptions, Workload
-from launch.bench.case import Case
-from launch.bench.measure import COLD_RUNS, PLAIN, SPECULATIVE, Measured, measure
+from launch.bench.measure import COLD_RUNS, PLAIN, SPECULATIVE, Case, Measured, measure
 from launch.bench.peer import PeerFigures, run_peer
 from launch.bench.tables import print_tables
 from launch.bench.trace import BenchTrace

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.batch.options import BenchOptions, Workload
-from launch.bench.case import Case
+from launch.bench.measure import Case
 from launch.exit_codes import FailedError
 from launch.jobs.mpi.job import Job
 from launch.jobs.mpi.mpirun import build_environment
-from launch.jobs.mpi.parent_death import ending_with_parent
-from launch.jobs.mpi.sessions import clear_session
+from launch.jobs.mpi.processes import clear_session, ending_with_parent
 from launch.jobs.placement.allocation import is_local
 from trtrun.configuration.device_lists import host_of
 from trtrun.configuration.engine_directory import is_engine

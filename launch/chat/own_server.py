@@ -22,7 +22,7 @@ import click
 
 from launch.chat.client import ChatClient
 from launch.jobs.mpi.mpirun import TERMINAL_VARIABLE
-from launch.jobs.mpi.parent_death import ending_with_parent
+from launch.jobs.mpi.processes import ending_with_parent
 
 END_SECONDS = 20.0
 """That the server has to end by itself."""

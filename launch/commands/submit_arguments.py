@@ -16,11 +16,9 @@ import click
 from launch.batch.merge import part_path
 from launch.batch.options import Part, RunOptions
 from launch.commands.bench import bench
-from launch.commands.check import check
-from launch.commands.generate_data import data_options, generate_data
-from launch.commands.merge import merge
+from launch.commands.inspect_job import check
 from launch.commands.prompts import given_sampling
-from launch.commands.run import run
+from launch.commands.run import data_options, generate_data, merge, run
 from launch.commands.serve import check_extra, check_served, serve, server_overrides
 from launch.commands.train_drafter import train_drafter, train_options
 from launch.jobs.slurm.resources import SlurmResources

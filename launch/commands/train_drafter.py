@@ -12,8 +12,7 @@ import click
 from launch.commands.common import load, with_config
 from launch.exit_codes import ExitCode, describe_exit_codes
 from launch.jobs.mpi.drain import Drain, EndedAtStart, leave_starting_ranks
-from launch.train.job import TrainingJob, place_training_ranks, read_training_values
-from launch.train.options import TrainOptions
+from launch.train.job import TrainingJob, TrainOptions, place_training_ranks, read_training_values
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.tools.training.methods.table import METHODS, find_method
 from trtrun.tools.training.settings import OPTIMIZERS, PRECISIONS, TrainingSettings, option

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from launch.train.options import TrainOptions
+from launch.train.job import TrainOptions
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.model_paths import find_model

@@ -1,4 +1,4 @@
-"""The ranks of a training run: one a device, each with both models whole, and none beside them.
+"""What a training run was asked for, and its ranks: one a device, each with both models whole, and none beside them.
 
 It knows devices and how a job is started (`launch.jobs.mpi.job`). It does not know what ranks compute.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.jobs.mpi.job import Job
@@ -15,6 +16,26 @@ from parallel.topology import Slot, Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
 from trtrun.configuration.drafting.drafting_methods import is_unknown
 from trtrun.configuration.topology import make_topology
+from trtrun.tools.training.settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Files and settings.
+
+    Attributes:
+        data: JSON lines files of training data.
+        output: directory of the drafter.
+        start: checkpoint to start from; None takes the configuration's draft.
+        resume: go on from the last checkpoint in `output`.
+        settings: of the training.
+    """
+
+    data: Sequence[Path]
+    output: Path
+    start: Path | None
+    resume: bool
+    settings: TrainingSettings
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from launch.jobs.mpi.job import finish_mpi
 from launch.jobs.mpi.start_progress import DONE, StartProgress
 from launch.jobs.terminal import Bar
 from launch.train.checks import describe_models, find_start, read_training_data
-from launch.train.job import place_training_ranks
-from launch.train.options import TrainOptions
+from launch.train.job import TrainOptions, place_training_ranks
 from launch.train.watch import TrainingWatch
 from parallel.communicator import Communicator
 from parallel.mpi_rank import find_mpi_rank

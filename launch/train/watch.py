@@ -22,7 +22,7 @@ from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.fault_attribution import CLOSED_SECONDS
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import RankFailedError, TrtrunError
 from trtrun.rounds.failures import RankFailures
 

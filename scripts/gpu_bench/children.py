@@ -18,8 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launch.jobs.mpi.parent_death import ending_with_parent
-from launch.jobs.mpi.sessions import clear_session
+from launch.jobs.mpi.processes import clear_session, ending_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,7 @@ from commands import ROOT, Configs, Run, error_line
 from engines import build_engine
 from pipelines import make_llm
 
-from launch.commands.build import build
-from launch.commands.convert import run_conversion
+from launch.commands.write_models import build, run_conversion
 from launch.compat.tensorrt_llm import build as tensorrt_llm_build
 from launch.compat.tensorrt_llm.build import make_options, parse_arguments
 from launch.compat.tensorrt_llm.convert import parse_arguments as parse_conversion

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from parallel.communicator import Communicator
 from trtrun.errors import ConfigError
-from trtrun.start.corpora import load_corpus
+from trtrun.start.beside_engines import load_corpus
 
 pytestmark = pytest.mark.mpi
 ROWS = [{"token_ids": [3, 1, 4, 1, 5]}, {"token_ids": [2, 7, 1]}]

@@ -89,15 +89,13 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.start": (
         frozenset({"job"}),
-        frozenset({"rendezvous"}),
         frozenset({"startup"}),
         frozenset({"engine_maker", "kernels_ahead", "engine_caches"}),
         frozenset({"rank_parts"}),
         frozenset({"worker_factory"}),
-        frozenset({"graph_counts", "corpora", "rank_heads", "adapters"}),
+        frozenset({"beside_engines"}),
         frozenset({"policies"}),
-        frozenset({"rehearsed_rounds", "kinds_of_kernels", "kept_pacing"}),
-        frozenset({"draft_translation"}),
+        frozenset({"warm_up_rounds"}),
         frozenset({"job_spec"}),
     ),
     "trtrun.memory": (
@@ -191,16 +189,15 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"config"}),
         frozenset({"engine_defaults"}),
         frozenset({"drafting"}),
-        frozenset({"section_check", "model_paths", "model_sections", "round_sections"}),
-        frozenset({"launch_config", "server_config", "device_lists", "engine_directory", "hub_cache", "yaml_source"}),
+        frozenset({"engine_sections", "model_paths"}),
+        frozenset({"process_sections", "engine_directory", "yaml_source"}),
+        frozenset({"device_lists"}),
     ),
     "trtrun.configuration.drafting": (
-        frozenset({"draft_vocabulary"}),
         frozenset({"drafting_methods"}),
         frozenset({"head_methods", "text_methods"}),
-        frozenset({"recycling_trees", "speculation_section"}),
-        frozenset({"suffix_options", "lookahead_windows"}),
-        frozenset({"dynamic_tree", "medusa_choices"}),
+        frozenset({"speculation_section"}),
+        frozenset({"draft_trees"}),
     ),
     "trtrun.core": (
         frozenset({"outputs"}),
@@ -256,8 +253,8 @@ FORBIDDEN = {
 }
 # Rooms on one line that are single modules may use a neighbour.
 NEIGHBOURS = {
-    ("trtrun.configuration.launch_config", "trtrun.configuration.device_lists"),
-    ("trtrun.configuration.server_config", "trtrun.configuration.launch_config"),
+    ("trtrun.configuration.process_sections", "trtrun.configuration.device_lists"),
+    ("trtrun.configuration.process_sections", "trtrun.configuration.process_sections"),
     ("parallel.probe", "parallel.groups"),
     ("parallel.probe", "parallel.watchdog"),
 }

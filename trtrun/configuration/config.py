@@ -15,7 +15,6 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
-from trtrun.configuration.drafting.draft_vocabulary import settle_vocabulary
 from trtrun.configuration.drafting.drafting_methods import (
     METHODS,
     NO_DRAFTS,
@@ -25,16 +24,23 @@ from trtrun.configuration.drafting.drafting_methods import (
     needs_draft_model,
     needs_heads,
     read_speculation,
+    settle_vocabulary,
 )
 from trtrun.configuration.drafting.speculation_section import DraftSize, SpeculationSection
 from trtrun.configuration.drafting.text_methods import SuffixSection
 from trtrun.configuration.engine_defaults import Drafts, check_fit, find_engines, shorten_drafts, take_over
-from trtrun.configuration.launch_config import FilePath, LaunchSection, Line, Number, Section
+from trtrun.configuration.engine_sections import (
+    AdapterSlotsSection,
+    DraftSection,
+    HeadsSection,
+    KVCacheSection,
+    ModelSection,
+    OfHeads,
+    SchedulerSection,
+    check_section,
+)
 from trtrun.configuration.model_paths import ASSET_NAMES, ASSET_PREFIX, find_file, find_model
-from trtrun.configuration.model_sections import AdapterSlotsSection, DraftSection, HeadsSection, ModelSection, OfHeads
-from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
-from trtrun.configuration.section_check import check_section
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import FilePath, LaunchSection, Line, Number, Section, ServerSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
 from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
 

@@ -15,9 +15,8 @@ from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.drafting.drafting_methods import needs_draft_model
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.configuration.engine_directory import ANYWHERE, EngineDescription, read_engine
+from trtrun.configuration.engine_sections import ModelSection, SchedulerSection
 from trtrun.configuration.model_paths import find_model
-from trtrun.configuration.model_sections import ModelSection
-from trtrun.configuration.round_sections import SchedulerSection
 from trtrun.errors import ConfigError, TrtrunError
 
 _SCHEDULER = ("max_batch_size", "max_num_tokens", "max_seq_len")

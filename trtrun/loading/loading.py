@@ -18,7 +18,7 @@ import torch
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
 from trtrun.configuration.engine_directory import read_engine
-from trtrun.configuration.model_sections import LoadFormat, ModelSection
+from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.heads.heads import HeadsPlan, HeadsTarget
 from trtrun.kvcache.formats import PLAIN, choose_format

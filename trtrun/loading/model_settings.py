@@ -15,7 +15,7 @@ from typing import Any
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import DraftModelSection
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 from trtrun.heads.head_reading import tell_heads

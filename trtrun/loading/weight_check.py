@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from trtrun.configuration.model_sections import LoadFormat
+from trtrun.configuration.engine_sections import LoadFormat
 from trtrun.errors import ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
 from trtrun.loading.engine_shards import check_engine_weights

@@ -12,7 +12,7 @@ import torch
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.engine.rows import RowState
 from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting.draft_trees import read_sizes
 from trtrun.configuration.drafting.drafting_methods import METHODS
-from trtrun.configuration.drafting.lookahead_windows import read_sizes
 from trtrun.configuration.drafting.speculation_section import MatchRule
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trtrun.configuration.drafting.dynamic_tree import DynamicTree
-from trtrun.configuration.drafting.medusa_choices import Choice, ChoiceTree
+from trtrun.configuration.drafting.draft_trees import Choice, ChoiceTree, DynamicTree
 from trtrun.tensors import cached_range
 
 LEAST = -1e30

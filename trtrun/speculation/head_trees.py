@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtrun.configuration.drafting.dynamic_tree import DynamicTree
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, DynamicTree
 from trtrun.core.nouns import RoundPlan
 from trtrun.sampling.distributions import Distributions, distributions_of
 from trtrun.sampling.filters import likeliest

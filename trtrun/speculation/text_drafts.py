@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.found_paths import PredictedOutputs

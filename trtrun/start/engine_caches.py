@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from trtrun.configuration.engine_directory import is_engine
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.weights.written_files import write_whole
 
 CACHE = "cache"

@@ -1,4 +1,5 @@
-"""What a job is made of: its configuration, who sits where, and what config.json of its models says.
+"""What a job is made of: its configuration, who sits where, what config.json of its models says, and how a draft with
+another tokenizer gets its tokens across.
 
 Each file is read when it is first asked for, and once in a process: what checks a job hands the same object to its
 start. Rank 0 sends the others what it has read, so that these open no config.json. It does not know weights or devices.
@@ -10,15 +11,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.configuration.topology import make_topology
 from trtrun.heads.heads import HeadsPlan
 from trtrun.loading.model_settings import JobModels, read_target_heads
 from trtrun.models.config import ModelConfig, read_model_config
+
+if TYPE_CHECKING:
+    from trtrun.tokens.translation import Vocabularies
 
 
 @dataclass(frozen=True)
@@ -101,3 +105,56 @@ class JobSpec:
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
         return read_model_config(section.model) if self.told is None else ModelConfig.from_values(self.told[role])
+
+
+def read_draft_vocabularies(spec: JobSpec) -> Vocabularies:
+    """The vocabularies of target and draft, where the tokenizers are not the same.
+
+    Raises:
+        CheckpointError: a tokenizer is missing or damaged, or cannot be matched.
+    """
+    from trtrun.tokens.translation import read_vocabularies  # for these jobs alone: tokenizers take time to import
+
+    config = spec.config
+    assert config.draft is not None
+    ends = (spec.model_of(role).eos_token_ids for role in ("target", "draft"))
+    return read_vocabularies(config.tokenizer or config.target.model, config.draft.model, *ends)
+
+
+@dataclass(frozen=True)
+class DraftTranslation:
+    """How drafts get from one vocabulary to the other.
+
+    Attributes:
+        vocabulary: `draft.vocabulary`, which is not `auto` any more.
+        common_tokens: that both have.
+        target_tokens, draft_tokens: of each vocabulary, without a model's padding.
+    """
+
+    vocabulary: str
+    common_tokens: int
+    target_tokens: int
+    draft_tokens: int
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> DraftTranslation | None:
+        """The way of a job's drafts; None where nothing is translated.
+
+        Raises:
+            CheckpointError: see `read_draft_vocabularies`.
+        """
+        draft = spec.config.draft
+        if draft is None or not draft.is_translated:
+            return None
+        common = read_draft_vocabularies(spec).common
+        return cls(draft.vocabulary, len(common.draft_of), common.num_target, common.num_draft)
+
+    def describe(self) -> str:
+        """One line."""
+        made = "are among the tokens that both have" if self.vocabulary == "intersection" else "become tokens as text"
+        share, own = (self.common_tokens / max(1, size) for size in (self.target_tokens, self.draft_tokens))
+        return (
+            f"the draft has another tokenizer (draft.vocabulary: {self.vocabulary}): drafts {made}; "
+            f"{self.common_tokens} tokens meet, {share:.0%} of the target's {self.target_tokens} and {own:.0%} of the "
+            f"draft's {self.draft_tokens}"
+        )

@@ -12,7 +12,7 @@ import torch
 
 from parallel.communicator import Communicator
 from parallel.groups import Groups
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.kvcache.sizing import SlotMemory
 from trtrun.loading.loading import heads_bytes, shard_bytes
 from trtrun.memory.memory_requirements import (
@@ -23,10 +23,8 @@ from trtrun.memory.memory_requirements import (
     store_bytes_per_block,
 )
 from trtrun.models.config import ModelConfig
-from trtrun.start.adapters import adapter_hashes
-from trtrun.start.corpora import corpus_bytes
+from trtrun.start.beside_engines import RankHeads, adapter_hashes, corpus_bytes, demand_apart
 from trtrun.start.job_spec import JobSpec
-from trtrun.start.rank_heads import RankHeads, demand_apart
 from trtrun.weights.model_files import hash_model_files
 
 

@@ -1,7 +1,7 @@
 """From a configuration to running engines: communicators, weights, KV stores, first use of everything.
 
 Every rank that holds a device runs this at start and ends with a `Worker`. Nothing is left to initialise under load. It
-does not know requests, nor how ranks tell each other how many blocks all of them can hold (rendezvous.py).
+does not know requests, nor how ranks tell each other how many blocks all of them can hold (job.py).
 """
 
 from __future__ import annotations
@@ -42,16 +42,12 @@ from trtrun.memory.memory_requirements import HiddenKind, resolve_dtype, round_s
 from trtrun.memory.spaces import adapter_space, most_useful_blocks
 from trtrun.rounds.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
-from trtrun.start.adapters import load_adapters
-from trtrun.start.corpora import load_corpus
-from trtrun.start.draft_translation import DraftTranslation
+from trtrun.start.beside_engines import RankHeads, load_adapters, load_corpus
 from trtrun.start.engine_caches import EngineCache
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
-from trtrun.start.job_spec import JobSpec
-from trtrun.start.kept_pacing import device_kind
-from trtrun.start.kernels_ahead import KernelsAhead
-from trtrun.start.kinds_of_kernels import kinds_of_kernels
-from trtrun.start.rank_heads import RankHeads
+from trtrun.start.job_spec import DraftTranslation, JobSpec
+from trtrun.start.kernels_ahead import KernelsAhead, kinds_of_kernels
+from trtrun.start.policies import device_kind
 from trtrun.start.rank_parts import RankParts
 from trtrun.start.worker_factory import WorkerFactory
 from trtrun.weights.weight import Share

@@ -20,7 +20,7 @@ from parallel.transports.device_gate import KEY_NUMBERS, DeviceGate
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.engine.heads.head_rows import FeatureLayers, HeadRows
 from trtrun.engine.heads.stored_heads import MaskedHeads, MaskedLayers, StoredHeads
 from trtrun.engine.runner import Engine
@@ -37,9 +37,8 @@ from trtrun.rounds.exchange.message_exchange import MessageExchange
 from trtrun.rounds.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.translated_rows import Translation
-from trtrun.start.draft_translation import read_draft_vocabularies
-from trtrun.start.job_spec import JobSpec
-from trtrun.start.rank_heads import RankHeads
+from trtrun.start.beside_engines import RankHeads
+from trtrun.start.job_spec import JobSpec, read_draft_vocabularies
 from trtrun.threads import count_cores
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 from trtrun.tokens.text import Tokenizer, read_tokenizer

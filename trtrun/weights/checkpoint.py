@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine, was_built
-from trtrun.configuration.hub_cache import fetch_again, mend_download
+from trtrun.configuration.model_paths import fetch_again, mend_download
 from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, shorten, wrap_errors
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.weights.written_files import describe_damage, find_unfinished

@@ -8,7 +8,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from trtrun.configuration.hub_cache import fetch_again
+from trtrun.configuration.model_paths import fetch_again
 from trtrun.errors import ConfigError, shorten, shorten_path
 
 BESIDE = (

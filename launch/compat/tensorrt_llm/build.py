@@ -15,9 +15,8 @@ from pathlib import Path
 import click
 
 from launch.cli import guarded, leave
-from launch.commands.build import BuildOptions, run_build
-from launch.commands.written_models import make_folders_above
-from launch.compat.tensorrt_llm.pasted_words import PastedParser, naming_options
+from launch.commands.write_models import BuildOptions, make_folders_above, run_build
+from launch.compat.tensorrt_llm.quoting_fixes import PastedParser, naming_options
 from trtrun.configuration.engine_directory import Limits
 from trtrun.configuration.model_paths import find_model
 from trtrun.models.config import read_model_config

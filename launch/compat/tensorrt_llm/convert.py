@@ -13,9 +13,8 @@ from pathlib import Path
 import click
 
 from launch.cli import guarded, leave
-from launch.commands.convert import ConvertOptions, run_conversion
-from launch.commands.written_models import make_folders_above
-from launch.compat.tensorrt_llm.pasted_words import PastedParser, naming_options
+from launch.commands.write_models import ConvertOptions, make_folders_above, run_conversion
+from launch.compat.tensorrt_llm.quoting_fixes import PastedParser, naming_options
 
 QUANTIZING = (
     "use_weight_only",

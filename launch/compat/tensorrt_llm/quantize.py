@@ -14,9 +14,8 @@ from pathlib import Path
 import click
 
 from launch.cli import guarded, leave
-from launch.commands.quantize import run_quantization
-from launch.commands.written_models import make_folders_above
-from launch.compat.tensorrt_llm.pasted_words import PastedParser, naming_options
+from launch.commands.write_models import make_folders_above, run_quantization
+from launch.compat.tensorrt_llm.quoting_fixes import PastedParser, naming_options
 from launch.quantize.options import QuantizeOptions, parse_device_names
 from trtrun.errors import nearest
 from trtrun.tools.quantizing.settings import QuantizingSettings

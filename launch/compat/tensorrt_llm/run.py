@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from launch.cli import guarded, leave
-from launch.compat.tensorrt_llm.pasted_words import CLOSING_QUOTES, OPENING_QUOTES, PastedParser
+from launch.compat.tensorrt_llm.quoting_fixes import CLOSING_QUOTES, OPENING_QUOTES, PastedParser
 from launch.exit_codes import ExitCode
 from launch.jobs.mpi.job import Job
 from parallel.mpi_rank import find_mpi_rank

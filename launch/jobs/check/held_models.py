@@ -10,7 +10,7 @@ from contextlib import suppress
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_directory import read_engine
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.errors import TrtrunError
 from trtrun.loading.engine_checksums import compare_shard
 

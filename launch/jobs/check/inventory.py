@@ -28,15 +28,14 @@ from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine
-from trtrun.configuration.hub_cache import snapshot_of
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
+from trtrun.configuration.model_paths import snapshot_of
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.loading.loading import check_embedding_and_head
 from trtrun.loading.weight_check import check_model_weights
 from trtrun.lora.lora_files import open_adapter
-from trtrun.start.draft_translation import read_draft_vocabularies
-from trtrun.start.job_spec import JobSpec
+from trtrun.start.job_spec import JobSpec, read_draft_vocabularies
 from trtrun.weights.checkpoint import read_json
 from trtrun.weights.quantization_config import QUANTIZATION_FILE, configuration_bytes
 

@@ -16,7 +16,7 @@ from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.drafting.text_methods import SuffixSection
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.heads.head_reading import tell_heads
 from trtrun.kvcache.formats import KV_FORMATS
@@ -28,8 +28,7 @@ from trtrun.loading.model_settings import (
 from trtrun.loading.weight_check import check_model_weights, check_split, choose_default
 from trtrun.lora.lora_files import open_adapter
 from trtrun.models.config import ModelConfig
-from trtrun.start.draft_translation import read_draft_vocabularies
-from trtrun.start.job_spec import JobSpec
+from trtrun.start.job_spec import JobSpec, read_draft_vocabularies
 from trtrun.tokens.corpus import read_corpus
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 from trtrun.weights.checkpoint import NoWeightsError

@@ -27,8 +27,7 @@ from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import RankFailedError
 from trtrun.rounds.failures import describe_draft_loss
-from trtrun.start.draft_translation import DraftTranslation
-from trtrun.start.job_spec import JobSpec
+from trtrun.start.job_spec import DraftTranslation, JobSpec
 
 LAUNCH_SECONDS = 8.0
 """How much of the time of `trtrun check` is for the start of mpirun and for the end of a job that hangs."""

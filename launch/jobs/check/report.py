@@ -14,7 +14,7 @@ from parallel.communicator import SumTiming
 from parallel.probe import Timing
 from parallel.topology import Topology
 from trtrun.kvcache.sizing import format_bytes
-from trtrun.start.draft_translation import DraftTranslation
+from trtrun.start.job_spec import DraftTranslation
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -128,7 +128,7 @@ class Drain:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         place = find_mpi_rank()
         if number == signal.SIGTERM and place is not None and os.getppid() != self._launcher:
-            os._exit(status_of_signal(number))  # the launcher is dead: this is `parent_death`, not a user
+            os._exit(status_of_signal(number))  # the launcher is dead: this is `ending_with_parent`, not a user
         if self.cause is None:
             self.cause = self._cause_of_order or signal.Signals(number).name
             self._heard_at = time.monotonic()

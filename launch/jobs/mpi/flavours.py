@@ -52,7 +52,7 @@ class Flavour:
         settings: for root, oversubscription, binding, waiting, and connections that break.
         variables: names and values that the ranks' environment needs, where the user has not set them.
         tells: names and values for the environment of an mpirun that goes on without ranks, so that it tells its parent
-            how they end (see rank_ends.py).
+            how they end (see `RankEnds`).
         shared_memory: variable of the environment that names the folder of the ranks' shared memory; empty where the
             library has none that a killed rank leaves behind.
         define: an environment variable for the ranks, from `{name}` and `{value}`.

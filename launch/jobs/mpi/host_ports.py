@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from launch.jobs.mpi.peers import user_of_peer
-from launch.jobs.mpi.sessions import session_processes
+from launch.jobs.mpi.processes import session_processes, user_of_peer
 
 LOOK_SECONDS = 0.5
 """Between two looks for new ports, while ranks start."""

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from launch.jobs.mpi.flavours import Flavour
+from launch.jobs.mpi.host_folders import remove_stale_folders
 from launch.jobs.mpi.library import find_library
-from launch.jobs.mpi.stale_folders import remove_stale_folders
 from launch.jobs.placement.allocation import in_allocation, is_local
 from parallel.topology import Topology
 from trtrun import __version__
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import PlacementError
 
 CONNECT_SECONDS = 8

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from launch.jobs.mpi.drain import CONTROL_VARIABLE
 from launch.jobs.mpi.flavours import Flavour
+from launch.jobs.mpi.host_folders import has_room, own_shared_memory, remove_stale_folders
 from launch.jobs.mpi.hosts import check_hosts, is_placed, may_be_elsewhere, remote_hosts, uses_ssh
 from launch.jobs.mpi.library import choose_flavour
 from launch.jobs.mpi.mpirun import (
@@ -26,11 +27,8 @@ from launch.jobs.mpi.mpirun import (
     show_command,
     ssh_arguments,
 )
-from launch.jobs.mpi.output_filter import OutputFilter
-from launch.jobs.mpi.parent_death import end_with_parent
-from launch.jobs.mpi.rank_ends import RankEnds
-from launch.jobs.mpi.shared_memory import has_room, own_shared_memory
-from launch.jobs.mpi.stale_folders import remove_stale_folders
+from launch.jobs.mpi.output_filter import OutputFilter, RankEnds
+from launch.jobs.mpi.processes import end_with_parent
 from launch.jobs.mpi.start_progress import STARTED, StartWatch, say_hello
 from launch.jobs.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.jobs.mpi.supervise import STUCK_GRACE_SECONDS, supervise

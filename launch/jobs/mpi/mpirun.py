@@ -18,11 +18,11 @@ from itertools import groupby
 from pathlib import Path
 
 from launch.jobs.mpi.flavours import Flavour, Setting, When
+from launch.jobs.mpi.host_folders import find_home
 from launch.jobs.mpi.library import Choice, Library, identify_program
-from launch.jobs.mpi.surroundings import find_home
 from parallel.mpi_rank import find_mpi_rank
 from parallel.topology import Topology
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import ConfigError, PlacementError
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "HYDRA_", "HYDI_", "MPI_LOCAL")

@@ -19,15 +19,12 @@ from types import FrameType
 
 from launch.exit_codes import ExitCode, status_of_signal
 from launch.jobs.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
+from launch.jobs.mpi.host_folders import describe_lacks, remove_folder_of
 from launch.jobs.mpi.host_ports import HostPorts
-from launch.jobs.mpi.output_filter import OutputFilter
-from launch.jobs.mpi.parent_death import ending_with_parent
-from launch.jobs.mpi.rank_ends import RankEnds
-from launch.jobs.mpi.sessions import clear_session, kill_session
-from launch.jobs.mpi.stale_folders import remove_folder_of
+from launch.jobs.mpi.output_filter import OutputFilter, RankEnds
+from launch.jobs.mpi.processes import clear_session, ending_with_parent, kill_session
 from launch.jobs.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.jobs.mpi.start_progress import StartWatch
-from launch.jobs.mpi.surroundings import describe_lacks
 
 GRACE_SECONDS = 5.0
 """How long mpirun may take to end its ranks after a signal, before all are killed."""

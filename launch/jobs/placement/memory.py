@@ -12,7 +12,7 @@ import torch
 
 from parallel.topology import Slot, Topology
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks, default_fraction
@@ -27,9 +27,8 @@ from trtrun.memory.memory_requirements import (
 )
 from trtrun.memory.spaces import most_useful_blocks
 from trtrun.models.config import ModelConfig
-from trtrun.start.corpora import corpus_bytes
+from trtrun.start.beside_engines import corpus_bytes, demand_apart
 from trtrun.start.job_spec import JobSpec
-from trtrun.start.rank_heads import demand_apart
 from trtrun.start.startup import device_of
 from trtrun.weights.checkpoint import NoWeightsError
 

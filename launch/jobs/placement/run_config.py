@@ -13,8 +13,9 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from launch.exit_codes import ExitCode
 from launch.jobs.placement.allocation import find_allocation, find_local, has_own_name, in_allocation
 from launch.jobs.placement.devices import (
     ENGINES,
@@ -24,14 +25,46 @@ from launch.jobs.placement.devices import (
     list_devices,
     spell_hosts,
 )
-from launch.jobs.placement.rank_problems import agree_on
-from parallel.mpi_rank import MpiRank, find_mpi_rank
+from parallel.mpi_rank import MpiRank, all_gather_json, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, make_config, read_values
 from trtrun.configuration.device_lists import host_of, is_counts
-from trtrun.configuration.hub_cache import find_snapshot, read_hub_name
+from trtrun.configuration.model_paths import find_snapshot, read_hub_name
 from trtrun.configuration.topology import make_topology
-from trtrun.errors import ConfigError, PlacementError
+from trtrun.errors import ConfigError, PlacementError, TrtrunError
+
+Result = TypeVar("Result")
+
+
+def agree_on(make: Callable[[], Result], place: MpiRank | None) -> Result:
+    """Return what `make` makes, once all ranks agree that they could make it. Collective under mpirun.
+
+    Args:
+        make: raises a TrtrunError for what is wrong on this rank.
+        place: of this process among the ranks of mpirun.
+
+    Raises:
+        TrtrunError: what is wrong, in a process alone.
+        SystemExit: something is wrong on some rank, and rank 0 has told it.
+    """
+    if place is None or place.size == 1:
+        return make()
+    try:
+        result, problem = make(), None
+    except TrtrunError as error:
+        result, problem = None, str(error)
+    from mpi4py import MPI
+
+    problems = [text for text in all_gather_json(MPI.COMM_WORLD, problem) if text is not None]
+    if problems:
+        if place.rank == 0:
+            for text in problems:
+                print(f"trtrun: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        # The end of rank 0 ends the job; the others wait for it at the end of MPI.
+        raise SystemExit(ExitCode.REFUSED if place.rank == 0 else ExitCode.DONE)
+    assert result is not None
+    return result
+
 
 DEFAULT_HOST = "default"
 

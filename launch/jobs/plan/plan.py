@@ -36,7 +36,7 @@ from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
 from trtrun.loading.stored_report import describe_kept, describe_weights
 from trtrun.memory.spaces import describe_rings
-from trtrun.start.draft_translation import DraftTranslation
+from trtrun.start.job_spec import DraftTranslation
 from trtrun.weights.weight import Share
 
 UNKNOWN = "-"

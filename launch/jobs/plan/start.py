@@ -2,7 +2,7 @@
 elsewhere is called an estimate and names what was measured, and the rest is told as work, without seconds.
 
 It knows the order of a start (trtrun/start/startup.py). It does not know how bytes, graphs and marks are found
-(start_ranks.py, weight_files.py), or what anything takes on this machine.
+(start_ranks.py), or what anything takes on this machine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from rich.table import Table
 from launch.jobs.placement.memory import JobMemory
 from launch.jobs.plan import measured_starts as measured
 from launch.jobs.plan.measured_starts import Measured, Seconds
-from launch.jobs.plan.start_ranks import Kernels, RankStart, RankStarts, of_all
+from launch.jobs.plan.start_ranks import Kernels, ModelFiles, RankStart, RankStarts, inspect_files, of_all
 from launch.jobs.plan.start_work import describe_cpu_kernels, describe_weights, shorten_start
-from launch.jobs.plan.weight_files import ModelFiles, inspect_files
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.start.kept_pacing import KeptPacing
 from trtrun.start.kernels_ahead import count_processes
-from trtrun.start.policies import count_first_rounds
+from trtrun.start.policies import KeptPacing, count_first_rounds
 
 _MEASURED_ROUNDS = "measured rounds"
 _NO_TIME = (0.0, 0.0)

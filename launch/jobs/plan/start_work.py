@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from launch.jobs.placement.memory import JobMemory
-from launch.jobs.plan.start_ranks import Kernels, RankStart, RankStarts
-from launch.jobs.plan.weight_files import Disk, ModelFiles
+from launch.jobs.plan.start_ranks import Disk, Kernels, ModelFiles, RankStart, RankStarts
 from trtrun.kernels.cpu.machine import processor_kind
 from trtrun.kernels.cpu.object_cache import cache_folder
 from trtrun.kvcache.sizing import format_bytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.jobs.slurm.resources import SlurmResources
-from launch.jobs.slurm.script_body import PLAIN_BODY, draining_body
+from launch.jobs.slurm.script_parts import PLAIN_BODY, draining_body
 from launch.jobs.slurm.section import SlurmSection
 from trtrun.errors import ConfigError, shorten
 
@@ -210,7 +210,7 @@ def _command(job: BatchJob) -> Iterator[str]:
     """The command as an array of bash, an option a line."""
     before: list[str] = []
     if job.slurm.launcher == "srun" and job.resources.topology.world_size > 1:
-        from launch.jobs.slurm.srun import prepare_step, step_words
+        from launch.jobs.slurm.script_parts import prepare_step, step_words
 
         yield from prepare_step(job.resources)
         before = step_words(job.resources)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from launch.jobs.placement.allocation import MOST_HOSTS
-from trtrun.configuration.launch_config import Line, Lines, Number, Section
-from trtrun.configuration.section_check import check_section
+from trtrun.configuration.engine_sections import check_section
+from trtrun.configuration.process_sections import Line, Lines, Number, Section
 
 
 def _number_to_text(value: object) -> object:

@@ -38,7 +38,7 @@ from launch.serve.http.connections import HEAD_SECONDS, Connections
 from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
 from launch.serve.http.tls import TlsPort
 from trtrun import __version__
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 
 KEEP_ALIVE_SECONDS = 30

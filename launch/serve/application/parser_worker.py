@@ -19,7 +19,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from launch.jobs.mpi.parent_death import end_with_parent
+from launch.jobs.mpi.processes import end_with_parent
 from launch.serve.admission.refusals import Kind
 from launch.serve.application.request_parser import RequestParser, Result
 from launch.serve.parsing.messages import (

@@ -34,8 +34,8 @@ from launch.serve.parsing.parsers import Parsers
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.chat_template import ChatTemplate, read_chat_template
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.hub_cache import name_of_model
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.model_paths import name_of_model
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 from trtrun.loading.model_settings import sampling_defaults
 from trtrun.start.job_spec import JobSpec

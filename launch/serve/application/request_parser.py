@@ -42,12 +42,11 @@ from trtrun.tokens.text import Tokenizer
 
 Result = Read | Answered | Stops | Refused
 
-_CHATS: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Refusal]]] = {
-    "chat": (read_chat, lambda refusal: refusal),
+_TRANSLATED: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Refusal]]] = {
     "response": (read_response, in_words_of_responses),
     "message": (read_message, in_words_of_messages),
 }
-"""What reads each kind of request that is or becomes a chat, and what puts a refusal of the chat in its words."""
+"""What reads each kind of request that becomes a chat, and what puts a refusal of the chat in its words."""
 
 
 class RequestParser:
@@ -144,7 +143,9 @@ class RequestParser:
         if task.kind == "completion":
             call = read_completion(values, *names)
             return self._encode(task, self._asked_completion(call, lambda: task.most_tokens))
-        read, in_its_words = _CHATS[task.kind]
+        if task.kind == "chat":
+            return self._encode(task, self._parse_chat(read_chat(values, *names), task.most_tokens))
+        read, in_its_words = _TRANSLATED[task.kind]
         chat = read(values, *names)
         try:
             return self._encode(task, self._parse_chat(chat, task.most_tokens))

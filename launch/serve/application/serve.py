@@ -37,10 +37,9 @@ from launch.serve.frontend.coalescing import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
-from trtrun.configuration.drafting.speculation_section import SpeculationSection
-from trtrun.configuration.drafting.suffix_options import SuffixOptions
+from trtrun.configuration.drafting.speculation_section import SpeculationSection, SuffixOptions
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.garbage import leave_out_what_is
 from trtrun.loading.model_settings import describe_generation_defaults
 from trtrun.start.job_spec import JobSpec

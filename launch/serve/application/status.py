@@ -22,9 +22,9 @@ from launch.serve.frontend.frontend import Frontend
 from launch.serve.http.requests import Keys
 from parallel.topology import Role
 from trtrun import __version__
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.draft_trees import ChoiceTree
 from trtrun.configuration.drafting.text_methods import LookaheadSection
-from trtrun.configuration.hub_cache import name_of_model
+from trtrun.configuration.model_paths import name_of_model
 from trtrun.start.job_spec import JobSpec
 
 

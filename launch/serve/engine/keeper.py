@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from launch.exit_codes import ExitCode, FailedError
-from launch.jobs.mpi.parent_death import ending_with_parent
+from launch.jobs.mpi.processes import ending_with_parent
 from launch.jobs.mpi.supervise import GRACE_SECONDS
 from launch.serve.engine.messages import Beat, Standing
 from parallel.watchdog.heartbeat_server import PATIENCE_HEARTBEATS, heartbeat_interval

@@ -14,7 +14,7 @@ from launch.serve.admission.refusals import RETRY_SECONDS, Kind, Refusal, out_of
 from launch.serve.engine.adapters import AdapterChange
 from launch.serve.engine.messages import DropAdapter, LoadAdapter
 from launch.serve.frontend.frontend import Frontend
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.core.values import show_value
 from trtrun.errors import ConfigError, nearest, shorten_path
 from trtrun.lora.lora_config import CONFIG_FILE, WEIGHTS_FILE

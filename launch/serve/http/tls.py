@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError, one_line, wrap_errors
 
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"

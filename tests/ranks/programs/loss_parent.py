@@ -7,12 +7,11 @@ import sys
 
 from launch.jobs.mpi.library import choose_flavour
 from launch.jobs.mpi.mpirun import Launch, build_command, build_environment
-from launch.jobs.mpi.output_filter import OutputFilter
-from launch.jobs.mpi.rank_ends import RankEnds
+from launch.jobs.mpi.output_filter import OutputFilter, RankEnds
 from launch.jobs.mpi.start_progress import StartWatch
 from launch.jobs.mpi.supervise import supervise
 from parallel.topology import Topology
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 
 DRAFTS = int(os.environ.get("LOSS_DRAFTS", "1"))
 TOPOLOGY = Topology.from_devices([f"cpu:{index}" for index in range(DRAFTS)], [f"cpu:{DRAFTS}", f"cpu:{DRAFTS + 1}"])

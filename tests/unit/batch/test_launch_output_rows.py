@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.batch.complete import MOST_REFUSALS, Refusals
 from launch.batch.input import InputRows
-from launch.batch.messages import MOST_REFUSALS, Refusals
 from launch.batch.ordered import RowStream, TextPrinter, open_writer
 from launch.batch.rows import PromptRow, output_row, refused_row
 from trtrun.core.nouns import TokenLogprobs

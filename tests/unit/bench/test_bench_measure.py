@@ -9,8 +9,7 @@ import click
 import pytest
 
 from launch.batch.options import BenchOptions, Workload
-from launch.bench.case import Case
-from launch.bench.measure import Batch, Draws, _count_equal, _run_once
+from launch.bench.measure import Batch, Case, Draws, _count_equal, _run_once
 from launch.commands.bench import parse_workloads
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.timing.telemetry import RunStatistics

@@ -10,9 +10,8 @@ import click
 import pytest
 
 from launch.batch.input import InputRows
-from launch.commands.merge import merge
 from launch.commands.prompts import given_sampling
-from launch.commands.run import run
+from launch.commands.run import merge, run
 from trtrun.core.sampling_params import LOGITS_FIELDS, SamplingParams
 
 OPTIONS = (

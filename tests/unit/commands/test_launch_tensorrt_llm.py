@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from launch.compat.tensorrt_llm import build as tensorrt_llm_build
 from launch.compat.tensorrt_llm import convert as tensorrt_llm_convert
 from launch.compat.tensorrt_llm import quantize as tensorrt_llm_quantize
-from launch.compat.tensorrt_llm.pasted_words import mend_words, naming_options
+from launch.compat.tensorrt_llm.quoting_fixes import mend_words, naming_options
 from launch.compat.tensorrt_llm.run import (
     make_runtime_config,
     parse_arguments,

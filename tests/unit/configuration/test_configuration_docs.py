@@ -16,7 +16,7 @@ from make_configuration_docs import DOCS, SECTIONS, describe_keys, make_docs, sp
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
-from trtrun.configuration.launch_config import Number, Section
+from trtrun.configuration.process_sections import Number, Section
 
 
 def sections_below(section: type[Section]) -> Iterator[type[Section]]:

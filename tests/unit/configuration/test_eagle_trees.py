@@ -11,7 +11,7 @@ from eagle_heads import eagle
 from pipelines import configuration
 
 from parallel.topology import Role
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree, read_choices, read_eagle_choices
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, read_choices, read_eagle_choices
 from trtrun.errors import ConfigError
 
 

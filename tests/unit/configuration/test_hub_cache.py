@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from launch.jobs.placement.run_config import is_model_here, make_run_config
 from trtrun.configuration.config import RuntimeConfig, make_config, make_one_device_config
-from trtrun.configuration.hub_cache import HubName, name_of_model, read_hub_name
+from trtrun.configuration.model_paths import HubName, name_of_model, read_hub_name
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.weights.checkpoint import Checkpoint, NoWeightsError, read_json
 

@@ -12,7 +12,7 @@ from launch.cli import cli
 from launch.exit_codes import MEANINGS
 from launch.jobs.slurm.section import SlurmSection, check_slurm_section, read_slurm_section
 from trtrun.configuration.config import RuntimeConfig, load_config, make_config
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from medusa_heads import medusa
 from pipelines import configuration
 
 from trtrun.configuration.config import make_config
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree, named_choices, read_choices
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, named_choices, read_choices
 from trtrun.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from pipelines import make_llm, prompt_of
 from safetensors.torch import load_file, save_file
 
 from trtrun import SamplingParams
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree, read_choices
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, read_choices
 
 TREE = [[0], [1], [0, 0], [2], [2, 0], [0, 1], [2, 0, 1], [0, 0, 0]]
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33, 8)]

@@ -17,7 +17,7 @@ from pipelines import configuration, make_llm
 from quantized_checkpoints import FORMATS, edit_quantization, make_pair
 from safetensors.torch import load_file
 
-from launch.jobs.plan.weight_files import inspect_files
+from launch.jobs.plan.start_ranks import inspect_files
 from trtrun import tensors
 from trtrun.kernels.torch import fp8
 from trtrun.linear.quantization import QUANTIZATIONS
@@ -27,7 +27,7 @@ from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.loading import shard_bytes
 from trtrun.loading.stored_report import describe_stored
 from trtrun.models.config import read_model_config
-from trtrun.start.kinds_of_kernels import kinds_of_kernels
+from trtrun.start.kernels_ahead import kinds_of_kernels
 from trtrun.weights.model_files import hash_model_files
 from trtrun.weights.weight import HeldWeight, Share
 

@@ -15,9 +15,9 @@ import pytest
 from ports import lets_in
 
 from launch.jobs.mpi import host_ports
+from launch.jobs.mpi.host_folders import BYTES_A_RANK, has_room
 from launch.jobs.mpi.host_ports import HostPorts
-from launch.jobs.mpi.peers import user_of_peer
-from launch.jobs.mpi.shared_memory import BYTES_A_RANK, has_room
+from launch.jobs.mpi.processes import user_of_peer
 
 LISTENER = """
 import socket, sys

@@ -13,7 +13,7 @@ import launch.jobs.mpi.hosts
 from launch.jobs.mpi.flavours import FLAVOURS, MPICH, OPENMPI
 from launch.jobs.mpi.hosts import check_hosts, describe_host, is_placed, remote_hosts, uses_ssh
 from parallel.topology import Topology
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import PlacementError
 
 OWN = socket.gethostname()

@@ -17,7 +17,7 @@ from launch.jobs.mpi.mpirun import Launch, build_command, build_environment, fin
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.configuration.config import make_config
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 from trtrun.errors import ConfigError, PlacementError
 
 SETTINGS = (

@@ -19,7 +19,7 @@ PARENT = """
 import os, sys
 import launch.jobs.mpi.supervise
 from launch.jobs.mpi.output_filter import OutputFilter
-from launch.jobs.mpi.rank_ends import RankEnds
+from launch.jobs.mpi.output_filter import RankEnds
 from launch.jobs.mpi.start_progress import StartWatch
 from launch.jobs.mpi.supervise import supervise
 launch.jobs.mpi.supervise.DRAIN_GRACE_SECONDS = 0.1
@@ -244,7 +244,7 @@ def test_the_job_ends_when_its_parent_is_killed() -> None:
 
 def test_a_rank_that_does_not_call_mpi_ends_with_its_launcher() -> None:
     rank = (
-        "import time; from launch.jobs.mpi.parent_death import end_with_parent; end_with_parent();"
+        "import time; from launch.jobs.mpi.processes import end_with_parent; end_with_parent();"
         "print('up', flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen(

@@ -11,7 +11,7 @@ from launch.jobs.mpi.flavours import FLAVOURS
 from launch.jobs.mpi.hosts import may_be_elsewhere
 from launch.jobs.mpi.job import Job
 from trtrun.configuration.config import make_config
-from trtrun.configuration.launch_config import LaunchSection
+from trtrun.configuration.process_sections import LaunchSection
 
 
 def test_two_names_of_one_host_are_two_hosts_to_ranks() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.jobs.mpi.output_filter import OutputFilter
-from launch.jobs.mpi.rank_ends import RankEnd, RankEnds
+from launch.jobs.mpi.output_filter import OutputFilter, RankEnd, RankEnds
 
 HEAD = "[north:28205] [prterun-north-28205@0,0] "
 NAME = "[prterun-north-28205@1,2]"

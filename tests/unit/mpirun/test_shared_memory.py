@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.mpi.flavours import FLAVOURS
-from launch.jobs.mpi.shared_memory import own_shared_memory
+from launch.jobs.mpi.host_folders import own_shared_memory
 
 VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 
 HOLDER = """
 import sys
 from pathlib import Path
-from launch.jobs.mpi.shared_memory import own_shared_memory
+from launch.jobs.mpi.host_folders import own_shared_memory
 with own_shared_memory(sys.argv[1], {}, Path(sys.argv[2])) as added:
     Path(added[sys.argv[1]], "sm_segment.host.0.1").write_text("x")
     print(added[sys.argv[1]], flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.mpi.stale_folders import remove_folder_of, remove_stale_folders
+from launch.jobs.mpi.host_folders import remove_folder_of, remove_stale_folders
 
 
 @pytest.fixture

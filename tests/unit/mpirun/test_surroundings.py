@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from launch.jobs.mpi.host_folders import describe_lacks, has_loopback
 from launch.jobs.mpi.mpirun import build_environment
-from launch.jobs.mpi.surroundings import describe_lacks, has_loopback
 
 
 def test_a_sound_host_lacks_nothing(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_missing_loopback_interface_is_named(tmp_path: Path, monkeypatch: pyte
     def unreachable(probe: socket.socket, address: object) -> None:
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr("launch.jobs.mpi.surroundings.socket.socket.connect", unreachable)
+    monkeypatch.setattr("launch.jobs.mpi.host_folders.socket.socket.connect", unreachable)
     (line,) = describe_lacks({"TMPDIR": str(tmp_path)})
     assert line.endswith("ip link set lo up")
 

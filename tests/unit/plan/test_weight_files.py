@@ -10,7 +10,7 @@ import torch
 from checkpoints import make_checkpoint
 from pipelines import configuration
 
-from launch.jobs.plan.weight_files import Disk, cached_bytes, find_disk, inspect_files
+from launch.jobs.plan.start_ranks import Disk, cached_bytes, find_disk, inspect_files
 from parallel.transports.solo import SoloCommunicator
 from trtrun.loading.loading import load_model
 from trtrun.models.config import read_model_config

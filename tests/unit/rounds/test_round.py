@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fakes import FakeEngine, Rule, own_link
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.rounds.exchange.exchange import DeviceExchange

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trtrun.configuration.drafting.dynamic_tree import DynamicTree
+from trtrun.configuration.drafting.draft_trees import DynamicTree
 from trtrun.speculation.growing_trees import DynamicGrowth, Given, Ranked
 
 Way = tuple[int, ...]

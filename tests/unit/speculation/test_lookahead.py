@@ -18,7 +18,7 @@ from mixed_rows import PROMPTS, mixed_sampling
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.configuration.drafting.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
+from trtrun.configuration.drafting.draft_trees import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
 from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Step
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.sampling.row_sampling import RowSampling

@@ -28,7 +28,7 @@ from trtrun.memory.memory_requirements import round_shape
 from trtrun.speculation.drafters.translated_model import TranslatedDrafter
 from trtrun.speculation.translated_rows import TranslatedRows
 from trtrun.start import engine_maker
-from trtrun.start.graph_counts import count_graphs
+from trtrun.start.engine_maker import count_graphs
 from trtrun.start.job_spec import JobSpec
 from trtrun.start.startup import RankStartup
 from trtrun.tokens.translation import read_vocabularies

@@ -22,7 +22,7 @@ from trtrun.errors import ConfigError
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.speculation.pacing import Pacer
-from trtrun.start import rehearsed_rounds
+from trtrun.start import warm_up_rounds as rehearsed_rounds
 from trtrun.timing.spans import RankSpans
 from trtrun.wire.reports import RoundReport
 

@@ -18,7 +18,7 @@ from suffixes_by_hand import expected_paths, rules, texts_of
 
 from launch.jobs.placement.memory import JobMemory
 from trtrun import SamplingParams
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RowAdmission
 from trtrun.errors import ConfigError

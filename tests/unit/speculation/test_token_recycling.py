@@ -18,8 +18,7 @@ from mixed_rows import PROMPTS, mixed_sampling
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
-from trtrun.configuration.drafting.recycling_trees import recycling_tree
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, recycling_tree
 from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Step, Verdict
 from trtrun.errors import ConfigError
 from trtrun.sampling.row_sampling import RowSampling

@@ -11,7 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 from engines import build_engine
 
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.start import engine_caches
 from trtrun.start.engine_caches import VARIABLE, EngineCache, copy_missing, find_cache, kernels_folder
 

@@ -36,8 +36,7 @@ from trtrun.sampling.distributions import _KINDS, NUM_KINDS, KeyedRanks
 from trtrun.sampling.filters import likeliest
 from trtrun.speculation.drafters import DRAFTERS, DrafterContext
 from trtrun.start import engine_maker
-from trtrun.start.engine_maker import EngineMaker, LoadedEngine
-from trtrun.start.graph_counts import count_graphs
+from trtrun.start.engine_maker import EngineMaker, LoadedEngine, count_graphs
 from trtrun.start.job_spec import JobSpec
 from trtrun.start.startup import RankStartup
 

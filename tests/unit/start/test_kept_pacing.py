@@ -16,8 +16,10 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.round_costs import RoundCosts
-from trtrun.start import kept_pacing, policies, rehearsed_rounds
-from trtrun.start.kept_pacing import KeptPacing
+from trtrun.start import policies
+from trtrun.start import policies as kept_pacing
+from trtrun.start import warm_up_rounds as rehearsed_rounds
+from trtrun.start.policies import KeptPacing
 
 COSTS = RoundCosts({1: {0: 0.5, 4: 0.75}, 16: {0: 1.0, 1: 1.5}})
 RECORD = DraftRecord((4.0, 2.0), (3.0, 1.0), 1.5, True)

@@ -14,7 +14,8 @@ from trtrun import SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.start import policies, rehearsed_rounds
+from trtrun.start import policies
+from trtrun.start import warm_up_rounds as rehearsed_rounds
 from trtrun.start.policies import count_first_rounds
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -10,17 +10,16 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from trtrun.configuration.drafting.dynamic_tree import DynamicTree
-from trtrun.configuration.drafting.medusa_choices import (
+from trtrun.configuration.drafting.draft_trees import (
     MOST_NODES,
     Choice,
     ChoiceTree,
+    DynamicTree,
     read_choices,
     read_eagle_choices,
 )
-from trtrun.configuration.drafting.speculation_section import DraftSize, OnOrOff, SpeculationSection
-from trtrun.configuration.drafting.suffix_options import HybridOptions
-from trtrun.configuration.launch_config import Number
+from trtrun.configuration.drafting.speculation_section import DraftSize, HybridOptions, OnOrOff, SpeculationSection
+from trtrun.configuration.process_sections import Number
 
 MAX_TOPK = 32
 

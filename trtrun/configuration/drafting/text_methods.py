@@ -10,12 +10,21 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from trtrun.configuration.drafting.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes, read_sizes
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
-from trtrun.configuration.drafting.recycling_trees import recycling_tree
-from trtrun.configuration.drafting.speculation_section import DraftSize, MatchRule, SpeculationSection
-from trtrun.configuration.drafting.suffix_options import MAX_DRAFT_LEN, SuffixOptions
-from trtrun.configuration.launch_config import FilePath, Number
+from trtrun.configuration.drafting.draft_trees import (
+    LOOKAHEAD_ROUNDS_KEPT,
+    ChoiceTree,
+    LookaheadSizes,
+    read_sizes,
+    recycling_tree,
+)
+from trtrun.configuration.drafting.speculation_section import (
+    MAX_DRAFT_LEN,
+    DraftSize,
+    MatchRule,
+    SpeculationSection,
+    SuffixOptions,
+)
+from trtrun.configuration.process_sections import FilePath, Number
 
 MAX_LOOKUP = 32
 MAX_PATHS = 32

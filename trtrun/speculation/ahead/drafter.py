@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.speculation.ahead.chains import Chains, MaskedChains

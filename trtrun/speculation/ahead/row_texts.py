@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.suffixes.search import SuffixSearch
 from trtrun.tensors import inference

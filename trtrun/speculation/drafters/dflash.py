@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trtrun.configuration.drafting.head_methods import DFlashSection
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream

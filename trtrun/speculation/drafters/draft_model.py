@@ -20,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from trtrun.configuration.drafting.drafting_methods import DraftModelSection
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.masks import Walk
 from trtrun.guiding.row_guides import RowGuides

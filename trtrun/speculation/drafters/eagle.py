@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trtrun.configuration.drafting.dynamic_tree import DynamicTree
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, DynamicTree
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import KeyedRanks, distributions_of

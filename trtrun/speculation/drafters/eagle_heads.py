@@ -5,9 +5,8 @@ This module knows which drafter a rank needs. It does not know how any of them d
 
 from __future__ import annotations
 
-from trtrun.configuration.drafting.dynamic_tree import DynamicTree
+from trtrun.configuration.drafting.draft_trees import ChoiceTree, DynamicTree
 from trtrun.configuration.drafting.head_methods import EagleSection
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
 from trtrun.errors import ConfigError
 from trtrun.speculation.ahead.heads import AheadEagleDrafter
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext

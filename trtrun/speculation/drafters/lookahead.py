@@ -3,7 +3,7 @@
 Beside the draft the target computes a window of guesses of what comes further on, each from guesses of the round before
 (Jacobi iteration). A guess that went through N - 1 rounds ends an n-gram; a pool of them, the row's own, proposes what
 may follow the row's newest token, and so does the row's text. It needs no model. The window is part of the draft tree,
-whose shape trtrun.configuration.drafting.lookahead_windows has: a guess that is right at its place is kept like any
+whose shape trtrun.configuration.drafting.draft_trees has: a guess that is right at its place is kept like any
 draft token.
 
 Guesses are what the target would choose at their places, with a row's own random numbers: texts of a seed are a
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from trtrun.configuration.drafting.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
+from trtrun.configuration.drafting.draft_trees import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.sampling.distributions import distributions_of

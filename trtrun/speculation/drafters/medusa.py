@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trtrun.configuration.drafting.draft_trees import ChoiceTree
 from trtrun.configuration.drafting.head_methods import MedusaSection
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
 from trtrun.guiding.row_guides import RowGuides

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trtrun.configuration.drafting.medusa_choices import ChoiceTree
+from trtrun.configuration.drafting.draft_trees import ChoiceTree
 from trtrun.configuration.drafting.text_methods import TokenRecyclingSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.errors import ConfigError

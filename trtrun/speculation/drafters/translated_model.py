@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from trtrun.configuration.drafting.suffix_options import HybridOptions
+from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.sampling.distributions import distributions_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trtrun.configuration.drafting.suffix_options import SuffixOptions
+from trtrun.configuration.drafting.speculation_section import SuffixOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.speculation.found_paths import Continuations
 from trtrun.speculation.protocols import Texts

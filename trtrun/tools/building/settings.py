@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, Limits, was_built
-from trtrun.configuration.round_sections import MOST_ROWS, MOST_TOKENS
+from trtrun.configuration.engine_sections import MOST_ROWS, MOST_TOKENS
 from trtrun.errors import ConfigError, nearest, shorten_path
 from trtrun.tools.conversion import staged_output
 from trtrun.tools.conversion.staged_output import is_unfinished, staged

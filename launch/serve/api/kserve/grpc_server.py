@@ -21,7 +21,7 @@ from launch.serve.admission.limits import PARSED_IN_LOOP_BYTES
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.http.connections import HEAD_SECONDS
 from launch.serve.metrics import FrontendMetrics
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 
 MESSAGE_OVERHEAD = 1 << 12

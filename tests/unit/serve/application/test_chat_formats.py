@@ -9,7 +9,7 @@ import pytest
 
 from launch.serve.application.parts import _formats, _say_unseen_tools
 from trtrun.chats.chat_template import ChatTemplate
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 
 UNKNOWN = "{{ tools | tojson }}{{ messages }}"

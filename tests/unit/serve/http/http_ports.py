@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from launch.serve.application.http_server import HttpServer, listen
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -25,7 +25,7 @@ from launch.serve.application.http_server import HttpServer, listen, make_applic
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 
 MOST, TOGETHER = 300_000, 500_000

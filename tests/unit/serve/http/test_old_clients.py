@@ -17,7 +17,7 @@ from starlette.routing import Route
 from launch.serve.application.http_server import HttpServer, listen
 from launch.serve.http.old_clients import CONTINUE
 from launch.serve.http.requests import unless_gone
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

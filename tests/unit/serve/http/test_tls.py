@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.serve.http.tls import check_tls
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl: install the package openssl")

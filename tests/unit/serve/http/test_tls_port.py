@@ -21,7 +21,7 @@ from launch.serve.application.http_server import HttpServer, listen
 from launch.serve.http import connections
 from launch.serve.http import tls as tls_port
 from launch.serve.http.tls import TlsPort
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl: install the package openssl")
 

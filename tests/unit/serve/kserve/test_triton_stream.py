@@ -22,7 +22,7 @@ from launch.serve.api.kserve.requests import InferResponse
 from launch.serve.api.kserve.service import NOTHING, Begun, Places
 from launch.serve.http.bodies import Bodies
 from launch.serve.metrics import FrontendMetrics
-from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.process_sections import ServerSection
 
 
 class Work:

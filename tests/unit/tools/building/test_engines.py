@@ -17,12 +17,12 @@ from quantized_checkpoints import FORMATS, make_pair
 from safetensors import safe_open
 from tensorrt_llm_checkpoints import write_ranks
 
-from launch.jobs.plan.weight_files import inspect_files
+from launch.jobs.plan.start_ranks import inspect_files
 from parallel.transports.solo import SoloCommunicator
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.configuration.engine_directory import read_engine
-from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.engine_sections import ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.stored.layout import StoredLinear

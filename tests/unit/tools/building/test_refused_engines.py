@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint
 from engines import build_engine
 from paged import PagedModel
 
-from launch.commands.build import BuildOptions, run_build
+from launch.commands.write_models import BuildOptions, run_build
 from launch.jobs.check.preflight import check_job
 from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.engine_directory import Limits, read_engine

@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from quantized_checkpoints import edit_tensors
 from safetensors.torch import load_file, save_file
 
-from launch.commands.convert import ConvertOptions, run_conversion
+from launch.commands.write_models import ConvertOptions, run_conversion
 from parallel.errors import ParallelError
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.models.config import read_model_config

@@ -16,7 +16,7 @@ from training_runs import MASK, make_method, rows_of
 
 from launch.commands.train_drafter import train_drafter, train_options
 from launch.train.checks import check_output, find_start
-from launch.train.options import TrainOptions
+from launch.train.job import TrainOptions
 from trtrun.configuration.config import make_config
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.tools.training.curves import draw_curves, figure_of

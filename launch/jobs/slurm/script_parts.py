@@ -1,15 +1,15 @@
-"""Starting the ranks by srun instead of mpirun: where each one goes, and in which environment.
-
-It makes lines of a batch script. It does not start anything. Only an MPI library that speaks one of srun's protocols
-brings ranks together that srun has started; each rank checks that (`run_config.check_started_together`).
+"""Parts of a batch script: how srun starts the ranks, and the bash that runs the command, passes signals to it and
+keeps its status.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Iterator
 
+from launch.exit_codes import ExitCode, status_of_signal
 from launch.jobs.mpi.flavours import When
 from launch.jobs.mpi.library import choose_flavour
 from launch.jobs.slurm.resources import SlurmResources
@@ -76,3 +76,80 @@ def step_words(resources: SlurmResources) -> list[str]:
     if resources.cpus_per_task is not None:
         words.append(f"--cpus-per-task={resources.cpus_per_task}")
     return [*words, "--cpu-bind=none", "--kill-on-bad-exit=1", "--overcommit"]
+
+
+MOST_IDLE_STARTS = 3
+"""A job that finishes nothing in one of its first starts is requeued all the same: the warning may have come early.
+Later on it is not, because what it does most likely does not fit into the time limit, and it would start for ever."""
+
+PLAIN_BODY = """\
+# A signal ends the command. It also ends the first `wait`, and the second one takes the command's status.
+"${job[@]}" &
+child=$!
+trap 'kill -s TERM "$child"' TERM
+wait "$child" || wait "$child"\
+"""
+
+_DRAINING_BODY = """\
+# USR1 is Slurm's warning before the time limit, TERM comes from `trtrun cancel`. Either makes the command drain: it
+# begins nothing more, what is in flight has {drain_seconds:g} s, and where something is left the status is {drained}.
+child='' heard='' again=yes
+hear() {{
+    heard=$1 again=yes
+    [[ -z $child ]] || kill -s USR1 "$child"
+}}
+trap 'hear USR1' USR1
+trap 'hear TERM' TERM
+{count_before}
+"${{job[@]}}" &
+child=$!
+[[ -z $heard ]] || kill -s USR1 "$child"
+while [[ $again ]]; do # a signal ends `wait` before the command has ended
+    again=''
+    wait "$child"
+    status=$?
+done
+child=''
+[[ $status != {unheard} ]] || status={drained} # the signal came before the command could hear it: nothing had begun
+{requeue}\
+exit "$status"\
+"""
+
+_COUNT_BEFORE = """
+# {what} that are done: each is a line.
+count_done() {{ cat {counted} 2>/dev/null | wc -l; }}
+before=$(count_done)
+"""
+
+_REQUEUE = """
+if [[ $status == {drained} && $heard == USR1 ]]; then
+    if (( $(count_done) > before || ${{SLURM_RESTART_COUNT:-0}} < {most_idle_starts} )); then
+        echo "trtrun: the job goes back into the queue, for the {what} that are left"
+        scontrol requeue "$SLURM_JOB_ID" # Slurm ends this script
+    else
+        echo "trtrun: no {what} were finished, nor would many be in the next start: not requeued; ask for more time"
+    fi
+fi
+"""
+
+
+def draining_body(drain_seconds: float, counted: str | None = None, what: str = "rows") -> str:
+    """Run the command `job` so that a signal drains it.
+
+    Args:
+        drain_seconds: that rows in flight have.
+        counted: put the job back into the queue when Slurm's warning has drained it, as long as it gets on: by the
+            lines of this file, quoted for bash. None: never.
+        what: its lines stand for.
+    """
+    drained, count_before, requeue = int(ExitCode.DRAINED), "", ""
+    if counted is not None:
+        count_before = _COUNT_BEFORE.format(counted=counted, what=what.capitalize())
+        requeue = _REQUEUE.format(drained=drained, what=what, most_idle_starts=MOST_IDLE_STARTS)
+    return _DRAINING_BODY.format(
+        drain_seconds=drain_seconds,
+        drained=drained,
+        unheard=status_of_signal(signal.SIGUSR1),
+        count_before=count_before,
+        requeue=requeue,
+    )

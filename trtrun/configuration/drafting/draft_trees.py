@@ -1,21 +1,44 @@
-"""Which tokens of Medusa's heads, or of an EAGLE head, make a draft tree: trees that a user names or lists, as paths of
-ranks from the root.
-
-A path [0, 1] is a node: what follows the likeliest token is the second likeliest of the second head, or behind that
-token. Every prefix of a path is a node, too. The named sets are data of the reference implementations
-(github.com/FasterDecoding/Medusa, commit e2a5d20, medusa/model/medusa_choices.py, Cai et al. 2024, arXiv:2401.10774;
-github.com/SafeAILab/EAGLE, commit 08dc06c, eagle/model/choices.py, Li et al. 2024, arXiv:2401.15077; both Apache-2.0),
-whose lists TensorRT-LLM takes as `medusa_choices` and `eagle_choices`. It knows numbers. It does not know heads.
-"""
+"""Shapes of draft trees, by the options of the methods that have them: choices, dynamic trees, lookahead windows."""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from trtrun.errors import nearest, shorten
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Bounds of a dynamic draft tree.
+
+    Attributes:
+        top_k: nodes of each depth that are continued, and continuations of each that are looked at; 2 or more.
+        most_nodes: that are kept of all.
+        most_depth: of the tree that has so many.
+    """
+
+    top_k: int
+    most_nodes: int
+    most_depth: int
+
+    def num_candidates(self, depth: int) -> int:
+        """Nodes that are met on the way to a tree so deep."""
+        return self.top_k + (depth - 1) * self.top_k**2
+
+    def num_nodes(self, depth: int) -> int:
+        """Nodes of a tree so deep, always as many: of a tree that pacing has made less deep as many for each depth."""
+        return min(-(-self.most_nodes * depth // self.most_depth), self.num_candidates(depth))
+
+    def num_paths(self, depth: int) -> int:
+        """Paths from the root to a leaf, at most: that many nodes need some that are continued, which are no leaves."""
+        nodes = self.num_nodes(depth)
+        return nodes - (-(-nodes // self.top_k) - 1)
+
 
 Choice = tuple[int, ...]
 
@@ -175,3 +198,125 @@ def _read_choice(path: object) -> Choice:
     if len(path) > MOST_DEPTH:
         raise ValueError(f"has a path of {len(path)} ranks: {MOST_DEPTH} at most follow one another")
     return tuple(path)
+
+
+LOOKAHEAD_ROUNDS_KEPT = 128
+"""Rounds whose n-grams a row's pool has."""
+
+LEAST_SIZES = (2, 2, 1)
+MOST_SIZES = (32, 16, 32)
+
+
+class LookaheadSizes(NamedTuple):
+    """As TensorRT-LLM has them.
+
+    Attributes:
+        window: W, columns.
+        ngram: N, tokens of an n-gram.
+        verified: G, n-grams that are verified at once, the verification set.
+    """
+
+    window: int
+    ngram: int
+    verified: int
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node: the last level of the last column, or the end of an n-gram."""
+        return self.window + self.ngram - 3
+
+    def lowered(self, own: Sequence[int]) -> LookaheadSizes:
+        """A request's own where it has them, none of them more than these."""
+        return LookaheadSizes(*map(min, own, self)) if own else self
+
+    def tree(self, draft_len: int) -> LookaheadTree:
+        """The nodes that are at most `draft_len` deep, 1 or more: columns that do not fit are left out whole."""
+        return LookaheadTree(self, min(max(draft_len - self.ngram + 3, 0), self.window), min(self.ngram - 1, draft_len))
+
+
+class _Tree(NamedTuple):
+    sizes: LookaheadSizes
+    columns: int
+    followed: int
+
+
+class LookaheadTree(_Tree):
+    """The nodes of the draft of a row: first those of the window, column by column, then those of n-grams.
+
+    Attributes:
+        sizes: of the whole.
+        columns: of the window that there are.
+        followed: tokens of each n-gram behind the row's newest.
+    """
+
+    @property
+    def num_window_nodes(self) -> int:
+        """The row's newest token is none of them."""
+        return max(0, self.columns * (self.sizes.ngram - 1) - 1)
+
+    @property
+    def num_nodes(self) -> int:
+        """Of window and n-grams."""
+        return self.num_window_nodes + self.sizes.verified * self.followed
+
+    def place(self, column: int, level: int) -> int:
+        """Of a guess among the nodes; -1 for the row's newest token."""
+        return column * (self.sizes.ngram - 1) + level - 1
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """Nodes along each path from the root to a leaf."""
+        levels, found = range(1, self.sizes.ngram - 1), []
+        # With one level the columns are one path.
+        for column in range(self.columns) if levels else range(self.columns - 1, self.columns):
+            first = [self.place(before, 0) for before in range(1, column + 1)]
+            found.append(first + [self.place(column, level) for level in levels])
+        starts = range(self.num_window_nodes, self.num_nodes, self.followed)
+        return [path for path in found if path] + [list(range(start, start + self.followed)) for start in starts]
+
+
+def read_sizes(value: object) -> LookaheadSizes:
+    """[W, N, G] as TensorRT-LLM writes them.
+
+    Raises:
+        ValueError: it is something else, or out of bounds.
+    """
+    if not isinstance(value, list | tuple) or len(value) != 3 or any(type(one) is not int for one in value):
+        raise ValueError("must be [window size, n-gram size, verification set size], such as [4, 3, 4]")
+    numbers: Sequence[int] = value
+    names = ("the window size", "the n-gram size", "the verification set size")
+    for name, number, least, most in zip(names, numbers, LEAST_SIZES, MOST_SIZES, strict=True):
+        if not least <= number <= most:
+            raise ValueError(f"{name} is {number}: set it to {least} to {most}")
+    return LookaheadSizes(*numbers)
+
+
+_RIGHT = (0.39, 0.083, 0.044, 0.033, 0.019, 0.018, 0.014, 0.009)
+"""How often the successor of each rank was right where its parent was, as measured on the shipped target, half of it
+greedy and half at temperature 0.7."""
+
+
+def _chance(rank: int) -> float:
+    """Ranks behind those that were measured fall on as the last ones do."""
+    return _RIGHT[rank] if rank < len(_RIGHT) else _RIGHT[-1] * len(_RIGHT) / (rank + 1)
+
+
+@cache
+def recycling_tree(depth: int, num_ranks: int, num_nodes: int) -> ChoiceTree:
+    """The tree of the likeliest nodes, one path of which is `depth` deep.
+
+    Args:
+        depth: of the deepest node.
+        num_ranks: successors of a token that there are.
+        num_nodes: at least `depth`; fewer where there are no more.
+    """
+    nodes = {(0,) * length for length in range(1, depth + 1)}
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-_chance(rank), (rank,)) for rank in range(num_ranks)]
+    heapq.heapify(waiting)
+    while waiting and len(nodes) < num_nodes:
+        chance, node = heapq.heappop(waiting)
+        nodes.add(node)
+        if len(node) < depth:
+            for rank in range(num_ranks):
+                heapq.heappush(waiting, (chance * _chance(rank), (*node, rank)))
+    return ChoiceTree.of(sorted(nodes))

@@ -1,17 +1,17 @@
-"""Heads on one rank: beside the target's share, or on a rank of their own, with what they need of the target's weights.
-
-It knows the configuration, plans of heads and bytes. It does not know engines, or how rounds run.
-"""
+"""What a rank loads beside its engines: LoRA adapters, a corpus that texts are looked up in, and heads that draft."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 
 from parallel.communicator import Communicator
 from parallel.groups import Groups
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting.text_methods import SuffixSection
+from trtrun.errors import CheckpointError, ConfigError, TrtrunError, wrap_errors
 from trtrun.heads.heads import HEADS_FILES, HeadsPlan, HeadsTarget
 from trtrun.kvcache.sizing import SlotMemory
 from trtrun.loading.loading import (
@@ -22,10 +22,97 @@ from trtrun.loading.loading import (
     load_heads,
 )
 from trtrun.loading.model_settings import JobModels
+from trtrun.lora.lora_config import hash_adapter_files
+from trtrun.lora.lora_loading import load_adapter
 from trtrun.memory.memory_requirements import head_working_bytes, kv_bytes_per_block, resolve_dtype
 from trtrun.models.config import ModelConfig
+from trtrun.models.decoder import CausalLM
+from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.start.job_spec import JobSpec
+from trtrun.tokens.corpus import read_corpus
 from trtrun.weights.model_files import hash_model_files
+
+
+def load_adapters(config: RuntimeConfig, role: str, model: CausalLM) -> None:
+    """Fill the slots of a rank's layers, which draft and target number alike.
+
+    Raises:
+        CheckpointError: one of them is damaged, not supported or not for this model; the line names it.
+    """
+    key, paths = ("adapters", config.adapters) if role == "target" else ("draft_adapters", config.draft_adapters)
+    for slot, name in enumerate(config.adapters, start=1):
+        if name not in paths:
+            continue
+        try:
+            load_adapter(model, slot, paths[name])
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}.{name}: {error}") from None
+
+
+def adapter_hashes(config: RuntimeConfig) -> list[str]:
+    """Tell the files of each adapter from others, and its name."""
+    paths = [*config.adapters.items(), *config.draft_adapters.items()]
+    return [f"{name}={hash_adapter_files(path)}" for name, path in paths]
+
+
+_READS = 0
+"""Of the group the rank that reads the file: ranks with other texts would propose other tokens, and part for ever."""
+
+
+def corpus_bytes(config: RuntimeConfig) -> int:
+    """Upper bound of what the corpus takes on each rank of the target; 0 without one."""
+    section = config.speculation
+    if not isinstance(section, SuffixSection) or section.suffix_corpus is None:
+        return 0
+    # A token is a byte of a file or more, but for those that a tokenizer puts in front of a text.
+    with wrap_errors(f"speculation.suffix_corpus: {section.suffix_corpus}", ConfigError):
+        most = min(section.suffix_corpus_max_tokens, 2 * section.suffix_corpus.stat().st_size)
+    return bytes_of_corpus(most, section.suffix_decoding_max_tree_depth)
+
+
+def load_corpus(
+    config: RuntimeConfig, vocab_size: int, communicator: Communicator, device: torch.device
+) -> SortedCorpus | None:
+    """The corpus on this rank's device; None where the configuration names none, or the start has failed on the rank
+    that reads it. Collective over the target's group.
+
+    Raises:
+        ConfigError: its file cannot be used; on the rank that reads it.
+    """
+    section = config.speculation
+    if not isinstance(section, SuffixSection) or section.suffix_corpus is None:
+        return None
+    most, tokenizer = section.suffix_decoding_max_tree_depth, config.tokenizer or config.target.model
+    tokens = order = numpy.empty(0, numpy.int32)
+    failure: TrtrunError | None = None
+    if communicator.rank == _READS:
+        try:
+            tokens = read_corpus(section.suffix_corpus, tokenizer, vocab_size, section.suffix_corpus_max_tokens)
+            sorted_places, num_places = sort_places(torch.from_numpy(tokens), most)
+            order = sorted_places[: int(num_places)].numpy()
+            if not len(order):
+                where = f"speculation.suffix_corpus: {section.suffix_corpus}"
+                raise ConfigError(f"{where} holds no text of two tokens or more")
+        except TrtrunError as error:
+            failure = error
+    # The others wait for what was read, and are told where nothing comes. What is wrong is the reader's to say.
+    shared = [_share(None if failure else values, communicator, device) for values in (tokens, order)]
+    if failure is not None:
+        raise failure
+    of_tokens, of_order = shared
+    return None if of_tokens is None or of_order is None else SortedCorpus(of_tokens, of_order, most)
+
+
+def _share(values: numpy.ndarray | None, communicator: Communicator, device: torch.device) -> torch.Tensor | None:
+    """What the rank that reads has, on all of them: [n] int32; None where that is None."""
+    own = None if values is None else torch.from_numpy(values).to(device)
+    if communicator.size == 1:
+        return own
+    count = int(communicator.broadcast(torch.tensor([-1 if own is None else len(own)], device=device), _READS))
+    if count < 0:
+        return None
+    place = own if own is not None and len(own) == count else torch.empty(count, dtype=torch.int32, device=device)
+    return communicator.broadcast(place, _READS)
 
 
 def demand_apart(config: RuntimeConfig, models: JobModels, plan: HeadsPlan, device: torch.device) -> SlotMemory:
