@@ -146,7 +146,7 @@ class Keys:
 
     def check(self, request: Request) -> None:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
-        clients send it, `x-api-key: KEY`; and note whose it is (`admission.owners`)."""
+        clients send it, `x-api-key: KEY`; and note whose it is (`admission.control`)."""
         if not self._digests:
             OWNER.set(owner_of_address(request.client.host if request.client is not None else ""))
             return
