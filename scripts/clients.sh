@@ -15,4 +15,4 @@ if [[ -z "$python" ]]; then
     python="$PWD/.venv/bin/python"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" scripts/run_clients.py "$@"
+exec "$python" scripts/clients/run_clients.py "$@"

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from served.questions import Question
+from scripts.served.questions import Question
 
 
 class Verdict(StrEnum):

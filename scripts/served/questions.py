@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from served.processes import ROOT
-from served.server import TrialError
+from scripts.served.processes import ROOT
+from scripts.served.server import TrialError
 from trtrun.configuration.model_paths import ASSETS
 
 _REFERENCE_SECONDS = 900.0

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from served.processes import all_processes, environment_of, is_alive, rank_of, server_environment, words_of
-from served.said import read_addresses, read_metrics
+from scripts.served.processes import all_processes, environment_of, is_alive, rank_of, server_environment, words_of
+from scripts.served.said import read_addresses, read_metrics
 from trtrun.configuration.model_paths import ASSETS
 
 T = TypeVar("T")

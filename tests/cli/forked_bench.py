@@ -1,4 +1,4 @@
-"""scripts/bench_gpu.py whose commands are forked from a process that has imported torch; see forked_commands.py.
+"""scripts/bench/bench_gpu.py whose commands are forked from a process that has imported torch; see forked_commands.py.
 
     python forked_bench.py DESCRIPTOR ARGUMENT…
 
@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "scripts")]
+sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 from forked_commands import ForkedPrograms
-from gpu_bench import children
+
+from scripts.bench.gpu_bench import children
 
 
 def fork_commands(descriptor: int, set_attribute: Callable[[object, str, object], None] = setattr) -> None:
@@ -26,7 +27,7 @@ def fork_commands(descriptor: int, set_attribute: Callable[[object, str, object]
 
 def main() -> int:
     """Run the benchmark; returns its exit status."""
-    import bench_gpu
+    from scripts.bench import bench_gpu
 
     fork_commands(int(sys.argv.pop(1)))
     return bench_gpu.main()

@@ -1,4 +1,4 @@
-"""scripts/bench_gpu.py with tiny models on CPU slots: parts, refusals, what fails, and what is left out."""
+"""scripts/bench/bench_gpu.py with tiny models on CPU slots: parts, refusals, what fails, and what is left out."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from forked_bench import fork_commands
 from forked_commands import ForkedCommands, ranks_below
 from test_cli_peer import peer_python
 
-sys.path.append(str(ROOT / "scripts"))
-from gpu_bench import workbench
-from gpu_bench.parts import list_parts
-from gpu_bench.placement_parts import _add_sums
-from gpu_bench.placements import PLACEMENTS, find_apart
-from gpu_bench.rank_loss import play_seed_command
-from gpu_bench.start_parts import PROCESSES
-from gpu_bench.tables import Table, show
-from gpu_bench.workbench import Options, Workbench
+sys.path.append(str(ROOT))
+from scripts.bench.gpu_bench import workbench
+from scripts.bench.gpu_bench.parts import list_parts
+from scripts.bench.gpu_bench.placement_parts import _add_sums
+from scripts.bench.gpu_bench.placements import PLACEMENTS, find_apart
+from scripts.bench.gpu_bench.rank_loss import play_seed_command
+from scripts.bench.gpu_bench.start_parts import PROCESSES
+from scripts.bench.gpu_bench.tables import Table, show
+from scripts.bench.gpu_bench.workbench import Options, Workbench
 
 FORKED_BENCH = Path(__file__).parent / "forked_bench.py"
-WORDS = [sys.executable, str(ROOT / "scripts" / "bench_gpu.py")]
+WORDS = [sys.executable, str(ROOT / "scripts" / "bench" / "bench_gpu.py")]
 CPU = ("--devices", "cpu", "--time-limit", 900)
 PARTS = (
     "card", "check:draft1-target1", "8b:target2-draft-beside", "8b:draft1-target1", "kill-draft", "kill-target",

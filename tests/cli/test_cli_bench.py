@@ -225,7 +225,7 @@ def test_a_trace_of_one_process_has_its_two_roles_and_can_be_drawn(
         start, end = waiting[event["args"]["round"]]
         assert start <= ends(event)[0] and ends(event)[1] <= end, "one process does a round when it waits for it"
 
-    words = [sys.executable, str(ROOT / "scripts" / "draw_trace.py"), str(file), str(drawing), "--run", "0"]
+    words = [sys.executable, str(ROOT / "scripts" / "bench" / "draw_trace.py"), str(file), str(drawing), "--run", "0"]
     done = subprocess.run([*words, "--rounds", "3"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     said = [title.text or "" for title in ElementTree.parse(drawing).iter("{http://www.w3.org/2000/svg}title")]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_text_of_a_tree_is_plain_decodings() -> None:
-    command = [sys.executable, "scripts/tree_texts.py", "--rows", "4", "--max-tokens", "16"]
+    command = [sys.executable, "scripts/pair/tree_texts.py", "--rows", "4", "--max-tokens", "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

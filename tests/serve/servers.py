@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import httpx
 from forked_commands import ForkedProcess, forked_words, ranks_below, running_processes, shared_commands
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from served.processes import ROOT, server_environment, words_of
-from served.said import is_idle, read_addresses, read_metrics
+from scripts.served.processes import ROOT, server_environment, words_of
+from scripts.served.said import is_idle, read_addresses, read_metrics
 
 T = TypeVar("T")
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served.processes import is_alive
 from servers import ONE_PROCESS, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
+from scripts.served.processes import is_alive
 from trtrun import LLM, SamplingParams
 
 pytestmark = pytest.mark.timeout(400)

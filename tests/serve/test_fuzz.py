@@ -1,5 +1,5 @@
 """Requests and calls that nobody should send: each gets what it asks for, or one line, and afterwards the server gives
-the same tokens; scripts/serve_fuzz.py sends many more."""
+the same tokens; scripts/soak/serve_fuzz.py sends many more."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from served.fuzz import try_endpoint, try_method
-from served.odd_calls import (
+from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
+from triton_clients import GREEDY, PROMPT, connected, expected, inputs_of, of_tokens, tokens_of
+
+from scripts.served.fuzz import try_endpoint, try_method
+from scripts.served.odd_calls import (
     METHODS,
     ODD_BYTES,
     OddCall,
@@ -21,10 +24,7 @@ from served.odd_calls import (
     find_call_fault,
     send_bytes,
 )
-from served.odd_requests import Answered, OddRequest, find_fault, kserve_endpoints, openai_endpoints
-from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
-from triton_clients import GREEDY, PROMPT, connected, expected, inputs_of, of_tokens, tokens_of
-
+from scripts.served.odd_requests import Answered, OddRequest, find_fault, kserve_endpoints, openai_endpoints
 from trtrun import LLM
 
 pytestmark = pytest.mark.timeout(300)

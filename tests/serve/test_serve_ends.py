@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 from forked_commands import shared_commands
-from served.processes import ROOT, server_environment
 from servers import ONE_PROCESS, PATIENCE, PLAIN, THREE_RANKS, Server, serving, write_config
+
+from scripts.served.processes import ROOT, server_environment
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = "a secret of the prompt"

@@ -43,7 +43,7 @@ from trtrun.configuration.engine_sections import (
 from trtrun.configuration.model_paths import ASSET_NAMES, ASSET_PREFIX, find_file, find_model
 from trtrun.configuration.process_sections import FilePath, LaunchSection, Line, Number, Section, ServerSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
+from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
 
 MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
@@ -316,7 +316,7 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
     Raises:
         ConfigError: one line that names the source and the key.
     """
-    with reading(where, ConfigError):
+    with wrap_errors(where, ConfigError):
         config = _check_values(values, base, where)
         changes: dict[str, object] = {}
         for name, key in (("target", "target"), ("draft", "draft"), ("heads", "draft")):

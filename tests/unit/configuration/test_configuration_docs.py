@@ -1,4 +1,5 @@
-"""docs/configuration.md: it is what scripts/make_configuration_docs.py makes of the sections, and every key is told."""
+"""docs/configuration.md: it is what scripts/dev/make_configuration_docs.py makes of the sections, and every key is
+told."""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from make_configuration_docs import DOCS, SECTIONS, describe_keys, make_docs, split_docstring
-
+from scripts.dev.make_configuration_docs import DOCS, SECTIONS, describe_keys, make_docs, split_docstring
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.process_sections import Number, Section
@@ -29,7 +29,7 @@ def sections_below(section: type[Section]) -> Iterator[type[Section]]:
 
 
 def test_the_docs_are_what_the_sections_make() -> None:
-    assert DOCS.read_text(encoding="utf-8") == make_docs(), "run scripts/make_configuration_docs.py"
+    assert DOCS.read_text(encoding="utf-8") == make_docs(), "run scripts/dev/make_configuration_docs.py"
 
 
 def test_every_section_is_shown() -> None:

@@ -1,4 +1,4 @@
-"""The clients of scripts/bench_serve.py: when their next burst begins, and connections that were lost."""
+"""The clients of scripts/bench/bench_serve.py: when their next burst begins, and connections that were lost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from bench_serve_client import LAST_CHUNK, Clients
+from scripts.bench.bench_serve_client import LAST_CHUNK, Clients
 
 TURNS = {"quick": 1, "slow": 200}
 """Turns of the event loop that the answer to each prompt takes."""

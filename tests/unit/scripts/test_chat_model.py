@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from real_clients.chat_model import ANSWERS, TEMPLATE
-from real_clients.task import NOT_RUN, PRINTED, SEARCHED
-
+from scripts.clients.real_clients.chat_model import ANSWERS, TEMPLATE
+from scripts.clients.real_clients.task import NOT_RUN, PRINTED, SEARCHED
 from trtrun.chats.chat_template import ChatTemplate
 
-FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "real_clients"
+FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "clients" / "real_clients"
 CALLED: list[dict[str, Any]] = [
     {"role": "user", "content": "report whether it is warm"},
     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]},

@@ -1,4 +1,4 @@
-"""What scripts/check_guided.py asks for, and which texts it takes for valid."""
+"""What scripts/soak/check_guided.py asks for, and which texts it takes for valid."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import check_guided
-from check_guided import judge
-from guided_schemas import schemas_of
-from text_formats import FORMATS
+from scripts.soak import check_guided
+from scripts.soak.check_guided import judge
+from scripts.soak.guided_schemas import schemas_of
+from scripts.soak.text_formats import FORMATS
 
 
 def test_schemas_of_a_directory_are_drawn_by_the_seed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""scripts/drafter_material.py: what the shipped drafters are made of."""
+"""scripts/pair/drafter_material.py: what the shipped drafters are made of."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import LlamaForCausalLM
 
 from trtrun.configuration.model_paths import ASSETS
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from drafter_material import TOKENIZER_FILES, restack, write_heldout_prompts
+from scripts.pair.drafter_material import TOKENIZER_FILES, restack, write_heldout_prompts
 
 
 def load(path: Path) -> LlamaForCausalLM:

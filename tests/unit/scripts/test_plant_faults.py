@@ -1,4 +1,5 @@
-"""The list of faults that scripts/plant_faults.py plants: each can still be planted, and names tests that are there."""
+"""The list of faults that scripts/dev/plant_faults.py plants: each can still be planted, and names tests that are
+there."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-from plant_faults import ROOT, plant, read_faults
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from scripts.dev.plant_faults import ROOT, plant, read_faults
 
 
 def test_every_fault_can_be_planted(tmp_path: Path) -> None:

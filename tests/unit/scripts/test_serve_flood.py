@@ -1,4 +1,4 @@
-"""What scripts/serve_flood.py takes for a fault, against a server that answers everything alike."""
+"""What scripts/soak/serve_flood.py takes for a fault, against a server that answers everything alike."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import serve_flood
-from serve_flood import Flood, is_expected
-from served.worst import Worst
+from scripts.served.worst import Worst
+from scripts.soak import serve_flood
+from scripts.soak.serve_flood import Flood, is_expected
 
 KIND = Worst("any", "/v1/completions", lambda model: b"{}")
 OPTIONS = {"seconds": 1000, "streams": 1, "clients": 1, "seed": 1}

@@ -1,4 +1,4 @@
-"""The memory rule of scripts/serve_load.py: what warms up and stays passes, what goes on growing does not."""
+"""The memory rule of scripts/soak/serve_load.py: what warms up and stays passes, what goes on growing does not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from serve_load import Load
-from served.server import Server
+from scripts.served.server import Server
+from scripts.soak.serve_load import Load
 
 MIB = 1 << 20
 SAMPLES = 720

@@ -1,4 +1,4 @@
-"""scripts/make_synthetic_pair.py: what other programs read is what it says, and the draft is often right."""
+"""scripts/pair/make_synthetic_pair.py: what other programs read is what it says, and the draft is often right."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from trtrun import SamplingParams
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from synthetic_tokenizer import make_tokenizer
+from scripts.pair.synthetic_tokenizer import make_tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
@@ -24,7 +24,15 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("synthetic")
-    words = [sys.executable, SCRIPTS / "make_synthetic_pair.py", folder, "--preset", "tiny", "--dtype", "float32"]
+    words = [
+        sys.executable,
+        SCRIPTS / "pair" / "make_synthetic_pair.py",
+        folder,
+        "--preset",
+        "tiny",
+        "--dtype",
+        "float32",
+    ]
     told = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=120).stdout)
     assert told["parameters"]["target"] > 2 * told["parameters"]["draft"]
     return folder

@@ -1,4 +1,4 @@
-"""scripts/train_shipped_drafters.py: a run that was killed goes on."""
+"""scripts/pair/train_shipped_drafters.py: a run that was killed goes on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from trtrun.configuration.model_paths import ASSETS
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import train_shipped_drafters as script
+from scripts.pair import train_shipped_drafters as script
 
 
 def test_a_killed_run_trains_on_with_the_minutes_and_data_that_it_had(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from served.clients import Reply, Verdict
-from served.questions import Completion, Question
+from scripts.served.clients import Reply, Verdict
+from scripts.served.questions import Completion, Question
 
 QUESTION = Question({}, (Completion("ab", (1, 2), "stop"), Completion("cde", (3, 4, 5), "length")))
 WHOLE = Reply(

@@ -11,7 +11,7 @@ from message_events import put_together
 from starlette.requests import Request
 
 from launch.serve.admission.refusals import Refusal
-from launch.serve.api.anthropic.answers import Blocks
+from launch.serve.api.anthropic.api import Blocks
 from launch.serve.api.anthropic.conversations import read_conversation
 from launch.serve.api.anthropic.requests import read_message
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, Reasoning, Text, joined

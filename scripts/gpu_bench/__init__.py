@@ -1,1 +1,0 @@
-"""The parts of scripts/bench_gpu.py. They drive trtrun as its users do: YAML files and commands."""

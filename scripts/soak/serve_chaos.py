@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Kills each part of a loaded `trtrun serve` with SIGKILL, again and again, and looks at every stream.
+
+    python scripts/soak/serve_chaos.py [--ranks 3] [--kills 10] [--clients 8] [--victims 'rank 0,rank 2,mpirun']
+    [--config F]
+
+The shipped pair is served on CPU ranks, or what a configuration says. While clients stream, one part after another is
+killed: each rank, mpirun, the engine's parent, and the front itself, which is then started again. A victim such as
+`stop rank 2` is stopped by SIGSTOP instead, so that the heartbeat has to find it, after 5 s here. Every answer is
+compared with the one that `trtrun run` has written before: a stream ends with its exact text or with one clear error, a
+killed front breaks connections, and nothing else may happen. In the end, and after each killed front, no process and no
+file is left. The last line is JSON: what became of all requests, how long streams paused, and the memory that the last
+front held at first and in the end. Exit status 1 where anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.served.clients import Reply, Verdict, ask
+from scripts.served.questions import Question, ask_reference, make_rows
+from scripts.served.server import Server, TrialError, write_config
+
+PATIENCE = 400.0
+"""Seconds that anything may take: a restart, an answer with several restarts in it. What takes longer hangs."""
+
+STOP = "stop "
+"""Begins the name of a victim that is stopped instead of killed."""
+
+LONGEST = 160
+"""Tokens of the longest completion: long enough to be met by a kill."""
+
+
+class Chaos:
+    """Clients that ask without end, and what became of their questions."""
+
+    def __init__(self, server: Server, questions: list[Question], num_clients: int) -> None:
+        self._server = server
+        self._questions = cycle(questions)
+        self._num_clients = num_clients
+        self._is_over = False
+        self._front_is_gone = asyncio.Event()
+        self.open: dict[int, Reply] = {}
+        self.verdicts: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.faults: list[str] = []
+
+    async def ask_on(self) -> None:
+        """All clients, until `finish`."""
+        async with asyncio.TaskGroup() as clients:
+            for number in range(self._num_clients):
+                clients.create_task(self._ask_on(number))
+
+    def finish(self) -> None:
+        """Ask nothing more; what is open is read to its end."""
+        self._is_over = True
+
+    async def wait_streaming(self) -> list[Reply]:
+        """Wait until half of the clients, or more, are in the middle of their streams; returns what they read."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            reading = [reply for reply in self.open.values() if 0 < sum(map(len, reply.tokens.values())) < LONGEST / 2]
+            if 2 * len(reading) >= self._num_clients:
+                return reading
+            if time.monotonic() > deadline:
+                raise TrialError(f"only {len(reading)} of {self._num_clients} clients read after {PATIENCE:g} s")
+            await asyncio.sleep(0.005)
+
+    async def _ask_on(self, number: int) -> None:
+        while not self._is_over:
+            async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+                front = self._server.url
+                while not self._is_over and self._server.url == front:
+                    verdict = await self._ask(client, number)
+                    if verdict in (Verdict.REFUSED, Verdict.BROKEN):
+                        await asyncio.sleep(0.2)
+            while not self._server.url and not self._is_over:
+                await asyncio.sleep(0.05)
+
+    async def _ask(self, client: httpx.AsyncClient, number: int) -> Verdict:
+        question, reply = next(self._questions), Reply()
+        self.open[number] = reply
+        try:
+            await asyncio.wait_for(ask(client, self._server.model, question, number % 4 != 3, reply), PATIENCE)
+            verdict, detail = reply.judge(question)
+        except TimeoutError:
+            verdict, detail = Verdict.WRONG, f"it hangs: {len(reply.arrivals)} pieces, no end within {PATIENCE:g} s"
+        del self.open[number]
+        self.verdicts[verdict] += 1
+        if verdict in (Verdict.ERROR, Verdict.REFUSED):
+            self.errors[detail] += 1
+        if verdict is Verdict.WRONG:
+            self.faults.append(f"{detail}; asked: {json.dumps(question.fields)[:300]}")
+            print(f"WRONG: {self.faults[-1]}", flush=True)
+        return verdict
+
+
+async def kill_part(server: Server, chaos: Chaos, victim: str) -> dict[str, Any]:
+    """Kill or stop a part under load and wait until the server serves again; returns how long that took, and the
+    pauses of streams that were read."""
+    reading = await chaos.wait_streaming()
+    process = await server.find(victim.removeprefix(STOP), PATIENCE)
+    told = len(server.lines)
+    before = time.perf_counter()
+    os.kill(process, signal.SIGSTOP if victim.startswith(STOP) else signal.SIGKILL)
+    if victim == "front":
+        server.url = ""
+        await server.wait_over()
+        await server.start(PATIENCE)
+        return {"back_s": time.perf_counter() - before, "pauses_s": []}
+    while any(reply in chaos.open.values() for reply in reading):
+        await asyncio.sleep(0.01)
+    await server.wait_healthy(PATIENCE)
+    back = next((line for line in server.lines[told:] if "started again" in line or "go on without" in line), "")
+    pauses = [pause for reply in reading if (pause := reply.longest_pause_after(before)) is not None]
+    return {"back_s": time.perf_counter() - before, "pauses_s": pauses, "told": back}
+
+
+async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The whole trial; returns its figures."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    config = options.config or write_config(folder / "serve.yaml", options.ranks, kv_cache={"max_tokens": 16384})
+    rows = [{**row, "ignore_eos": True} for row in make_rows(4 * options.clients, LONGEST, seed=options.seed)]
+    questions = await ask_reference(config, rows, folder)
+    kills = len(options.victims) * options.kills
+    words = ["--set", f"server.max_restarts={min(1000, kills + 1)}"]
+    if any(victim.startswith(STOP) for victim in options.victims):
+        words += ["--set", "launch.heartbeat_seconds=5"]
+    server = Server(config, temporary, tuple(words))
+    await server.start(PATIENCE)
+    chaos = Chaos(server, questions, options.clients)
+    asking = asyncio.create_task(chaos.ask_on())
+    held: list[int] = []
+    found: dict[str, list[dict[str, Any]]] = {victim: [] for victim in options.victims}
+    try:
+        for number in range(options.kills):
+            for victim in options.victims:
+                found[victim].append(await kill_part(server, chaos, victim))
+                if victim == "front":
+                    held.clear()
+                held.append(server.resident_bytes()["front"])
+                print(f"{number + 1}: {victim}: {show(found[victim][-1])}; {dict(chaos.verdicts)}", flush=True)
+        chaos.finish()
+        await asyncio.wait_for(asking, PATIENCE)
+        held.append(server.resident_bytes()["front"])
+        metrics = await server.metrics()
+        status = await server.end(PATIENCE)
+    except BaseException:
+        print("\n".join(server.lines[-30:]), file=sys.stderr)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await end_hard(server)
+        raise
+    if status != 0:
+        chaos.faults.append(f"the server ended with status {status}")
+    if metrics["vllm:kv_cache_usage_perc"] or metrics["vllm:num_requests_running"]:
+        chaos.faults.append("the engine holds rows that nobody asks for")
+    if chaos.verdicts[Verdict.BROKEN] and "front" not in options.victims:
+        chaos.faults.append("connections broke, though the front was there")
+    faults = [line for line in server.lines if "Traceback" in line]
+    return {
+        "kills": kills,
+        "victims": {victim: summarize(times) for victim, times in found.items()},
+        "requests": dict(chaos.verdicts),
+        "errors": dict(chaos.errors),
+        "front_bytes": [held[0], held[-1]],
+        "faults": chaos.faults + faults,
+    }
+
+
+async def end_hard(server: Server) -> None:
+    """End what is left after a failure."""
+    for process in server.processes():
+        os.kill(process, signal.SIGKILL)
+
+
+def show(times: dict[str, Any]) -> str:
+    """One kill, for people."""
+    pauses = times["pauses_s"]
+    paused = f", {len(pauses)} streams paused {min(pauses):.2f} to {max(pauses):.2f} s" if pauses else ""
+    return f"serves again after {times['back_s']:.2f} s{paused}"
+
+
+def summarize(times: list[dict[str, Any]]) -> dict[str, Any]:
+    """All kills of one part."""
+    pauses = [pause for one in times for pause in one["pauses_s"]]
+    told: dict[str, Any] = {"kills": len(times), "back_s": round(statistics.median(one["back_s"] for one in times), 2)}
+    if pauses:
+        told |= {"pause_s_median": round(statistics.median(pauses), 2), "pause_s_max": round(max(pauses), 2)}
+    return told
+
+
+def main() -> int:
+    """Try it, and tell."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, help="what to serve instead of the shipped pair")
+    parser.add_argument("--ranks", type=int, default=3, help="of the shipped pair: 1 (no mpirun), 3, 4 or 5")
+    parser.add_argument("--kills", type=int, default=10, help="of each part")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--victims", help="parts to kill, or to `stop`, separated by commas  [default: kill all]")
+    parser.add_argument("--seed", type=int, default=1, help="of the questions")
+    options = parser.parse_args()
+    if options.victims is None:
+        ranks = [f"rank {rank}" for rank in range(options.ranks)] if options.ranks > 1 else []
+        options.victims = [*ranks, *(["mpirun"] if ranks else []), "engine", "front"]
+    else:
+        options.victims = [victim.strip() for victim in options.victims.split(",")]
+    if wrong := [name for name in options.victims if name.startswith(STOP) and not name.startswith(STOP + "rank ")]:
+        parser.error(f"--victims: {wrong[0]}: only ranks are watched, so only ranks can be stopped")
+    with tempfile.TemporaryDirectory(prefix="serve-chaos-") as folder:
+        try:
+            figures = asyncio.run(run(options, Path(folder)))
+        except TrialError as error:
+            print(f"serve_chaos.py: {error}", file=sys.stderr)
+            return 1
+    print(json.dumps(figures))
+    return 1 if figures["faults"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
