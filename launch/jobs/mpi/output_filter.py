@@ -31,7 +31,7 @@ _TOLD = re.compile(r"\[[^\s\]]+:\d+\] \[prte\S*@0,\d+\]")
 _PROCESS = r"\[prte\S*@1,(?P<rank>\d+)\]"
 _GONE = re.compile(rf"odls:\S+ child process {_PROCESS} pid (?P<process>\d+) terminated")
 _SIGNALLED = re.compile(rf"odls:\S+ child process {_PROCESS} terminated with signal (?P<signal>.+)")
-_SIGNALLED = re.compile(rf"errmgr:\S+ proc {_PROCESS} aborted by signal")
+_ENDED_BY_SIGNAL = re.compile(rf"errmgr:\S+ proc {_PROCESS} aborted by signal")
 _FAILED = re.compile(rf"errmgr:\S+ proc {_PROCESS} exited with non-zero status (?P<status>\d+)")
 _ABORTED = re.compile(rf"errmgr:\S+ proc {_PROCESS} called abort with exit code (?P<status>-?\d+)")
 _NUMBERS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
@@ -86,7 +86,7 @@ class RankEnds:
             self._processes[int(gone["rank"])] = int(gone["process"])
         elif signalled := _SIGNALLED.search(line):
             self._signals[int(signalled["rank"])] = _NUMBERS.get(signalled["signal"].strip(), 0)
-        elif killed := _SIGNALLED.search(line):
+        elif killed := _ENDED_BY_SIGNAL.search(line):
             rank = int(killed["rank"])
             self._end(RankEnd(rank, self._processes.get(rank, 0), self._signals.get(rank, 0)))
         elif failed := _FAILED.search(line):

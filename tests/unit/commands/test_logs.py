@@ -17,7 +17,7 @@ from parallel.topology import Topology
 ROOT = Path(__file__).resolve().parents[3]
 LINE = re.compile(
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node1 rank 2 target "
-    r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) (trtrun\.part|somebody|py\.warnings|launch\.logs): (.*)"
+    r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) (trtrun\.part|somebody|py\.warnings|launch\.jobs\.logs): (.*)"
 )
 SETUP = """
 import logging, os, sys, threading, warnings
