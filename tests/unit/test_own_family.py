@@ -1,5 +1,5 @@
-"""A model family of one's own is one file (tests/own_family.py): it is right wherever families are asked for something,
-and no file of the product knows of it."""
+"""A model family of one's own is one file (tests/helpers/own_family.py): it is right wherever families are asked for
+something, and no file of the product knows of it."""
 
 from __future__ import annotations
 
