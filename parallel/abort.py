@@ -44,7 +44,7 @@ _is_standing_by = False
 
 
 def begin_ending() -> None:
-    """From here on this process ends within ABORT_SECONDS, whatever else happens in it.
+    """Begin to end: this process ends within ABORT_SECONDS, whatever else happens in it.
 
     A second thread that comes here while the first one ends the job stays here: one line is enough.
     """

@@ -195,7 +195,7 @@ class MpiMessages:
             self._comm.Free()
 
     def begin_abort(self) -> None:
-        """From here on this process ends soon."""
+        """Begin to end: this process ends soon."""
         abort.begin_ending()
 
     def abort(self) -> NoReturn:

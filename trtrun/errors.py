@@ -83,7 +83,7 @@ class RustLibrary(ContextDecorator):
 
 
 class QueueFullError(InvalidRequestError):
-    """As many requests wait as may wait; the same request is welcome later."""
+    """The queue holds as many requests as may wait; the same request is welcome later."""
 
 
 class RankFailedError(TrtrunError):
@@ -127,7 +127,7 @@ def shorten_path(path: Path) -> str:
 
 
 @contextmanager
-def reading(file: object, error: type[TrtrunError]) -> Iterator[None]:
+def wrap_errors(file: object, error: type[TrtrunError]) -> Iterator[None]:
     """Everything that goes wrong while a user's file is read becomes one line with the file's name.
 
     The mistakes that users make have messages of their own and pass through; this is for those that nobody thought of.

@@ -92,7 +92,7 @@ class InputRows:
             return len(self._prompts) + sum(not is_blank(line) for line in _lines(file))
 
     def of_part(self, part: Part | None) -> InputRows:
-        """The same input, read in another part."""
+        """This input, read in another part."""
         rows = copy(self)
         rows._part = part
         return rows

@@ -27,11 +27,11 @@ class RowWriter(Protocol):
 
     @property
     def done(self) -> Container[int]:
-        """See the class."""
+        """Prompts whose rows are written."""
 
     @property
     def num_done_before(self) -> int:
-        """See the class."""
+        """Rows that an earlier run finished."""
 
     def write(self, index: int, row: Mapping[str, object]) -> None:
         """Take the row of prompt `index`.

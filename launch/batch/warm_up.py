@@ -1,4 +1,4 @@
-"""`trtrun warm-up`: a start with made-up weights, for what it leaves in caches on disk.
+"""`trtrun warm-up`: a start with dummy weights, for what it leaves in caches on disk.
 
 It knows a job's start and where caches lie. It does not know what is in them.
 """
@@ -18,7 +18,7 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": ""}
 
 
 def without_weights(config: RuntimeConfig) -> RuntimeConfig:
-    """The same job with made-up weights, which are in no file."""
+    """A job like this one with dummy weights, which are in no file."""
     made_up = {"load_format": "dummy"}
     sections = {"target": config.target, "draft": config.draft}
     changes = {name: section.model_copy(update=made_up) for name, section in sections.items() if section is not None}

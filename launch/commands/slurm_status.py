@@ -74,7 +74,7 @@ def count_rows(output: Path) -> int:
 
 
 def _count_lines(file: Path) -> int | None:
-    """Of a file; None where it cannot be read."""
+    """Lines of a file; None where it cannot be read."""
     try:
         return file.read_bytes().count(b"\n")
     except OSError:

@@ -12,7 +12,7 @@ from launch.train.job import TrainOptions
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_directory import is_engine
 from trtrun.configuration.model_paths import find_model
-from trtrun.errors import CheckpointError, ConfigError, reading, shorten_path
+from trtrun.errors import CheckpointError, ConfigError, shorten_path, wrap_errors
 from trtrun.models.config import read_model_config
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
@@ -64,7 +64,7 @@ def describe_models(config: RuntimeConfig, start: Path | None) -> dict[str, str]
     found = {}
     for name, model in models.items():
         if model is not None:
-            with reading(model, CheckpointError):
+            with wrap_errors(model, CheckpointError):
                 found[name] = hash_model_samples(model)
     return found
 

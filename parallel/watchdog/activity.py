@@ -120,7 +120,7 @@ class Work:
         self._began = self._advanced = time.monotonic()
 
     def advance(self) -> None:
-        """It gets on."""
+        """Say that it makes progress."""
         self._advanced = time.monotonic()
 
     def look(self) -> Beside:
@@ -222,7 +222,8 @@ class Activity:
         self._mark = (phase, round_index, time.monotonic())
 
     def advance(self) -> None:
-        """It gets on within a phase: a layer is done, so that a long round can be told from one that hangs.
+        """Say that it makes progress within a phase: a layer is done, so that a long round can be told from one that
+        hangs.
 
         Of work that is only launched, as on a GPU, this says that launching goes on; the device is some hundred kernels
         behind at most, as its queue holds no more.

@@ -167,8 +167,8 @@ def own_addresses() -> list[str]:
 logger = logging.getLogger(__name__)
 
 FEWEST_PLACES = 64
-"""For connections that have not proved who they are; as many as workers, where those are more. One that comes beyond
-that takes the place of the oldest of the address that holds the most: a worker proves itself at once."""
+"""Places for connections that have not proved who they are; as many as workers, where those are more. One that comes
+beyond that takes the place of the oldest of the address that holds the most: a worker proves itself at once."""
 
 MOST_LINES = 10
 """Strangers that get a line in the log; the others are counted."""

@@ -112,11 +112,11 @@ class MessageSocket:
         self.fault = ""
 
     def fileno(self) -> int:
-        """For select."""
+        """The file descriptor, for select."""
         return self._socket.fileno()
 
     def seal(self, outward: Seal, inward: Seal) -> None:
-        """From here on all is sealed. The first message of the peer that is will be its proof of who it is."""
+        """Seal all from here on. The first message of the peer that is will be its proof of who it is."""
         self._outward, self._inward = outward, inward
 
     def send(self, message: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from trtrun.kernels.arguments import AttentionCall
+
 # isort: off
 import trtrun  # noqa: F401  before torch, which reads how its threads wait when it loads
 import torch
@@ -103,7 +105,7 @@ def time_attention(queries: int, context: int, repeats: int, dtype: torch.dtype)
         layer = KVStore(1, blocks + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype, torch.device("cpu")).layer(0)
         batch = AttentionBatch([AttentionSegment(0, 1, queries, tables, positions)], BLOCK_SIZE)
         calls[name] = lambda backend=backend, layer=layer, batch=batch: [
-            backend.forward(query_key, value, angles, layer, batch, 0.125, None) for _ in range(10)
+            backend.forward(AttentionCall(query_key, value, angles, layer, batch, 0.125, None)) for _ in range(10)
         ]
     seconds = in_turns(calls, repeats)
     entry: dict[str, object] = {"context": context, "queries": queries}

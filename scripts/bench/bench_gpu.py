@@ -5,7 +5,7 @@
     python scripts/bench/bench_gpu.py --gpus 8 --parts 'card,check:*,8b:*'
     python scripts/bench/bench_gpu.py --gpus 2 --devices cpu
 
-Models are shapes with made-up weights: "8b" (a Llama of 8B with a draft of its first 4 layers), "70b" (with a 1B-shaped
+Models are shapes with dummy weights: "8b" (a Llama of 8B with a draft of its first 4 layers), "70b" (with a 1B-shaped
 draft, forced acceptance) and "1b". Parts run one after another; --list names them. A part that fails or takes too long
 says so in its place, and the others go on. No part is begun that would not be done within --time-limit; which were left
 out is said at the end. With --output every job's figures are written as they come, a JSON object a line. With

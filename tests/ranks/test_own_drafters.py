@@ -1,6 +1,6 @@
 """What is not the product's, on ranks: drafting methods (tests/helpers/own_drafters.py, tests/helpers/branching.py) on
 draft ranks with devices of its own, and on target ranks that all have the same hidden states and go on with the same
-path of a tree. And a model family (tests/helpers/own_family.py), shared out."""
+path of a tree. And a model family (tests/helpers/custom_family.py), shared out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from branching import Branching, branching_method
+from custom_family import PlainReference, custom_family, make_custom_checkpoint
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 from meeting import from_rank_0, meet
 from mpi4py import MPI
 from own_drafters import Recalling, check_watched, own_methods
-from own_family import PlainReference, make_own_checkpoint, own_family
 from pipelines import Reference, noisy_copy, tokens_of
 
 from trtrun import LLM, SamplingParams
@@ -77,9 +77,9 @@ def test_texts_are_plain_decodings_for_random_trees_on_a_split_target(folder: Pa
 @pytest.mark.parametrize("name", [name for name in ("one slot", "1+1", "ab+ba") if name in HERE])
 def test_a_family_of_ones_own_runs_wherever_the_products_do(folder: Path, name: str) -> None:
     own = folder / "own"
-    with own_family():
+    with custom_family():
         if MPI.COMM_WORLD.rank == 0 and not own.exists():
-            noisy_copy(own / "noisy", make_own_checkpoint(own / "target"), 0.05)
+            noisy_copy(own / "noisy", make_custom_checkpoint(own / "target"), 0.05)
         meet()
         config = job_configuration(own, HERE[name])
         found = run_job(config, lambda llm: tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))))

@@ -389,7 +389,7 @@ def test_every_room_is_in_the_table_and_every_line_of_it_exists(house: str) -> N
         ("trtrun.kvcache.blocks", "def f():\n    from trtrun.engine.rows import RowState"),
         ("trtrun.speculation.cycle", "if TYPE_CHECKING:\n    from trtrun.engine.runner import Engine"),
         ("trtrun.scheduling.scheduler", "from trtrun.speculation import verify"),
-        ("trtrun.linear.quantization.dense", "from trtrun.weights.weight import Weight"),
+        ("trtrun.linear.quantization.quantizations", "from trtrun.weights.weight import Weight"),
         ("trtrun.models.dense_families", "from trtrun import roles"),
         ("trtrun.rounds.round", "from trtrun.start import startup"),
         ("trtrun.core.values", "from trtrun.core.outputs import RequestOutput"),

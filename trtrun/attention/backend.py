@@ -13,19 +13,68 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.cpu.attention import takes_blocks
 from trtrun.kernels.cpu.fused import rotate
 from trtrun.kernels.cpu.onednn_matmul import bucket_rows
 from trtrun.kernels.torch.operations import GatheredAttention
 from trtrun.kvcache.formats import PLAIN, KVFormat
-from trtrun.kvcache.segments import AttentionBatch, ContextGroup
+from trtrun.kvcache.segments import ContextGroup
 
 _SCORE_ELEMENTS = 1024 * 1024
 """Most attention scores held at a time (float32): long prefill chunks are computed in tiles of queries. Four times as
 many made prompts of 700 and 2000 tokens a third slower (measured): the tiles then leave the caches."""
 _SMALL_PRODUCT = 16**3
 """Size up to which `torch.bmm` in half precision leaves oneDNN (see `_rows_to_add`)."""
+
+
+class AttentionBackend(Protocol):
+    """One way to write keys and values to the store and to attend over them.
+
+    Attributes:
+        tile: queries, heads of a KV head counted, that are computed at a time, where prompts are best handed in as rows
+            of so many; None where each is best one row.
+        reads_forks: whether it finds the tokens at the places of a batch with forks; else they are laid out for it.
+    """
+
+    tile: int | None
+    reads_forks: bool
+
+    def forward(self, call: AttentionCall) -> torch.Tensor:
+        """Rotate queries and keys, store the new keys and values, then attend.
+
+        Returns:
+            [places, heads, head] in the queries' dtype.
+        """
+        ...
+
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """Copy all layers' keys and values of single tokens.
+
+        Args:
+            store: of all layers, [layers, 2, blocks, kv_heads, block, head].
+            source: [n] int64 blocks.
+            target: [n] int64 blocks, each with its offset at most once.
+            offset: [n] int64: places in a block, the same in both.
+        """
+        ...
+
+
+def attend(backend: AttentionBackend, call: AttentionCall) -> torch.Tensor:
+    """`AttentionBackend.forward`, where tokens may stand at several places: draft trees take the kernels of chains.
+
+    The angles are of places; all else is of tokens.
+    """
+    forks = call.batch.forks
+    if forks is None:
+        return backend.forward(call)
+    if not backend.reads_forks:
+        query_key, value = call.query_key.index_select(0, forks.nodes), call.value.index_select(0, forks.nodes)
+        call = call._replace(query_key=query_key, value=value)
+    return backend.forward(call).index_select(0, forks.places)
 
 
 class GatherAttention:
@@ -48,58 +97,40 @@ class GatherAttention:
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         for part in self._format.parts(store):
             operations_of(store.device.type).copy_tokens(part, source, target, offset)
 
-    def forward(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        num_blocks, kv_heads = store_layer.shape[1:3]
-        head_dim = query_key.shape[-1]
-        rotated = rotate(query_key, *angles)
+    def forward(self, call: AttentionCall) -> torch.Tensor:
+        batch = call.batch
+        num_blocks, kv_heads = call.store_layer.shape[1:3]
+        head_dim = call.query_key.shape[-1]
+        rotated = rotate(call.query_key, *call.angles)
         query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         write = batch.write_index((num_blocks, kv_heads))
-        fresh = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
-        self._format.write(store_layer, write, fresh, kv_scales)
+        fresh = torch.cat((key.reshape(-1, head_dim), call.value.reshape(-1, head_dim)))
+        self._format.write(call.store_layer, write, fresh, call.kv_scales)
         outputs = []
         for number, segment in enumerate(batch.segments):
             queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)
             groups = batch.groups(number)
             if groups[0].rows is None or len(groups) == 1:
-                outputs.append(self._attend(queries, store_layer, groups[0], scale, window, kv_scales))
+                outputs.append(self._attend(queries, groups[0], call))
                 continue
             output = torch.empty_like(queries)
             for group in groups:
                 assert group.rows is not None
-                output[group.rows] = self._attend(queries[group.rows], store_layer, group, scale, window, kv_scales)
+                output[group.rows] = self._attend(queries[group.rows], group, call)
             outputs.append(output)
         flat = [output.reshape(-1, query.shape[1], head_dim) for output in outputs]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        store_layer: torch.Tensor,
-        group: ContextGroup,
-        scale: float,
-        window: int | None,
-        kv_scales: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """query [R, Q, heads, head] → the same shape; the store's layer is [2, blocks, kv_heads, block, …]."""
+    def _attend(self, query: torch.Tensor, group: ContextGroup, call: AttentionCall) -> torch.Tensor:
+        """Attend for some rows: query [R, Q, heads, head], rotated → the same shape."""
         rows, queries, heads, head_dim = query.shape
-        num_blocks, kv_heads = store_layer.shape[1:3]
+        scale, window = call.scale, call.window
+        num_blocks, kv_heads = call.store_layer.shape[1:3]
         index = group.gather_index((num_blocks, kv_heads))
-        context = self._format.read(store_layer, index, head_dim, query.dtype, kv_scales)
+        context = self._format.read(call.store_layer, index, head_dim, query.dtype, call.kv_scales)
         own = self._own(query)
         if own is not None:
             context = context.view(2, rows, kv_heads, -1, head_dim)
@@ -154,86 +185,6 @@ def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:
     return bucket_rows(max(count, _SMALL_PRODUCT // (batch * inner * keys.shape[1]) + 1)) - count
 
 
-class AttentionBackend(Protocol):
-    """One way to write keys and values to the store and to attend over them.
-
-    Attributes:
-        tile: queries, heads of a KV head counted, that are computed at a time, where prompts are best handed in as rows
-            of so many; None where each is best one row.
-        reads_forks: whether it finds the tokens at the places of a batch with forks; else they are laid out for it.
-    """
-
-    tile: int | None
-    reads_forks: bool
-
-    def forward(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Rotate queries and keys, store the new keys and values, then attend.
-
-        Args:
-            query_key: [tokens, heads + kv_heads, head]: the queries, then the keys; of a batch with forks those of its
-                tokens where `reads_forks`, else of its places.
-            value: [tokens, kv_heads, head], alike.
-            angles: cosines and signed sines, [places, 1, head] each; see RotaryEmbedding.
-            store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head] as the format has it.
-            batch: the forward's segments.
-            scale: factor of the scores.
-            window: sliding window in tokens, None for full attention.
-            kv_scales: of the layer's keys and values by head, [2, kv_heads] float32 (numbers of bfloat16), where the
-                store's format has scales of layers.
-
-        Returns:
-            [places, heads, head] in query_key's dtype.
-        """
-        ...
-
-    def copy_tokens(
-        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
-    ) -> None:
-        """Copy all layers' keys and values of single tokens.
-
-        Args:
-            store: of all layers, [layers, 2, blocks, kv_heads, block, head].
-            source: [n] int64 blocks.
-            target: [n] int64 blocks, each with its offset at most once.
-            offset: [n] int64: places in a block, the same in both.
-        """
-        ...
-
-
-def attend(
-    backend: AttentionBackend,
-    query_key: torch.Tensor,
-    value: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor],
-    store_layer: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    window: int | None,
-    kv_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`AttentionBackend.forward`, where tokens may stand at several places: draft trees take the kernels of chains.
-
-    The angles are of places; all else is of tokens, as there.
-    """
-    forks = batch.forks
-    if forks is None:
-        return backend.forward(query_key, value, angles, store_layer, batch, scale, window, kv_scales)
-    if not backend.reads_forks:
-        query_key, value = query_key.index_select(0, forks.nodes), value.index_select(0, forks.nodes)
-    attended = backend.forward(query_key, value, angles, store_layer, batch, scale, window, kv_scales)
-    return attended.index_select(0, forks.places)
-
-
 class HostAttention:
     """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
 
@@ -241,29 +192,17 @@ class HostAttention:
     reads_forks = False
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
-        """For a model of `dtype` with heads of `head_dim` numbers."""
+        """Choose a backend for a model of `dtype` with heads of `head_dim` numbers."""
         self._gather = GatherAttention()
         self._native: AttentionBackend | None = operations_of("cpu").attention(dtype, head_dim)
 
-    def forward(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
-        backend = self._choose(store_layer.shape[3])
-        return backend.forward(query_key, value, angles, store_layer, batch, scale, window)
+    def forward(self, call: AttentionCall) -> torch.Tensor:
+        """Attend by the kernel of the store: kernels lay its tiles out differently, so it must always meet the same."""
+        return self._choose(call.store_layer.shape[3]).forward(call)
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         self._choose(store.shape[4]).copy_tokens(store, source, target, offset)
 
     def _choose(self, block_size: int) -> AttentionBackend:

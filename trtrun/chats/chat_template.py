@@ -28,7 +28,7 @@ from trtrun.chats.messages import (
     ways_of_calls,
     with_turns_joined,
 )
-from trtrun.errors import CheckpointError, InvalidRequestError, one_line, reading, shorten
+from trtrun.errors import CheckpointError, InvalidRequestError, one_line, shorten, wrap_errors
 from trtrun.weights.checkpoint import read_json
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -292,7 +292,7 @@ def _read_source(file: Path) -> str | None:
     """A template that is a file; None where there is none."""
     if not file.is_file():
         return None
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         if file.stat().st_size > _MOST_BYTES:
             raise CheckpointError(f"{file} is larger than {_MOST_BYTES} bytes: it is no chat template")
         return file.read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
@@ -42,7 +43,7 @@ from trtrun.configuration.engine_sections import (
 from trtrun.configuration.model_paths import ASSET_NAMES, ASSET_PREFIX, find_file, find_model
 from trtrun.configuration.process_sections import FilePath, LaunchSection, Line, Number, Section, ServerSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
+from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
 
 MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
@@ -104,8 +105,8 @@ class RuntimeConfig(Section):
         return placed
 
     @classmethod
+    @override
     def known_keys(cls) -> list[str]:
-        """See Section."""
         return [key for key in cls.model_fields if key != "heads"]
 
     @property
@@ -299,8 +300,8 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     values = parse_yaml(text, str(file))
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
-    for override in overrides:
-        apply_override(values, override)
+    for change in overrides:
+        apply_override(values, change)
     return values
 
 
@@ -315,7 +316,7 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
     Raises:
         ConfigError: one line that names the source and the key.
     """
-    with reading(where, ConfigError):
+    with wrap_errors(where, ConfigError):
         config = _check_values(values, base, where)
         changes: dict[str, object] = {}
         for name, key in (("target", "target"), ("draft", "draft"), ("heads", "draft")):

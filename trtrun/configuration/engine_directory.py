@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from trtrun.errors import CheckpointError, one_line, reading, shorten_path
+from trtrun.errors import CheckpointError, one_line, shorten_path, wrap_errors
 
 ENGINE_FILE = "engine.json"
 FORMAT = 2
@@ -147,13 +147,13 @@ def read_engine(path: Path) -> EngineDescription | None:
         CheckpointError: it is another runtime's, of another format, or damaged, or it or its config.json is not what
             was built; one line.
     """
-    with reading(path, CheckpointError):
+    with wrap_errors(path, CheckpointError):
         if not is_engine(path):
             refuse_foreign(path)
             return None
-    with reading(shorten_path(path / ENGINE_FILE), CheckpointError):
+    with wrap_errors(shorten_path(path / ENGINE_FILE), CheckpointError):
         text = (path / ENGINE_FILE).read_bytes()
-    with reading(shorten_path(path / "config.json"), CheckpointError):
+    with wrap_errors(shorten_path(path / "config.json"), CheckpointError):
         config = (path / "config.json").read_bytes() if (path / "config.json").is_file() else None
     try:
         begin = msgspec.json.decode(text, type=_Begin)
@@ -187,7 +187,7 @@ def _check_digests(path: Path, engine: EngineDescription, text: bytes, config: b
 
 def refuse_foreign(path: Path) -> None:
     """Raise CheckpointError for a directory of TensorRT's engines."""
-    with reading(path, CheckpointError):
+    with wrap_errors(path, CheckpointError):
         if not path.is_dir() or any(path.glob("*.safetensors")):
             return
         foreign = sorted(file.name for pattern in _FOREIGN for file in path.glob(pattern))

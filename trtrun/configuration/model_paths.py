@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
+from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
 
 _WORD = r"(?!\S*--)\w(?:[\w.-]*\w)?"
 _SPELLING = re.compile(rf"({_WORD}/{_WORD})(?:@([\w./+-]+))?", re.ASCII)
@@ -202,7 +202,7 @@ def _find(
     if is_there:
         raise ConfigError(f"{where}: {shorten_path(path)} {misfit}")
     name = read_hub_name(str(path)) if in_cache else None
-    with reading(f"{where}: {path} in the Hugging Face cache", ConfigError):
+    with wrap_errors(f"{where}: {path} in the Hugging Face cache", ConfigError):
         snapshot = find_snapshot(name) if name is not None else None
     if snapshot is not None:
         return snapshot.resolve()

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from trtrun.errors import ConfigError, reading, shorten
+from trtrun.errors import ConfigError, shorten, wrap_errors
 
 MOST_VALUES = 20_000
 """Values of one file with every alias written out: a few aliases of aliases would fill any memory."""
@@ -37,7 +37,7 @@ def parse_yaml(text: str, where: str) -> Any:
     Raises:
         ConfigError: one line with the place of the error.
     """
-    with reading(where, ConfigError):
+    with wrap_errors(where, ConfigError):
         try:
             return yaml.load(text, Loader=_StrictLoader)
         except yaml.YAMLError as error:

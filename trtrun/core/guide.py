@@ -79,7 +79,7 @@ def read_guide(name: str, value: object) -> Guide | None:
 
 
 def _with_options(name: str, guide: Guide, options: Mapping[str, object]) -> Guide:
-    """The same JSON with other blanks between its parts, as the grammar engine is told in a schema."""
+    """A JSON schema that allows other blanks between parts, as the grammar engine is told in a schema."""
     if guide.kind != "json":
         raise InvalidRequestError(f"{name}.{min(options)} is of JSON: leave it out with {guide.kind}")
     no_blanks = read_flag(f"{name}.disable_any_whitespace", options.get("disable_any_whitespace", False))

@@ -93,7 +93,7 @@ _FLOAT_BYTES = 4
 
 
 def join_logits(found: Sequence[Logits | None]) -> Logits | None:
-    """Those of several, one behind the other; None where there are none."""
+    """Logits of several deltas, one behind the other; None where there are none."""
     known = [one for one in found if one is not None]
     if len(known) < 2:
         return known[0] if known else None

@@ -55,7 +55,7 @@ class ForesightStatistics(msgspec.Struct, array_like=True, forbid_unknown_fields
         self.num_redrafted_rounds += other.num_redrafted_rounds
 
     def copy(self) -> ForesightStatistics:
-        """The same counts, which stay as they are."""
+        """A copy that does not change with these counts."""
         return ForesightStatistics([*self.due_by_place], [*self.foreseen_by_place], self.num_redrafted_rounds)
 
     @property
@@ -105,7 +105,7 @@ class RequestStatistics(msgspec.Struct, array_like=True, forbid_unknown_fields=T
         histogram[num_accepted] += 1
 
     def copy(self) -> RequestStatistics:
-        """The same counts and times, which stay as they are."""
+        """A copy that does not change with these counts and times."""
         own = [*self.acceptance_histogram]
         return msgspec.structs.replace(self, acceptance_histogram=own, foresight=self.foresight.copy())
 

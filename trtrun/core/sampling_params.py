@@ -200,13 +200,13 @@ class SamplingParams:
         return parameters
 
     def with_seed(self) -> SamplingParams:
-        """The same with a seed: drawn, where there is none."""
+        """These parameters with a seed, which is drawn where there is none."""
         if self.seed is not None:
             return self
         return self._changed(seed=int.from_bytes(os.urandom(7), "little"))
 
     def with_salt(self, salt: str) -> SamplingParams:
-        """The same with another `cache_salt`."""
+        """These parameters with another `cache_salt`."""
         return self._changed(cache_salt=salt)
 
     def of_completion(self, index: int) -> SamplingParams:

@@ -47,7 +47,7 @@ class TokenSequences:
         return starts
 
     def within(self, longest: int, vocabulary: int) -> TokenSequences:
-        """Those of at most `longest` tokens, all of them below `vocabulary`: no text can hold the others."""
+        """The lists of at most `longest` tokens, all of them below `vocabulary`: no text can hold the others."""
         if not len(self):
             return self
         largest = np.maximum.reduceat(self.tokens, self.starts)
@@ -129,7 +129,7 @@ class TokenLists:
 
     @cached_property
     def digest(self) -> bytes:
-        """The same for lists of the same tokens and values, and for no others."""
+        """A hash that lists of the same tokens and values share, and no others."""
         found = hashlib.blake2b(digest_size=16)
         arrays = [self.stop_ids, self.bias_ids, self.bias_values, self.bad_words.lengths, self.bad_words.tokens]
         if self.thoughts is not None:

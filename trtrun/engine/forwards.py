@@ -221,7 +221,7 @@ class Forwards:
         return GraphPrompts(logits if is_last else logits.clone(), [self.taps.copy([range(len(tiles) * width)])])
 
     def _of_chunks(self, done: Sequence[GraphPrompts], tiles: Sequence[PromptTile], width: int) -> GraphPrompts:
-        """By chunk, of `tiles` that were `done` in parts."""
+        """Put together, by chunk, the results of `tiles` that were `done` in parts."""
         every = done[0].logits if len(done) == 1 else torch.cat([part.logits for part in done])
         last = {tile.chunk: index for index, tile in enumerate(tiles)}
         logits = every[device_integers(list(last.values()), self._device)]

@@ -54,7 +54,7 @@ class RowState:
         self.sampling = RowSampling(max_rows, vocab_size, device)
 
     def beside(self, vocab_size: int) -> RowState:
-        """As many rows as long, of the same texts in another vocabulary of `vocab_size` tokens."""
+        """Make as many rows as long, of the same texts in another vocabulary of `vocab_size` tokens."""
         columns = self.token_ids.shape[1] - self.max_draft_len - 2
         rows = len(self.lengths) - self.num_guesses
         return RowState(rows, columns, self.block_size, self.max_draft_len, vocab_size, self.device)

@@ -204,7 +204,7 @@ def _verify(engine: Engine, rows: int, length: int, context: int = 0, prompts: C
 
 
 def _draft(engine: Engine, rows: int, draft_len: int, *, in_parallel: bool) -> None:
-    """As the drafter does."""
+    """Draft as the drafter does."""
     places = torch.arange(rows, device=engine.device)
     context = 2 + draft_len
     if in_parallel:

@@ -11,18 +11,18 @@ tensors' names, rows or which tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trtrun.attention.backend import attend
+from trtrun.heads.decoder_head import DecoderHead, HeadParts
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.cpu.fused import rotate
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import Attention, DecoderLayer, RMSNorm
-from trtrun.layers.embedding import KnownLogits
-from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.tensors import inference
 
@@ -66,36 +66,24 @@ class MarkovBias:
         return self.behind(taken).float()
 
 
-class DFlashHead:
+class DFlashHead(DecoderHead):
     """The head of a target.
 
     Attributes:
-        hidden_size: of its states.
-        dtype, device: of its activations.
-        num_layers, kv_heads, head_dim: of the keys and values that this rank keeps of a token.
         mask_token: stands for a token that is not known.
         from_newest: whether what is behind the row's newest token says the first draft token; else what is behind the
             first mask token does.
         looks_back: whether logits depend on the token before.
-        has_overflowed: on the CPU, whether any state so far may not have been finite.
-        share: see KnownLogits.
     """
 
     def __init__(
         self,
+        parts: HeadParts,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        hidden_size: int,
-        kv_heads: int,
-        head_dim: int,
         fc: Linear,
         context_norm: RMSNorm,
         layers: Sequence[DecoderLayer],
         final_norm: RMSNorm,
-        rotary: RotaryEmbedding,
-        embedding: Callable[[torch.Tensor], torch.Tensor],
-        logits: KnownLogits,
         markov: MarkovBias | None,
         mask_token: int,
         from_newest: bool,
@@ -104,41 +92,23 @@ class DFlashHead:
         """Put layers together.
 
         Args:
-            dtype: of the target's activations, and of the head's.
-            device, hidden_size, kv_heads, head_dim: see the class.
+            parts: what all heads have.
             fc, context_norm: make a state of the target's, in this order.
             layers, final_norm: of drafts, in this order.
-            rotary: of all layers.
-            embedding: tokens [n] to [n, hidden], its own or the target's.
-            logits: of [n, hidden] of the end.
-            markov: what the token before adds to them; None where nothing.
+            markov: what the token before adds to logits; None where nothing.
             mask_token, from_newest: see the class.
             is_causal: whether tokens of a draft do not see those behind them.
         """
-        self.dtype = dtype
-        self.device = device
-        self.hidden_size = hidden_size
-        self.num_layers = len(layers)
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
+        super().__init__(parts, len(layers))
         self.mask_token = mask_token
         self.from_newest = from_newest
         self.looks_back = markov is not None
-        self.has_overflowed = False
-        self.share = logits.share
         self._fc = fc
         self._context_norm = context_norm
         self._layers = layers
         self._final_norm = final_norm
-        self._rotary = rotary
-        self._embedding = embedding
-        self._logits = logits
         self._markov = markov
         self._is_causal = is_causal
-
-    def reserve_positions(self, positions: int) -> None:
-        """Make rotary tables for positions [0, positions) now; free otherwise."""
-        self._rotary.reserve(positions)
 
     @inference
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
@@ -239,14 +209,6 @@ class DFlashHead:
             bias = self._markov(state, before)
         return self._logits(state, bias)
 
-    def _angles(self, positions: torch.Tensor, attention: AttentionBatch) -> Angles:
-        self._rotary.reserve(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
-        return self._rotary.lookup(positions)
-
-    def _note(self, states: torch.Tensor) -> None:
-        if self.device.type == "cpu" and not self.has_overflowed:
-            self.has_overflowed = not bool(states.sum().isfinite())
-
 
 def _projected(attention: Attention, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys [n, heads + KV heads, head], normed, and values [n, KV heads, head] of [n, hidden]."""
@@ -265,6 +227,7 @@ def _attend(
     store_layer: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """[n, heads * head]; see AttentionBackend."""
-    places = attention.backend, query_key, value, angles, store_layer, batch
-    return attend(*places, attention.head_dim**-0.5, window, attention.kv_scales).flatten(1)
+    """Attend as `attention` does → [n, heads * head]."""
+    scale = attention.head_dim**-0.5
+    call = AttentionCall(query_key, value, angles, store_layer, batch, scale, window, attention.kv_scales)
+    return attend(attention.backend, call).flatten(1)

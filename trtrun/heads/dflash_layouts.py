@@ -25,16 +25,15 @@ from typing import Any
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, shorten
 from trtrun.heads.dflash_plan import DFlashPlan, MarkovPlan
-from trtrun.heads.eagle3_boundaries import list_outputs
 from trtrun.heads.eagle_tensors import NAMES, HeadTensors, stem
-from trtrun.heads.head_reading import read_head
+from trtrun.heads.head_reading import list_outputs, read_head
 from trtrun.heads.heads import HEADS
 from trtrun.models.config import ModelConfig, read_flag
 from trtrun.models.layer_plan import DecoderPlan
 
 _MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 _GATE = "markov_head.gate_proj.weight"
-_ENDS = re.compile(
+_BESIDE = re.compile(
     r"(fc\.(weight|bias)|(hidden_norm|norm|lm_head|embed_tokens)\.weight|d2t|t2d"
     r"|markov_head\.[a-z0-9_.]+|confidence_head\.proj\.(weight|bias))",
     re.ASCII,
@@ -53,7 +52,7 @@ def read_dflash(path: Path, target: ModelConfig, section: SpeculationSection) ->
     """
     if (path / _MASK_FILE).exists():
         raise CheckpointError(f"{path}: {_MASK_FILE} is a pickle file, which is not read: such heads are not supported")
-    return read_head(path, target, section.method, _ENDS, partial(_plan, section=section), refuse=_refuse_others)
+    return read_head(path, target, section.method, _BESIDE, partial(_plan, section=section), refuse=_refuse_others)
 
 
 def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:
@@ -66,7 +65,7 @@ def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:
     for flag in ("sample_from_anchor", "shift_label"):
         if values.get(flag) is not None:
             from_newest = read_flag(values, flag)
-    num_taps, shape, ends = head.count_taps(), head.layers(), head.ends()
+    num_taps, shape, own = head.count_taps(), head.layers(), head.embedding_and_head()
     taps = _read_boundaries(head.values, values, target.num_layers, num_taps)
     block = _whole(values, "block_size", 2)
     most = block if from_newest else block - 1
@@ -85,7 +84,7 @@ def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:
     return DFlashPlan(
         name=NAMES[kind],
         reads=f"outputs of the target's layers {list_outputs(taps)}",
-        ends=ends,
+        embedding_and_head=own,
         target_hidden_size=target.hidden_size,
         taps=taps,
         stored=shape,
@@ -100,7 +99,7 @@ def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:
         mask_token=mask_token,
         from_newest=from_newest,
         is_causal=read_flag(values, "causal" if values.get("is_causal") is None else "is_causal"),
-        markov=_plan_markov(head, values, ends.num_lines),
+        markov=_plan_markov(head, values, own.num_lines),
         num_logits=section.draft_len,
         block=block,
     )

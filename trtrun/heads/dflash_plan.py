@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trtrun.heads.eagle_plan import JoiningPlan
-from trtrun.heads.head_ends import HeadEnds
-from trtrun.layers.rope import RopeConfig
-from trtrun.models.layer_plan import DecoderPlan, ModelShape, NormPlan
-from trtrun.weights.checkpoint import Checkpoint
+from typing_extensions import override
+
+from trtrun.heads.head_plan import DecoderHeadPlan, JoiningPlan, count_layers
+from trtrun.models.layer_plan import NormPlan
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
     from parallel.communicator import Communicator
     from trtrun.heads.dflash_head import DFlashHead, MarkovBias
     from trtrun.heads.heads import HeadsTarget
-    from trtrun.models.config import ModelConfig
     from trtrun.weights.weight_reader import WeightReader
 
 
@@ -78,21 +75,13 @@ class MarkovPlan:
 
 
 @dataclass(frozen=True)
-class DFlashPlan:
+class DFlashPlan(DecoderHeadPlan):
     """The head of a directory.
 
     Attributes:
-        name: of its kind, for people.
-        reads: of the target, for people.
-        ends: its embedding and head.
-        target_hidden_size: of the target.
-        taps: see HeadsPlan.
-        stored: shape of its layers.
         fc: of the target's states at all taps, side by side.
         context_norm: behind fc.
-        layers: in order.
-        final_norm: behind the last.
-        rope: how it rotates.
+        final_norm: behind the last layer.
         mask_token: stands for a token that is not known.
         from_newest: whether what is behind the row's newest token says the first draft token; else what is behind the
             first mask token does.
@@ -102,17 +91,9 @@ class DFlashPlan:
         block: that it was trained to look at together, the row's newest one included.
     """
 
-    name: str
-    reads: str
-    ends: HeadEnds
-    target_hidden_size: int
-    taps: tuple[int, ...]
-    stored: ModelShape
     fc: JoiningPlan
     context_norm: NormPlan
-    layers: tuple[DecoderPlan, ...]
     final_norm: NormPlan
-    rope: RopeConfig
     mask_token: int
     from_newest: bool
     is_causal: bool
@@ -120,62 +101,40 @@ class DFlashPlan:
     num_logits: int
     block: int
 
-    @property
-    def files(self) -> Checkpoint:
-        """See HeadsPlan."""
-        return self.ends.files
-
-    @cached_property
-    def weights(self) -> Sequence[Weight]:
-        """See HeadsPlan."""
-        ends = [*self.ends.weights(), *(() if self.markov is None else self.markov.weights())]
-        norms = (self.context_norm.weight, self.final_norm.weight)
-        return [*ends, *self.fc.weights(), *norms, *(weight for layer in self.layers for weight in layer.weights())]
-
-    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        """See HeadsPlan."""
-        return self.ends.of_target(target)
+    @override
+    def own_weights(self) -> Sequence[Weight]:
+        markov = () if self.markov is None else self.markov.weights()
+        return [*markov, *self.fc.weights(), self.context_norm.weight, self.final_norm.weight]
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
-        """See HeadsPlan: states at the taps as they are gathered and laid side by side, and what a layer holds, whose
+        """Bytes of states at the taps as they are gathered and laid side by side, and of what a layer holds, whose
         queries and keys are rotated by themselves, too."""
         shape, taken = self.stored, len(self.taps) * self.target_hidden_size
         rotated = len(shape.queries.held(share)) + 2 * len(shape.keys.held(share))
-        return (3 * taken + 6 * shape.hidden_size + 3 * rotated) * item_bytes + self.layers[0].token_bytes(
-            share, item_bytes
-        )
+        of_layer = self.layers[0].token_bytes(share, item_bytes)
+        return (3 * taken + 6 * shape.hidden_size + 3 * rotated) * item_bytes + of_layer
 
     def describe(self) -> str:
-        """See HeadsPlan."""
-        count = len(self.layers)
-        layers = "1 layer" if count == 1 else f"{count} layers"
+        """Describe it in words."""
+        layers = count_layers(len(self.layers))
         markov = "" if self.markov is None else " and a Markov head"
-        known = f"{self.ends.describe()}, blocks of {self.block}"
+        known = f"{self.embedding_and_head.describe()}, blocks of {self.block}"
         return f"{self.name} head of {layers}{markov}, {known}, reading {self.reads}"
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> DFlashHead:
-        """See HeadsPlan.
+        """Make the head on this rank.
 
         Raises:
             CheckpointError: d2t and t2d do not agree, or name what is no token.
         """
         from trtrun.heads.dflash_head import DFlashHead
-        from trtrun.layers.rotary import RotaryEmbedding
 
-        ends = self.ends.build(reader, target, communicator)
         return DFlashHead(
-            dtype=target.dtype,
-            device=target.device,
-            hidden_size=self.stored.hidden_size,
-            kv_heads=len(self.stored.keys.units(reader.share)),
-            head_dim=self.stored.head_dim,
+            self.build_parts(reader, target, communicator),
             fc=reader.linear(*self.fc.both),
             context_norm=self.context_norm.build(reader),
             layers=[layer.build(reader) for layer in self.layers],
             final_norm=self.final_norm.build(reader),
-            rotary=RotaryEmbedding(self.rope, self.stored.head_dim, target.dtype, reader.device),
-            embedding=ends.embedding,
-            logits=ends.logits,
             markov=None if self.markov is None else self.markov.build(reader),
             mask_token=self.mask_token,
             from_newest=self.from_newest,

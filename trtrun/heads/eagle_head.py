@@ -10,17 +10,16 @@ every rank, and logits are for the rank that decides. It does not know tensors' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from trtrun.heads.decoder_head import DecoderHead, HeadParts
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
-from trtrun.layers.embedding import KnownLogits
-from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.tensors import inference
 
@@ -60,7 +59,6 @@ class JoinedLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FirstLayer."""
         stream = self.fc(torch.cat((embedded, hidden), dim=1))
         read = stream if self.input_norm is None else self.input_norm(stream)
         attended = self.attention(read, angles, batch, store_layer)
@@ -86,7 +84,6 @@ class FusedLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FirstLayer."""
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_norm(embedded), normed), dim=1)
         attended = self.attention(both, angles, batch, store_layer)
@@ -117,66 +114,33 @@ class TapFusion:
         return self.fc(flat if self.joint_norm is None else self.joint_norm(flat))
 
 
-class EagleHead:
-    """The head of a target.
-
-    Attributes:
-        hidden_size: of its states.
-        dtype, device: of its activations.
-        num_layers, kv_heads, head_dim: of the keys and values that this rank keeps of a token.
-        has_overflowed: on the CPU, whether any state so far may not have been finite.
-        share: see KnownLogits.
-    """
+class EagleHead(DecoderHead):
+    """The head of a target."""
 
     def __init__(
         self,
+        parts: HeadParts,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        hidden_size: int,
-        kv_heads: int,
-        head_dim: int,
         fusion: TapFusion | None,
         first: FirstLayer,
         layers: Sequence[DecoderLayer],
         final_norm: RMSNorm | None,
         norm_output: bool,
-        rotary: RotaryEmbedding,
-        embedding: Callable[[torch.Tensor], torch.Tensor],
-        logits: KnownLogits,
     ) -> None:
         """Put layers together.
 
         Args:
-            dtype: of the target's activations, and of the head's.
-            device, hidden_size, kv_heads, head_dim: see the class.
+            parts: what all heads have.
             fusion: what makes a hidden state of the target's; None where there is one tap, which is read as it is.
             first, layers, final_norm: in this order; not all heads have a final norm.
             norm_output: whether the next step reads what leaves the final norm.
-            rotary: of all layers.
-            embedding: tokens [n] to [n, hidden], its own or the target's.
-            logits: of [n, hidden] of the end.
         """
-        self.dtype = dtype
-        self.device = device
-        self.hidden_size = hidden_size
-        self.num_layers = 1 + len(layers)
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
-        self.has_overflowed = False
+        super().__init__(parts, 1 + len(layers))
         self._fusion = fusion
         self._first = first
         self._layers = layers
         self._final_norm = final_norm
         self._norm_output = norm_output
-        self._rotary = rotary
-        self._embedding = embedding
-        self._logits = logits
-        self.share = logits.share
-
-    def reserve_positions(self, positions: int) -> None:
-        """Make rotary tables for positions [0, positions) now; free otherwise."""
-        self._rotary.reserve(positions)
 
     @inference
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
@@ -204,15 +168,13 @@ class EagleHead:
         Returns:
             [n, hidden], equal on all ranks: what `logits` and the next step take.
         """
-        self._rotary.reserve(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
-        angles = self._rotary.lookup(positions)
+        angles = self._angles(positions, attention)
         stream, delta = self._first(self._embedding(tokens), hidden, angles, attention, store.layer(0))
         for index, layer in enumerate(self._layers):
             attended = layer.attend(stream, delta, angles, attention, store.layer(1 + index))
             delta = layer.feed_forward(stream, attended)
         normed = stream.add_(delta) if self._final_norm is None else self._final_norm.add(stream, delta)
-        if self.device.type == "cpu" and not self.has_overflowed:
-            self.has_overflowed = not bool(stream.sum().isfinite())
+        self._note(stream)
         return normed if self._norm_output else stream
 
     @inference

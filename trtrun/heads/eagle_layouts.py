@@ -1,5 +1,7 @@
-"""Heads of EAGLE-1 and EAGLE-2 as files have them: both are of one kind, and differ in the trees that are drafted (Li
-et al. 2024, arXiv:2401.15077, arXiv:2406.16858).
+"""Heads of EAGLE-1, EAGLE-2 and EAGLE-3 as files have them.
+
+EAGLE-1 and EAGLE-2 are of one kind, and differ in the trees that are drafted (Li et al. 2024, arXiv:2401.15077,
+arXiv:2406.16858):
 
     fc.weight, layers.0.…                              the reference; sizes in config.json
     fusion_fc.weight, transformer.…                    speculators; sizes in transformer_layer_config
@@ -8,8 +10,18 @@ et al. 2024, arXiv:2401.15077, arXiv:2406.16858).
 Beside them may be: fc.bias; embed_tokens.weight, else the target's embedding serves; lm_head.weight, else the target's;
 layers.1.… and more, ordinary ones. The first layer has no input_layernorm, and nothing is normed behind the last: with
 norms that a head was not trained with it hardly drafts. Where files have these two all the same, config.json must say
-whether they count: runtimes wrote some that do not. It does without torch, and does not know how a head computes
-(heads/eagle_head.py).
+whether they count: runtimes wrote some that do not.
+
+EAGLE-3 (Li et al. 2025, arXiv:2503.01840):
+
+    fc.weight, midlayer.…, norm.weight, lm_head.weight, d2t, t2d      the reference, SpecForge; sizes in config.json
+    the same, layers.0.… in midlayer's place                          speculators; sizes in transformer_layer_config
+    the same, with model. in front                                    other trainers
+
+Beside them may be: embed_tokens.weight, else the target's embedding serves; layers.1.… and more, ordinary ones;
+input_norm.weight or fc_norm.0.weight …, norms before fc; norms of queries and keys per head; biases. Names and shapes
+say how large the head is (eagle_tensors.py): what a config.json says of vocabularies and of the number of layers is
+often another's.
 """
 
 from __future__ import annotations
@@ -19,16 +31,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trtrun.configuration.drafting.head_methods import Eagle3Section
 from trtrun.configuration.drafting.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError
-from trtrun.heads.eagle_plan import EaglePlan, JoinedLayerPlan
-from trtrun.heads.eagle_tensors import HeadTensors
-from trtrun.heads.head_reading import read_head
+from trtrun.heads.eagle_plan import EaglePlan, FusedLayerPlan, FusionPlan, JoinedLayerPlan
+from trtrun.heads.eagle_tensors import HeadTensors, stem
+from trtrun.heads.head_reading import list_outputs, read_boundaries, read_head
 from trtrun.heads.heads import HEADS
 from trtrun.models.config import ModelConfig, read_flag
+from trtrun.models.layer_plan import ModelShape, NormPlan
 
 _MORE_NORMS = r"(enorm|hnorm|(embedding|embed|hidden|pre_lm_head|lm_head)_layernorm)\.weight"
-_ENDS = re.compile(rf"(fc\.(weight|bias)|(norm|lm_head|embed_tokens)\.weight|token_map|{_MORE_NORMS})", re.ASCII)
+_BESIDE = re.compile(rf"(fc\.(weight|bias)|(norm|lm_head|embed_tokens)\.weight|token_map|{_MORE_NORMS})", re.ASCII)
 _INPUT_NORM, _FINAL_NORM = "layers.0.input_layernorm.weight", "norm.weight"
 
 
@@ -39,7 +53,7 @@ def read_eagle(path: Path, target: ModelConfig, section: SpeculationSection) -> 
     Raises:
         CheckpointError: see `heads.HEADS`.
     """
-    return read_head(path, target, "eagle", _ENDS, _plan)
+    return read_head(path, target, "eagle", _BESIDE, _plan)
 
 
 def _plan(head: HeadTensors) -> EaglePlan:
@@ -57,7 +71,7 @@ def _plan(head: HeadTensors) -> EaglePlan:
     return EaglePlan(
         name="EAGLE",
         reads="what leaves the target's final norm",
-        ends=head.ends(),
+        embedding_and_head=head.embedding_and_head(),
         target_hidden_size=target.hidden_size,
         taps=(target.num_layers + 1,),
         stored=shape,
@@ -135,3 +149,62 @@ def _nested(head: HeadTensors, key: str) -> Mapping[str, Any]:
     """What stands below a key of config.json, or else all of it."""
     values = head.values.get(key)
     return values if isinstance(values, Mapping) else head.values
+
+
+_BESIDE_EAGLE3 = re.compile(
+    r"(fc\.(weight|bias)|fc_norm\.\d\.weight|(input_norm|norm|lm_head|embed_tokens)\.weight|d2t|t2d)", re.ASCII
+)
+
+
+@HEADS.register("eagle3")
+def read_eagle3(path: Path, target: ModelConfig, section: SpeculationSection) -> EaglePlan:
+    """Plan the head of a directory.
+
+    Raises:
+        CheckpointError: see `heads.HEADS`.
+    """
+    assert isinstance(section, Eagle3Section)
+    return read_head(path, target, "eagle3", _BESIDE_EAGLE3, lambda head: _plan_eagle3(head, section))
+
+
+def _plan_eagle3(head: HeadTensors, section: Eagle3Section) -> EaglePlan:
+    target = head.target
+    if "layers.0.hidden_norm.weight" not in head.names:
+        raise CheckpointError("it has no layers.0.hidden_norm.weight: the files are incomplete")
+    num_taps = head.count_taps()
+    shape = head.layers()
+    taps = read_boundaries(head.values, target.num_layers, num_taps, section.eagle3_layers_to_capture)
+    return EaglePlan(
+        name="EAGLE-3",
+        reads=f"outputs of the target's layers {list_outputs(taps)}",
+        embedding_and_head=head.embedding_and_head(),
+        target_hidden_size=target.hidden_size,
+        taps=taps,
+        stored=shape,
+        fusion=_plan_fusion(head, num_taps, shape.rms_norm_eps),
+        first=_plan_first(head, shape),
+        layers=head.ordinary_layers(shape),
+        final_norm=head.norm("norm", shape),
+        norm_output=read_flag(head.values, "norm_output"),
+        rope=head.rope(shape),
+    )
+
+
+def _plan_fusion(head: HeadTensors, num_taps: int, eps: float) -> FusionPlan:
+    has_joint = head.has("input_norm.weight", "norm_before_fc")
+    has_own = head.has("fc_norm.0.weight", "fc_norm")
+    if has_joint and has_own:
+        raise CheckpointError("it has norms of two kinds before fc, input_norm.weight and fc_norm.0.weight")
+    joint = NormPlan(stem(head.names["input_norm.weight"]), head.taken, eps) if has_joint else None
+    apart = [f"fc_norm.{tap}.weight" for tap in range(num_taps if has_own else 0)]
+    norms = tuple(NormPlan(stem(head.names.get(name, name)), head.target.hidden_size, eps) for name in apart)
+    return FusionPlan(head.joining(head.taken), norms, joint)
+
+
+def _plan_first(head: HeadTensors, shape: ModelShape) -> FusedLayerPlan:
+    return FusedLayerPlan(
+        head.norm("layers.0.input_layernorm", shape),
+        head.norm("layers.0.hidden_norm", shape),
+        *head.blocks(0, shape, 2 * shape.hidden_size),
+        read_flag(head.values, "norm_before_residual"),
+    )

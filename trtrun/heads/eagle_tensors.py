@@ -8,7 +8,7 @@
 Shapes say how large a head is; of config.json counts what they do not show. EAGLE-3's first layer reads twice the
 hidden size, that of EAGLE-1 and EAGLE-2 what fc leaves; DFlash and DSpark have a hidden_norm.weight beside fc. It does
 without torch. It does not know how a head computes (heads/eagle_head.py, heads/dflash_head.py), or what each kind has
-(eagle_layouts.py, eagle3_layouts.py, dflash_layouts.py).
+(eagle_layouts.py, dflash_layouts.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
-from trtrun.heads.eagle_plan import JoiningPlan
-from trtrun.heads.head_ends import HeadEnds
+from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
+from trtrun.heads.head_plan import JoiningPlan
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.config import MOST_POSITIONS, ModelConfig, read_flag
 from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan
@@ -33,24 +33,24 @@ _LAYER = re.compile(
     re.ASCII,
 )
 _LEFT_BY_TRAINERS = re.compile(r"(verifier_\w+|.*rotary_emb)\.(weight|inv_freq)", re.ASCII)
-"""Of the target, and what follows from config.json."""
+"""Names of tensors that are the target's, or follow from config.json."""
 
 _OTHER_NAMES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 _NESTED = ("transformer_layer_config", "model")
 """Where speculators' config.json has the sizes of the layer, and where vLLM's."""
 
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-"""Those of a Llama's config class."""
+"""Defaults of a Llama's config class."""
 
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
-"""Of the kinds, by the methods that draft with them."""
+"""Names of the kinds of heads, by the methods that draft with them."""
 
 TOLD = {"eagle": "EAGLE-1 or EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash or DSpark"}
 """What tensors tell apart, by one of the methods."""
 
 
 def find_eagle_method(path: Path) -> str:
-    """Which method of EAGLE's a directory is for, by its tensors; `eagle3` where they do not say."""
+    """Name of the EAGLE method that a directory is for, by its tensors; `eagle3` where they do not say."""
     try:
         files = Checkpoint(path, what="head")
         return "eagle" if find_method(files, sort_names(files)) == "eagle" else "eagle3"
@@ -79,7 +79,8 @@ def sort_names(files: Checkpoint) -> dict[str, str]:
 
 
 def find_method(files: Checkpoint, names: Mapping[str, str]) -> str | None:
-    """Which method drafts with tensors of such names, as `TOLD` has it; None where they are no such head's."""
+    """Name of the method that drafts with tensors of such names, as `TOLD` has it; None where they are no such
+    head's."""
     queries, output = (names.get(f"layers.0.self_attn.{name}_proj.weight") for name in "qo")
     if "fc.weight" not in names or queries is None or output is None:
         return None
@@ -109,14 +110,14 @@ class HeadTensors:
         values: Mapping[str, Any],
         target: ModelConfig,
         method: str,
-        ends: re.Pattern[str],
+        beside_layers: re.Pattern[str],
     ) -> None:
         """Sort the tensors of a directory.
 
         Args:
             files, values, target: see the class.
             method: by which.
-            ends: names of tensors that its heads may have beside those of layers.
+            beside_layers: names of tensors that its heads may have beside those of layers.
 
         Raises:
             CheckpointError: they are no head's of that kind.
@@ -131,7 +132,7 @@ class HeadTensors:
         if found is not None and found != ("dflash" if method == "dspark" else method):
             raise CheckpointError(f"it is a head of {TOLD[found]}: set speculation.method to {found}")
         for own, name in self.names.items():
-            if not ends.fullmatch(own) and not _LAYER.fullmatch(own):
+            if not beside_layers.fullmatch(own) and not _LAYER.fullmatch(own):
                 raise CheckpointError(f"tensor {shorten(name)} is none that heads of {NAMES[method]} have")
         if "fc.weight" not in self.names:
             raise CheckpointError(f"it has no head of {NAMES[method]}: there is no fc.weight among its tensors")
@@ -139,7 +140,7 @@ class HeadTensors:
         self.left_out = set[str]()
 
     def shape(self, name: str, dimensions: int = 1) -> tuple[int, ...]:
-        """Of a tensor of so many dimensions.
+        """Shape of a tensor of so many dimensions.
 
         Raises:
             CheckpointError: it is not there, or has others.
@@ -209,11 +210,11 @@ class HeadTensors:
         return parse_rope(self._of_layer, min(self._whole("max_position_embeddings"), MOST_POSITIONS), shape.head_dim)
 
     def norm(self, name: str, shape: ModelShape) -> NormPlan:
-        """Of states of the head."""
+        """Plan of a norm of the head's states."""
         self.shape(f"{name}.weight")
         return NormPlan(stem(self.names[f"{name}.weight"]), shape.hidden_size, shape.rms_norm_eps)
 
-    def ends(self) -> HeadEnds:
+    def embedding_and_head(self) -> EmbeddingAndHeadPlan:
         """Its embedding, and its head with what it knows of the target's tokens.
 
         Raises:
@@ -242,7 +243,7 @@ class HeadTensors:
             if self.shape("t2d") != (known,):
                 raise CheckpointError(f"t2d has shape {list(files.shape(t2d))}, but the target has {known} tokens")
         head = names.get("lm_head.weight")
-        return HeadEnds(files, known, self.hidden, self._embedding(), head, lines, d2t, t2d)
+        return EmbeddingAndHeadPlan(files, known, self.hidden, self._embedding(), head, lines, d2t, t2d)
 
     def count_taps(self) -> int:
         """How many hidden states of the target fc takes.
@@ -298,5 +299,5 @@ class HeadTensors:
 
 
 def stem(name: str) -> str:
-    """Of a weight's name, as plans of norms have it."""
+    """Beginning of a weight's name, as plans of norms have it."""
     return name.removesuffix(".weight")

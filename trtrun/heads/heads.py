@@ -35,16 +35,16 @@ HEADS_FILES = (MEDUSA_FILE, SINGLE_FILE)
 
 
 class HeadsTarget(Protocol):
-    """What heads know of the target: a whole model's rank, or its ends (`TargetEnds`)."""
+    """What heads know of the target: a whole model's rank, or its embedding and head (`TargetEmbeddingAndHead`)."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its activations."""
+        """Dtype of its activations."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Of its weights."""
+        """Device of its weights."""
         ...
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ class HeadsPlan(Protocol):
         """How many rows of logits they make of a row of the batch at a time."""
         ...
 
-    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        """Of the target's own weights those that they compute with, too: its embedding, its head."""
+    def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
+        """Weights of the target that they compute with, too: its embedding, its head."""
         ...
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
@@ -95,7 +95,7 @@ class HeadsPlan(Protocol):
         ...
 
     def describe(self) -> str:
-        """For people, such as "5 Medusa heads"."""
+        """Describe them in words, such as "5 Medusa heads"."""
         ...
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> object:

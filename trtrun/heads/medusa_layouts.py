@@ -75,15 +75,13 @@ class MedusaPlan:
 
     @property
     def num_logits(self) -> int:
-        """See HeadsPlan: all heads speak at once."""
+        """The number of heads, which all give logits at once."""
         return len(self.blocks)
 
-    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
-        """See HeadsPlan."""
+    def target_weights(self, target: ModelConfig) -> Sequence[Weight]:
         return () if self.matrices else (target.head,)
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
-        """See HeadsPlan."""
         return 0
 
     @property
@@ -109,17 +107,15 @@ class MedusaPlan:
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
-        """See HeadsPlan."""
         pairs = [pair for of_place in self.block_weights for pair in of_place]
         return [*(part for pair in pairs for part in pair if part is not None), *self.matrix_weights]
 
     def describe(self) -> str:
-        """See HeadsPlan."""
         used = len(self.blocks)
         return f"{self.num_heads} Medusa heads" + (f", {used} of them used" if used < self.num_heads else "")
 
     def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> MedusaHeads:
-        """See HeadsPlan.
+        """Make the heads on this rank.
 
         Raises:
             CheckpointError: token_map holds what is no token, or one twice.

@@ -1,4 +1,5 @@
-"""Arguments of operations beside plain tensors: activations that are rounded already, and the adapter of each line."""
+"""Arguments of operations beside plain tensors: what attention takes, activations that are rounded already, and the
+adapter of each line."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+
+from trtrun.kvcache.segments import AttentionBatch
 
 GROUP = 128
 """Numbers of a row that share a scale where it is rounded in groups."""
@@ -57,7 +60,7 @@ class LineSlots:
         self._found: dict[Hashable, Any] = {}
 
     def select(self, lines: torch.Tensor) -> LineSlots:
-        """Those of some `lines` [n] int64, in their order."""
+        """Slots of some `lines` [n] int64, in their order."""
         return LineSlots(self.slots.index_select(0, lines))
 
     def once(self, key: Hashable, find: Callable[[torch.Tensor], T]) -> T:
@@ -74,3 +77,29 @@ class LineSlots:
         if len(found) == 1:
             return [LineGroup(found[0], None)] if found[0] else []
         return [LineGroup(slot, (self.slots == slot).nonzero()[:, 0]) for slot in found if slot]
+
+
+class AttentionCall(NamedTuple):
+    """All that one layer's attention takes of a forward. What a backend cannot do it refuses when it is chosen.
+
+    Attributes:
+        query_key: [tokens, heads + kv_heads, head]: the queries, then the keys, not rotated yet; of a batch with forks
+            those of its tokens where the backend `reads_forks`, else of its places.
+        value: [tokens, kv_heads, head] of the same tokens.
+        angles: cosines and signed sines, [places, 1, head] each; see RotaryEmbedding.
+        store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head] as the format has it.
+        batch: the forward's segments, which say who sees whom.
+        scale: factor of the scores.
+        window: sliding window in tokens, None for full attention.
+        kv_scales: of the layer's keys and values by head, [2, kv_heads] float32 (numbers of bfloat16), where the
+            store's format has scales of layers.
+    """
+
+    query_key: torch.Tensor
+    value: torch.Tensor
+    angles: tuple[torch.Tensor, torch.Tensor]
+    store_layer: torch.Tensor
+    batch: AttentionBatch
+    scale: float
+    window: int | None
+    kv_scales: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Which implementation of the operations that have kernels a device gets: the one place that asks what works here.
+"""Chooses the implementation of operations for a device: the one place that asks what works here.
 
 It knows device types. Within an implementation dtype and shape decide, and what it does not take is torch's.
 """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Speeds(NamedTuple):
-    """Of weights of a shape, for each number of rows that was tried.
+    """Speeds with weights of a shape, for each number of rows that was tried.
 
     Attributes:
         is_fast: whether the library is not the slower way.
@@ -22,7 +22,7 @@ class Speeds(NamedTuple):
 
 
 class WeightSpeeds(NamedTuple):
-    """With the weights that they are of: features, inputs and dtype."""
+    """Speeds together with the weights that they are of: features, inputs and dtype."""
 
     features: int
     inputs: int

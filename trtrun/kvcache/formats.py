@@ -55,7 +55,7 @@ class KVFormat(ABC):
             store_layer: [2, blocks, kv_heads, block, numbers].
             index: [n] int64: places of heads of tokens, counted over all of these but the last dimension.
             rows: [n, head_dim] of the model's dtype.
-            scales: of the layer; see AttentionBackend.
+            scales: of the layer; see AttentionCall.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
-from trtrun.kernels.arguments import Activations, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activations, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.linear.layer import Linear
@@ -37,8 +37,8 @@ class RMSNorm:
         return self._operations.normalise(x, self.weight, self._eps)
 
     def rounded(self, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding) -> RoundedRows:
-        """As `add`, or the norm of `hidden` where `delta` is None, rounded for a layer that takes rows that are rounded
-        so; on CUDA with Triton."""
+        """Do as `add`, or return the norm of `hidden` where `delta` is None, rounded for a layer that takes rows that
+        are rounded so; on CUDA with Triton."""
         return self._operations.normalise_rounded(hidden, self.weight, self._eps, delta, rounding)
 
     def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Attention:
         output: this rank's heads back to hidden, for whoever is handed what was attended.
         rotated_heads: this rank's query and key heads.
         window: sliding window, None for the whole context.
-        kv_scales: of the layer; see AttentionBackend.
+        kv_scales: of the layer; see AttentionCall.
     """
 
     qkv: Linear
@@ -70,7 +70,6 @@ class Attention:
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
-        """See Linear."""
         return self.qkv.takes_rounded_rows
 
     def __call__(
@@ -80,15 +79,15 @@ class Attention:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> torch.Tensor:
-        """x [tokens, hidden], normalised → [tokens, this rank's heads * head_dim], for `output`; see
-        AttentionBackend."""
+        """x [tokens, hidden], normalised → [tokens, this rank's heads * head_dim], for `output`."""
         fused = self.qkv(x)
         fused = fused.view(fused.shape[0], -1, self.head_dim)
         query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        places = self.backend, query_key, value, angles, store_layer, batch
-        return attend(*places, self.head_dim**-0.5, self.window, self.kv_scales).flatten(1)
+        scale = self.head_dim**-0.5
+        call = AttentionCall(query_key, value, angles, store_layer, batch, scale, self.window, self.kv_scales)
+        return attend(self.backend, call).flatten(1)
 
 
 class RowParallelLinear:
@@ -107,7 +106,6 @@ class RowParallelLinear:
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
-        """See Linear."""
         return self._linear.takes_rounded_rows
 
     def __call__(self, x: Activations) -> torch.Tensor:
@@ -133,7 +131,6 @@ class GatedMLP:
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
-        """See Linear."""
         return self._gate_up.takes_rounded_rows
 
     def __call__(self, x: Activations) -> torch.Tensor:
@@ -146,7 +143,7 @@ class GatedMLP:
 
 @dataclass
 class DecoderLayer:
-    """See the module; `attend` and `feed_forward` are its halves, between which tokens may be left out."""
+    """A layer of most decoders; `attend` and `feed_forward` are its halves, between which tokens may be left out."""
 
     input_norm: RMSNorm
     attention: Attention
@@ -161,12 +158,10 @@ class DecoderLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> torch.Tensor:
-        """See Layer."""
         normed = _normalise(self.input_norm, hidden, delta, self.attention.takes_rounded_rows)
         return self.attention(normed, angles, batch, store_layer)
 
     def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """See Layer."""
         delta = self.attention.output(attended)
         return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
 

@@ -85,7 +85,7 @@ class RotaryEmbedding:
 
     @staticmethod
     def most_bytes(positions: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Of tables that cover so many positions, and the chunks that they are copied from when they grow."""
+        """Bytes of tables that cover so many positions, and of the chunks that they are copied from when they grow."""
         made = -(-positions // _CHUNK) * _CHUNK
         return 3 * 2 * made * head_dim * dtype.itemsize
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from trtrun.kernels.arguments import Activations, LineSlots, Rounding
 from trtrun.kernels.chooser import operations_of
@@ -72,7 +73,7 @@ class AdapterSpace:
     max_rank: int
 
     def shape(self, weight: LinearWeight) -> LowRankShape:
-        """Of a layer with `weight`."""
+        """Shape of what adapters add to a layer with `weight`."""
         outputs = tuple(len(part.ranges[0]) for part in weight.parts)
         return LowRankShape(outputs, weight.shape[1], self.num_slots, self.max_rank)
 
@@ -111,13 +112,14 @@ class AdaptedLayers:
         self.lines = LineSlots(slots)
 
     def keep(self, lines: torch.Tensor) -> None:
-        """From here on the forward has only some `lines` [n] int64."""
+        """Keep only some `lines` [n] int64 from here on in the forward."""
         assert self.lines is not None
         self.lines = self.lines.select(lines)
 
 
 class AdaptedLinear(Linear):
-    """See Linear. Activations come as they are, never rounded: adapters are narrow, and multiply them so."""
+    """A `Linear` with adapters. Activations come as they are, never rounded: adapters are narrow, and multiply them
+    so."""
 
     def __init__(
         self,
@@ -140,8 +142,8 @@ class AdaptedLinear(Linear):
         """Make an adapter ready; see LowRank."""
         return self._adapters.prepare(factors)
 
+    @override
     def __call__(self, x: Activations) -> torch.Tensor:
-        """See Linear."""
         assert isinstance(x, torch.Tensor), "activations with adapters are not rounded"
         assert self._layers.lines is not None, "a forward has begun"
         return self._adapters.add_to(super().__call__, x, self._layers.lines)

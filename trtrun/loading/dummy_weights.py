@@ -1,4 +1,4 @@
-"""Made-up weights in place of a checkpoint's: for benchmarks of models whose weights are not at hand.
+"""Dummy weights in place of a checkpoint's: for benchmarks of models whose weights are not at hand.
 
 Each tensor is made on the device from its name alone, so that every rank of a tensor-parallel group gets slices of the
 same model, and two models have the same tensors where names and shapes agree: a draft of a target's first layers. What
@@ -18,7 +18,8 @@ from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
 
 _DEVIATION = 0.02
-"""Of the numbers of a matrix: what transformers initialises models with, unless their configuration says otherwise."""
+"""Deviation of a matrix's numbers: what transformers initialises models with, unless their configuration says
+otherwise."""
 
 _FIRST_OUTPUT, _LEAST_OUTPUT = 4.0, 0.03
 """Factors of what the first layer adds, halved from layer to layer, and of what any layer adds."""
@@ -36,7 +37,7 @@ class DummyWeights:
     """
 
     def __init__(
-        self, path: Path, dtype: torch.dtype, device: torch.device, config: ModelConfig, *, is_made_up: bool = True
+        self, path: Path, dtype: torch.dtype, device: torch.device, config: ModelConfig, *, is_dummy: bool = True
     ) -> None:
         """Make weights of `dtype` on `device`, for the tensors of `config`.
 
@@ -45,9 +46,9 @@ class DummyWeights:
             dtype: of what is made.
             device: where it is made.
             config: of the model.
-            is_made_up: see `WeightFiles`; not where files that are elsewhere are to be told by their sizes.
+            is_dummy: see `WeightFiles`; not where files that are elsewhere are to be told by their sizes.
         """
-        self.is_made_up = is_made_up
+        self.is_dummy = is_dummy
         self.path = path
         self.bytes_read = 0
         self._dtype = dtype
@@ -104,11 +105,14 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _read_factors(config: ModelConfig) -> dict[str, float]:
-    """What `made_up` says of each tensor, with what later layers add made smaller."""
-    factors = {part.name: part.made_up for weight in config.weights for part in weight.parts}
+    """What `dummy_scale` says of each tensor, with what later layers add made smaller."""
+    factors = {part.name: part.dummy_scale for weight in config.weights for part in weight.parts}
     for index, layer in enumerate(config.layers):
         output = max(math.ldexp(_FIRST_OUTPUT, -index), _LEAST_OUTPUT)
         factors |= {
-            part.name: output * part.made_up for weight in layer.weights() for part in weight.parts if part.is_output
+            part.name: output * part.dummy_scale
+            for weight in layer.weights()
+            for part in weight.parts
+            if part.is_output
         }
     return factors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trtrun.configuration.engine_directory import EngineDescription
-from trtrun.errors import CheckpointError, reading, shorten_path
+from trtrun.errors import CheckpointError, shorten_path, wrap_errors
 from trtrun.loading.device_reading import bytes_of, read_piece
 from trtrun.loading.engine_shards import read_places, shard_path
 
@@ -140,7 +140,7 @@ def compare_shard(path: Path, engine: EngineDescription, rank: int) -> int:
     comparison = ShardComparison(path, engine, rank)
     file, places = shard_path(path, engine, rank), read_places(path, engine, rank)
     buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
-    with reading(file, CheckpointError), file.open("rb") as opened:
+    with wrap_errors(file, CheckpointError), file.open("rb") as opened:
         for name, place in places.items():
             total = torch.zeros((), dtype=torch.int64)
             for first in range(0, place.num_bytes, _PIECE_BYTES):

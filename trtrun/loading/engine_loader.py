@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, EngineDescription
-from trtrun.errors import CheckpointError, reading, shorten_path
+from trtrun.errors import CheckpointError, shorten_path, wrap_errors
 from trtrun.linear.quantization.base import Quantization, Tensors, TensorSpec
 from trtrun.loading.device_reading import DeviceReading
 from trtrun.loading.engine_checksums import ShardComparison, read_summed, sum_words
@@ -40,7 +40,7 @@ def held_tensors(
 
 
 class EngineLoader:
-    """See WeightLoader.
+    """The `WeightLoader` of an engine directory.
 
     Args:
         path: of the engine.
@@ -100,11 +100,9 @@ class EngineLoader:
 
     @property
     def bytes_read(self) -> int:
-        """See WeightLoader."""
         return self._read
 
     def load(self, weight: Weight, present: torch.Tensor | None = None) -> Tensors:
-        """See WeightLoader."""
         if present is not None:
             return {"weight": present}
         cut, held = weight.cut(self.share), self.held(weight)
@@ -119,11 +117,9 @@ class EngineLoader:
         return loaded
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """See WeightLoader."""
         return self._take(stored_name(weight))
 
     def kv_scales(self, attention: str, num_heads: int, heads: range) -> torch.Tensor:
-        """See WeightLoader."""
         found = self._kv_scales.get(attention, ())
         if [len(scales) for scales in found] != [num_heads] * 2 or not all(0 < one < inf for one in chain(*found)):
             raise CheckpointError(
@@ -133,11 +129,10 @@ class EngineLoader:
         return torch.tensor(found)[:, heads.start : heads.stop]
 
     def release_buffer(self) -> None:
-        """See WeightLoader."""
         self._buffer.release()
 
     def close(self) -> None:
-        """See WeightLoader.
+        """Close the files and report completion.
 
         Raises:
             CheckpointError: a weight is not what was built.
@@ -160,7 +155,7 @@ class EngineLoader:
     def _take(self, name: str, place: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor of the shard, read to `place` where one is given."""
         spec, where = self._specs[name], self._places[name]
-        with reading(self._file, CheckpointError):
+        with wrap_errors(self._file, CheckpointError):
             arrived = self._arrival(name) if self._streams else None
             if arrived is not None:
                 self._comparison.add(name, sum_words(arrived))

@@ -1,8 +1,8 @@
 """The shards of an engine directory: whether they are whole, and which tensors they hold where.
 
 There is one file for each rank, in the safetensors format, with what the rank's layers multiply with as kernels want
-it, in the order of loading. `EngineEnds` reads embedding and vocabulary head whole from the shards of all ranks, for
-draft heads on a rank of their own, which has no shard. Headers are read without torch.
+it, in the order of loading. `EngineEmbeddingAndHead` reads embedding and vocabulary head whole from the shards of all
+ranks, for draft heads on a rank of their own, which has no shard. Headers are read without torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trtrun.configuration.engine_directory import EngineDescription, read_engine
-from trtrun.errors import CheckpointError, reading, shorten_path
+from trtrun.errors import CheckpointError, shorten_path, wrap_errors
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import ITEM_BYTES, TORCH_NAMES
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""The largest header that the safetensors library reads."""
 
 METADATA = "__metadata__"
 
@@ -60,7 +60,7 @@ def read_places(path: Path, engine: EngineDescription, rank: int) -> dict[str, P
     """The tensors of a rank's shard by name, in the file's order; errors as of `check_shards`."""
     shard, file = engine.shards[rank], shard_path(path, engine, rank)
     where = shorten_path(file)
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         if not file.is_file():
             raise CheckpointError(f"{shorten_path(path)} lacks {shard.file}: copy the engine again, or build it again")
         size = file.stat().st_size
@@ -77,7 +77,7 @@ def read_places(path: Path, engine: EngineDescription, rank: int) -> dict[str, P
 
 
 def describe_rank(rank: int, size: int) -> str:
-    """Whose a shard is, in its header."""
+    """The rank that a shard is for, as its header says it."""
     return f"{rank} of {size}"
 
 
@@ -139,8 +139,8 @@ def check_engine_weights(path: Path, tp_size: int, quantization: str) -> bool:
 _ROWS_AT_A_TIME = 1024
 
 
-class EngineEnds:
-    """See WeightFiles.
+class EngineEmbeddingAndHead:
+    """The `WeightFiles` of embedding and vocabulary head in an engine.
 
     Args:
         path: of the engine.
@@ -150,7 +150,7 @@ class EngineEnds:
         CheckpointError: a shard is damaged.
     """
 
-    is_made_up = False
+    is_dummy = False
 
     def __init__(self, path: Path, engine: EngineDescription) -> None:
         self.path = path
@@ -164,7 +164,8 @@ class EngineEnds:
     def check(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
     ) -> int:
-        """See Checkpoint; behind the rows that there are, ranks may have padding."""
+        """Check a tensor by its header, as a checkpoint does; behind the rows that there are, ranks may have
+        padding."""
         found = [shard[name] for shard in self._shards if name in shard]
         kinds = {TORCH_NAMES.get(place.dtype) for place in found}
         dtype = next(iter(kinds), None)
@@ -177,7 +178,6 @@ class EngineEnds:
         return ITEM_BYTES[dtype]
 
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint."""
         import torch
 
         from trtrun.loading.device_reading import bytes_of, read_piece
@@ -186,7 +186,7 @@ class EngineEnds:
         first = 0
         for file, place in zip(self._files, (shard[name] for shard in self._shards), strict=True):
             height, width = place.shape
-            with reading(file, CheckpointError), file.open("rb") as opened:
+            with wrap_errors(file, CheckpointError), file.open("rb") as opened:
                 for start in range(max(first, rows.start), min(first + height, rows.stop), _ROWS_AT_A_TIME):
                     stop = min(start + _ROWS_AT_A_TIME, first + height, rows.stop)
                     piece = torch.empty((stop - start, width), dtype=getattr(torch, TORCH_NAMES[place.dtype]))

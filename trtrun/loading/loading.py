@@ -30,7 +30,7 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
 from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_loader import EngineLoader
-from trtrun.loading.engine_shards import EngineEnds
+from trtrun.loading.engine_shards import EngineEmbeddingAndHead
 from trtrun.loading.weight_check import check_held, check_split, check_weights
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
@@ -157,14 +157,14 @@ def _open_loader(
     load_format: LoadFormat,
     progress: Progress | None,
 ) -> WeightLoader:
-    """Of an engine's shard, a checkpoint's files, or made-up weights. Every name, shape and dtype is checked before the
-    first byte of a weight is read."""
+    """Open the loader of an engine's shard, of a checkpoint's files, or of dummy weights. Every name, shape and dtype
+    is checked before the first byte of a weight is read."""
     quantization_of = partial(config.quantization_of, default=default)
-    is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
-    engine = None if is_made_up else read_engine(path)
+    is_dummy, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    engine = None if is_dummy else read_engine(path)
     if engine is not None:
         return EngineLoader(path, engine, config, share, device, dtype, quantization_of, progress)
-    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else open_checkpoint(path)
+    files: WeightFiles = DummyWeights(path, stored, device, config) if is_dummy else open_checkpoint(path)
     total = check_weights(files, config, share, default)
     return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
 
@@ -187,7 +187,7 @@ def load_heads(
 
     Args:
         plan: of the heads, with every tensor checked.
-        target: this rank's share of the model whose hidden states they read, or its ends.
+        target: this rank's share of the model whose hidden states they read, or its embedding and head.
         communicator: of the target's tensor-parallel group; of one rank where they have a rank of their own.
         dtype: of the target's activations.
         progress: called with (bytes read, bytes to read) of this rank.
@@ -222,8 +222,8 @@ _WHOLE = Share(0, 1)
 
 
 @dataclass(frozen=True)
-class TargetEnds:
-    """See `heads.HeadsTarget`; of what was not asked for there is nothing.
+class TargetEmbeddingAndHead:
+    """A `heads.HeadsTarget` without layers; what was not asked for is not there.
 
     Attributes:
         dtype, device: of the target's activations, and of the weights.
@@ -239,53 +239,53 @@ class TargetEnds:
     @inference
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [n] int64 → [n, hidden]."""
-        assert self.embedding is not None, "heads say which ends they compute with"
+        assert self.embedding is not None, "heads say which weights they compute with"
         return self.embedding(tokens)
 
     @inference
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] of the end → [n, vocab_size] float32."""
-        assert self.head is not None, "heads say which ends they compute with"
+        assert self.head is not None, "heads say which weights they compute with"
         return self.head(hidden)
 
 
-def ends_bytes(
-    config: ModelConfig, ends: Sequence[Weight], dtype: torch.dtype, device: torch.device, quantization: str
+def embedding_and_head_bytes(
+    config: ModelConfig, weights: Sequence[Weight], dtype: torch.dtype, device: torch.device, quantization: str
 ) -> int:
-    """Bytes that `ends` of a target take on a device, told from shapes alone."""
+    """Bytes that `weights` of a target take on a device, told from shapes alone."""
     size = sum(
-        count_bytes(held.create(weight, dtype, device.type)) for weight, held in _held(config, ends, quantization)
+        count_bytes(held.create(weight, dtype, device.type)) for weight, held in _held(config, weights, quantization)
     )
-    if len(ends) > 1 and shares_tied_embedding(config, device, dtype, QUANTIZATIONS.get(quantization)):
+    if len(weights) > 1 and shares_tied_embedding(config, device, dtype, QUANTIZATIONS.get(quantization)):
         size -= config.embedding.cut(_WHOLE).num_elements * dtype.itemsize
     return size
 
 
-def check_ends(section: ModelSection, config: ModelConfig, ends: Sequence[Weight]) -> None:
-    """Look at the headers of the target's files for `ends`.
+def check_embedding_and_head(section: ModelSection, config: ModelConfig, weights: Sequence[Weight]) -> None:
+    """Look at the headers of the target's files for `weights`.
 
     Raises:
         NoWeightsError: the directory has no weights.
         CheckpointError: they are not there, or not of their shapes.
     """
-    if section.load_format != "dummy" and ends:
-        check_held(_open(section), _held(config, ends, section.quantization))
+    if section.load_format != "dummy" and weights:
+        check_held(_open(section), _held(config, weights, section.quantization))
 
 
-def load_ends(
+def load_embedding_and_head(
     section: ModelSection,
     config: ModelConfig,
-    ends: Sequence[Weight],
+    weights: Sequence[Weight],
     communicator: Communicator,
     device: torch.device,
     dtype: torch.dtype,
-) -> TargetEnds:
-    """Read `ends` of a target.
+) -> TargetEmbeddingAndHead:
+    """Read `weights` of a target.
 
     Args:
         section: of the target.
         config: of the target.
-        ends: its embedding, its head, both or none.
+        weights: its embedding, its head, both or none.
         communicator: of one rank.
         device: where they go.
         dtype: of the target's activations.
@@ -294,18 +294,18 @@ def load_ends(
         CheckpointError: anything wrong with the files, in one line.
     """
     default = QUANTIZATIONS.get(section.quantization)
-    is_made_up, stored = section.load_format == "dummy", DTYPES[config.checkpoint_dtype]
-    if not ends:
-        return TargetEnds(dtype, device, None, None, 0)
-    files: WeightFiles = DummyWeights(section.model, stored, device, config) if is_made_up else _open(section)
-    total = check_held(files, _held(config, ends, section.quantization))
+    is_dummy, stored = section.load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    if not weights:
+        return TargetEmbeddingAndHead(dtype, device, None, None, 0)
+    files: WeightFiles = DummyWeights(section.model, stored, device, config) if is_dummy else _open(section)
+    total = check_held(files, _held(config, weights, section.quantization))
     quantization_of = partial(config.quantization_of, default=default)
     loader = CheckpointLoader(files, _WHOLE, device, dtype, quantization_of, total, None)
     # As the target's own are multiplied with.
     reader = WeightReader(loader, communicator, batch_invariant=True, kv_format=PLAIN)
-    embedding = reader.tensor(config.embedding) if config.embedding in ends else None
+    embedding = reader.tensor(config.embedding) if config.embedding in weights else None
     head = None
-    if config.head in ends:
+    if config.head in weights:
         is_shared = embedding is not None and shares_tied_embedding(config, device, dtype, default)
         head = VocabularyHead(
             reader.linear(config.head, present=embedding if is_shared else None), config.vocab_size, communicator
@@ -313,15 +313,15 @@ def load_ends(
     reader.release_buffer()
     reader.close()
     looked_up = None if embedding is None else VocabularyEmbedding(embedding, 0, communicator)
-    return TargetEnds(dtype, device, looked_up, head, reader.bytes_read)
+    return TargetEmbeddingAndHead(dtype, device, looked_up, head, reader.bytes_read)
 
 
 def _open(section: ModelSection) -> WeightFiles:
     engine = read_engine(section.model)
-    return open_checkpoint(section.model) if engine is None else EngineEnds(section.model, engine)
+    return open_checkpoint(section.model) if engine is None else EngineEmbeddingAndHead(section.model, engine)
 
 
-def _held(config: ModelConfig, ends: Sequence[Weight], quantization: str) -> list[tuple[HeldWeight, Quantization]]:
+def _held(config: ModelConfig, weights: Sequence[Weight], quantization: str) -> list[tuple[HeldWeight, Quantization]]:
     """Both, whole, and how they are held: as the target's own."""
     default = QUANTIZATIONS.get(quantization)
-    return [(weight.cut(_WHOLE), config.quantization_of(weight, default)) for weight in ends]
+    return [(weight.cut(_WHOLE), config.quantization_of(weight, default)) for weight in weights]

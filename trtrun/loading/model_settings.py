@@ -18,7 +18,7 @@ from trtrun.configuration.drafting.drafting_methods import DraftModelSection
 from trtrun.configuration.engine_sections import ModelSection
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
-from trtrun.heads.head_kinds import tell_heads
+from trtrun.heads.head_reading import tell_heads
 from trtrun.heads.heads import HeadsPlan, read_heads
 from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import read_json
@@ -160,7 +160,7 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(config: RuntimeConfig) -> dict[str, Any]:
-    """Those of a job's target, unless the configuration leaves them out (`server.generation_config`).
+    """Sampling defaults of a job's target, unless the configuration leaves them out (`server.generation_config`).
 
     Raises:
         CheckpointError: as of `read_generation_defaults`.

@@ -48,7 +48,7 @@ def check_held(files: WeightFiles, weights: Sequence[tuple[HeldWeight, Quantizat
     """`check_weights` of some of a model's weights, and how they are held."""
     read = 0
     for weight, held in weights:
-        for part in weight.parts if files.is_made_up else held.stored(weight):
+        for part in weight.parts if files.is_dummy else held.stored(weight):
             if part.is_optional and part.name not in files:
                 continue
             item_bytes = files.check(part.name, part.shape, part.dtypes, ones_vary=part.ones_vary)
@@ -59,8 +59,8 @@ def check_held(files: WeightFiles, weights: Sequence[tuple[HeldWeight, Quantizat
 def check_model_weights(
     path: Path, config: ModelConfig, tp_size: int, quantization: str = "none", load_format: LoadFormat = "auto"
 ) -> None:
-    """Open the files of a model and check its weights, unless they will be made up. All ranks of a group read slices of
-    the same tensors, so that what holds for one of them holds for all.
+    """Open the files of a model and check its weights, unless dummy ones will be used. All ranks of a group read slices
+    of the same tensors, so that what holds for one of them holds for all.
 
     Raises:
         NoWeightsError: the directory has no weights.

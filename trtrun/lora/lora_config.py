@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtrun.errors import CheckpointError, reading, shorten
+from trtrun.errors import CheckpointError, shorten, wrap_errors
 from trtrun.module_patterns import Matcher, Steps, TooManyStepsError, end_matcher, is_plain, whole_matcher
 from trtrun.weights.checkpoint import read_json
 from trtrun.weights.model_files import hash_files
@@ -30,8 +30,8 @@ _LAYER = re.compile(r".*\.layers\.(\d+)\.")
 
 _MOST_NAMES = 16384
 _MOST_PATTERN_CHARACTERS = 8192
-"""Of a key that names modules: names, and characters of regular expressions in all, so that reading them takes no time.
-What matching takes is counted, over all keys (`Steps`)."""
+"""Size of a key that names modules: names, and characters of regular expressions in all, so that reading them takes no
+time. What matching takes is counted, over all keys (`Steps`)."""
 
 _USED = (
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern",
@@ -42,7 +42,7 @@ _HARMLESS = (
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "peft_version", "runtime_config",
     "ephemeral_gpu_offload", "qalora_group_size", "velora_config",
 )  # fmt: skip
-"""Of how it was trained, or about files."""
+"""Keys that say how it was trained, or speak of files."""
 _BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """How names of starts begin that take out of the base what they put into the adapter. PEFT does so again where it loads
 such an adapter; of one that it has converted it writes true."""
@@ -91,7 +91,7 @@ def read_lora_config(path: Path) -> LoraConfig:
         CheckpointError: it is not there, or says something that is not supported; one line names the key.
     """
     file = path / CONFIG_FILE
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         if path.is_dir() and not file.is_file():
             raise CheckpointError(f"{path} has no {CONFIG_FILE}: give a directory that PEFT saved an adapter to")
         values = read_json(path, CONFIG_FILE, required=True)
@@ -203,7 +203,7 @@ def _compile(
 
 
 def _read_targets(file: Path, values: Mapping[str, Any], steps: Steps) -> Callable[[str], bool]:
-    """Which modules are changed: by the ends of their names, by a regular expression, or all."""
+    """Read which modules are changed: by the ends of their names, by a regular expression, or all."""
     targets, excluded = values.get("target_modules"), values.get("exclude_modules")
     if not targets:
         raise CheckpointError(f"{file}: target_modules is missing: name the modules that the adapter changes")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trtrun.errors import CheckpointError, reading, shorten
+from trtrun.errors import CheckpointError, shorten, wrap_errors
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.lora.lora_config import WEIGHTS_FILE, read_lora_config
 from trtrun.models.config import ModelConfig
@@ -46,10 +46,10 @@ class LoraFiles:
         """
         self.path = path
         self.config = read_lora_config(path)
-        with reading(path, CheckpointError):
+        with wrap_errors(path, CheckpointError):
             _check_header(path / WEIGHTS_FILE)
         self.tensors = Checkpoint(path, (WEIGHTS_FILE,), "adapter")
-        with reading(path, CheckpointError):
+        with wrap_errors(path, CheckpointError):
             if self.tensors.list_files() != [path / WEIGHTS_FILE]:
                 raise CheckpointError(f"{path} has no {WEIGHTS_FILE} with tensors: save the adapter with PEFT again")
             self.modules = self._check_modules(adaptable_modules(model))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trtrun.errors import CheckpointError, reading
+from trtrun.errors import CheckpointError, wrap_errors
 from trtrun.kernels.torch.low_rank import Factors, Install
 from trtrun.linear.layer import AdapterSpace
 from trtrun.linear.quantization.base import TensorSlice
@@ -23,7 +23,7 @@ from trtrun.weights.weight import HeldWeight, Share
 from trtrun.weights.weight_loader import is_finite
 
 _SHARES_BYTES = 32 * 4
-"""Of a number of `down`'s result on GPUs, in float32."""
+"""Bytes of a number of `down`'s result on GPUs, in float32."""
 
 
 def load_adapter(model: CausalLM, slot: int, path: Path) -> None:
@@ -50,7 +50,7 @@ def read_adapter(model: CausalLM, path: Path, on_progress: Callable[[], None] = 
     assert layers is not None, "the configuration leaves room for adapters"
     files = LoraFiles(path, model.config, layers.space.max_rank)
     on_progress()
-    with reading(path, CheckpointError):
+    with wrap_errors(path, CheckpointError):
         ready: list[Install] = []
         for weight, layer in layers.layers:
             ready.append(layer.prepare([_read(files, part, model.dtype, on_progress) for part in weight.parts]))

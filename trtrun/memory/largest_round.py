@@ -153,7 +153,7 @@ class Rehearsal:
 
     @property
     def most_graphs(self) -> int:
-        """As many as there may be."""
+        """Graphs that there may be."""
         of_engines = sum(engine.most_graphs for engine in self.engines.values())
         return of_engines + (MOST_GRAPHS if self._of_drafter else 0)
 

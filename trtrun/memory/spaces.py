@@ -68,7 +68,7 @@ def _chunk(config: RuntimeConfig, window: int) -> int:
 
 
 def describe_rings(config: RuntimeConfig, model: ModelConfig) -> str | None:
-    """For people; None where there are no rings."""
+    """Describe the rings for people; None where there are none."""
     space, chunk = ring_space(config, model), most_chunk(config, model)
     if space is None:
         return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
-from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
+from trtrun.errors import CheckpointError, TrtrunError, shorten, wrap_errors
 from trtrun.kvcache.formats import KVScheme
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
@@ -114,7 +114,7 @@ class ModelConfig(ModelShape):
 
     @property
     def embedding(self) -> Weight:
-        """[vocabulary share, hidden]. Made-up rows are long, so that tokens differ."""
+        """[vocabulary share, hidden]. Dummy rows are long, so that tokens differ."""
         return self._of_vocabulary("model.embed_tokens.weight", 50.0)
 
     @property
@@ -123,9 +123,9 @@ class ModelConfig(ModelShape):
         held = self.embedding if self.tie_word_embeddings else self._of_vocabulary("lm_head.weight", 4.0)
         return replace(held, use="head")
 
-    def _of_vocabulary(self, name: str, made_up: float) -> Weight:
+    def _of_vocabulary(self, name: str, dummy_scale: float) -> Weight:
         entries = Axis(self.vocab_size, loaded_vocabulary_range, padded=vocabulary_range)
-        return Weight((StoredTensor(name, (entries, Axis(self.hidden_size)), made_up),))
+        return Weight((StoredTensor(name, (entries, Axis(self.hidden_size)), dummy_scale),))
 
     @property
     def final_norm(self) -> Weight:
@@ -135,8 +135,8 @@ class ModelConfig(ModelShape):
     @cached_property
     def weights(self) -> Sequence[Weight]:
         """All that the model has."""
-        ends = (self.embedding, self.final_norm, self.head)
-        return [*ends, *(weight for layer in self.layers for weight in layer.weights())]
+        beside = (self.embedding, self.final_norm, self.head)
+        return [*beside, *(weight for layer in self.layers for weight in layer.weights())]
 
     def quantization_of(self, weight: Weight, default: Quantization) -> Quantization:
         """How a weight is held: as the checkpoint has stored it, else as `default` says and, if the head, goes with it.
@@ -247,7 +247,7 @@ def read_model_config(path: Path) -> ModelConfig:
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
     """What goes wrong becomes a CheckpointError with the file's name in front."""
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         try:
             yield
         except TrtrunError as error:

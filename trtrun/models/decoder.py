@@ -22,10 +22,10 @@ from trtrun.errors import ConfigError
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
-from trtrun.layers.alike import are_alike
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.layers.uniform_layers import are_uniform
 from trtrun.linear.layer import AdaptedLayers
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import Layer
@@ -119,7 +119,7 @@ class CausalLM:
         self._attention = attention
         self.adapted = adapted
         self.on_layer: Callable[[], None] | None = None
-        self.has_like_layers = are_alike(layers)
+        self.has_like_layers = are_uniform(layers)
         self.shortens_first_runs = share.size == 1 and self.has_like_layers
         self.has_overflowed = False
 

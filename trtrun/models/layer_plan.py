@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from parallel.sharding import column_range, kv_heads_for_rank, query_heads_for_rank
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 
@@ -127,7 +129,6 @@ class NormPlan:
         return Weight((StoredTensor(f"{self.name}.weight", (Axis(self.size),)),))
 
     def build(self, reader: WeightReader) -> RMSNorm:
-        """See LayerPlan."""
         from trtrun.layers.decoder_layer import RMSNorm
 
         return RMSNorm(reader.tensor(self.weight), self.eps)
@@ -156,11 +157,11 @@ class AttentionPlan:
 
     @property
     def qkv(self) -> LinearPlan:
-        """Hidden to queries, keys and values, in this order. Made-up ones tell tokens apart."""
+        """Hidden to queries, keys and values, in this order. Dummy ones tell tokens apart."""
         inputs = Axis(self.input_size or self.shape.hidden_size)
         outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
-        made_up = {"q_proj": 2.0, "k_proj": 2.0}
-        return LinearPlan(self.name, outputs, inputs, self.qkv_bias, made_up)
+        dummy_scales = {"q_proj": 2.0, "k_proj": 2.0}
+        return LinearPlan(self.name, outputs, inputs, self.qkv_bias, dummy_scales)
 
     @property
     def output(self) -> LinearPlan:
@@ -169,22 +170,20 @@ class AttentionPlan:
 
     @property
     def head_norms(self) -> tuple[NormPlan, ...]:
-        """Of queries and of keys, where the model has them."""
+        """Norms of queries and of keys, where the model has them."""
         names = ("q_norm", "k_norm") if self.head_norm else ()
         return tuple(NormPlan(f"{self.name}.{name}", self.shape.head_dim, self.shape.rms_norm_eps) for name in names)
 
     def weights(self) -> Sequence[Weight]:
-        """See LayerPlan."""
         return (*self.qkv.weights, *self.output.weights, *(norm.weight for norm in self.head_norms))
 
     def token_numbers(self, share: Share) -> int:
-        """Of activations that a token has at once: queries, keys and values, as they are made, normalised, and rotated;
-        and what is attended, in its place and gathered."""
+        """Numbers of activations that a token has at once: queries, keys and values, as they are made, normalised, and
+        rotated; and what is attended, in its place and gathered."""
         queries, keys = len(self.shape.queries.held(share)), len(self.shape.keys.held(share))
         return (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries
 
     def build(self, reader: WeightReader) -> Attention:
-        """See LayerPlan."""
         import torch
 
         from trtrun.layers.decoder_layer import Attention, RMSNorm
@@ -223,7 +222,7 @@ class GatedMLPPlan:
 
     @property
     def features(self) -> Axis:
-        """Of the gate, and as many of what is gated."""
+        """Features of the gate; there are as many of what is gated."""
         return Axis(self.shape.intermediate_size, column_range)
 
     @property
@@ -238,15 +237,13 @@ class GatedMLPPlan:
         return LinearPlan(self.name, {"down_proj": Axis(self.shape.hidden_size)}, self.features, self.has_bias)
 
     def weights(self) -> Sequence[Weight]:
-        """See LayerPlan."""
         return (*self.gate_up.weights, *self.down.weights)
 
     def token_numbers(self, share: Share) -> int:
-        """Of activations that a token has at once: both kinds of features, and both in float32's place."""
+        """Numbers of activations that a token has at once: both kinds of features, and both in float32's place."""
         return 4 * len(self.features.held(share))
 
     def build(self, reader: WeightReader) -> GatedMLP:
-        """See LayerPlan."""
         from trtrun.layers.decoder_layer import GatedMLP
 
         gate_up = reader.linear(self.gate_up.weight, self.gate_up.bias)
@@ -254,7 +251,7 @@ class GatedMLPPlan:
 
 
 @dataclass(frozen=True)
-class DecoderPlan:
+class DecoderPlan(LayerPlan):
     """The layer of Llama and of most families since: attention and feed-forward, each behind a norm and added to the
     residual stream."""
 
@@ -263,20 +260,21 @@ class DecoderPlan:
     post_attention_norm: NormPlan
     mlp: GatedMLPPlan
 
+    @override
     def weights(self) -> Sequence[Weight]:
-        """See LayerPlan."""
         norms = (self.input_norm.weight, self.post_attention_norm.weight)
         return (*norms, *self.attention.weights(), *self.mlp.weights())
 
+    @override
     def token_bytes(self, share: Share, item_bytes: int) -> int:
-        """See LayerPlan: all of its results are still there at the end; norms work in float32 beside."""
+        """Bytes of all results of the layer, which are still there at its end, and of norms in float32 beside."""
         hidden, shape = self.input_norm.size, self.attention.shape
         held = 6 * hidden + self.attention.token_numbers(share) + self.mlp.token_numbers(share)
         rotated = len(shape.queries.held(share)) + len(shape.keys.held(share))
         return held * item_bytes + 3 * max(hidden, rotated) * _FLOAT
 
+    @override
     def build(self, reader: WeightReader) -> DecoderLayer:
-        """See LayerPlan."""
         from trtrun.layers.decoder_layer import DecoderLayer
 
         return DecoderLayer(

@@ -284,7 +284,7 @@ class Orchestrator:
         num_rows = len(plan.decode_rows)
         if not self.draft_is_lost:
             self._rows_drafted_for[plan.round_index] = num_rows
-        # A round without drafts has nothing to foresee, but for the first tokens behind prompts.
+        # A round without drafts has nothing to predict, but for the first tokens behind prompts.
         guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
         return None, replace(plan, num_guesses=guesses, redraft_threshold=self._ahead.redraft_threshold(num_rows))
 

@@ -129,13 +129,13 @@ class Worker:
 
     def _propose(self, plan: RoundPlan, by_probability: Sequence[int]) -> Draft | None:
         """The draft, where the process drafts; None too where the target has gone on without this round's, and nothing
-        was foreseen."""
+        was drafted ahead."""
         if self.drafter is None:
             return None
         if not self.exchange.is_late(plan):
             draft = self.drafter.propose(plan, by_probability)
         elif self.drafter.guesses() is not None:
-            # The target may have found what was foreseen among the guesses that it was told; it waits for no more.
+            # The target may have found a cache hit among the guesses that it was sent; it waits for no more.
             draft = self.drafter.propose(replace(plan, redraft_threshold=NEVER), by_probability)
         else:
             draft = None

@@ -57,7 +57,7 @@ def _forbids(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class TorchDistributions(Distributions):
-    """By torch's operations."""
+    """Distributions by torch's operations."""
 
     def __init__(self, sampling: RowSampling, processed: Tensor, rows: Sequence[int], lengths: Tensor) -> None:
         """Draw from `processed` [R, P, V] float32 of RowSampling.process; the rest as there."""
@@ -89,7 +89,7 @@ class TorchDistributions(Distributions):
 
 
 class KernelDistributions(Distributions):
-    """By kernels on CUDA, for rows of which at least one is sampled or changes its logits."""
+    """Distributions by kernels on CUDA, for rows of which at least one is sampled or changes its logits."""
 
     def __init__(self, lines: Lines) -> None:
         """Draw from lines that are cut."""

@@ -47,7 +47,7 @@ class SharedTables:
     """The tables of the requests that have rows: one for all rows of the same lists."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """For logits [vocab_size] on `device`."""
+        """Make tables for logits [vocab_size] on `device`."""
         self._vocab_size = vocab_size
         self._device = device
         self._none = RowTables(NO_LISTS, vocab_size, device)

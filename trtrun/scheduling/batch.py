@@ -141,18 +141,18 @@ class Completion:
 
     @property
     def may_follow_predicted_output(self) -> bool:
-        """Whether some of the given draft may be left to verify once the plans that are out have their results."""
+        """Whether some of the predicted output may be left to verify once the plans that are out have their results."""
         return self.num_output_tokens + self.num_pending_rounds < len(self.predicted_output)
 
     def compare_given_draft(self, num_new_tokens: int) -> None:
-        """Forget the given draft where it does not have the newest tokens, or ends with them."""
+        """Forget the predicted output where it does not have the newest tokens, or ends with them."""
         end = self.num_output_tokens
         new = self.token_ids[len(self.token_ids) - num_new_tokens :]
         if list(self.predicted_output[end - num_new_tokens : end]) != new or end >= len(self.predicted_output):
             self.predicted_output = ()
 
     def finish(self, reason: FinishReason, now: float) -> None:
-        """It has ended, at `now` seconds of `time.perf_counter`; its row and blocks are another's business."""
+        """End it, at `now` seconds of `time.perf_counter`; its row and blocks are another's business."""
         self.finish_reason = reason
         self.statistics.finished = now
 

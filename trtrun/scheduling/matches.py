@@ -74,7 +74,7 @@ class MatchRecord:
         return (self.accepted[kind] + _TRUST_IN_USUAL * _USUAL[kind]) / (self.offered[kind] + _TRUST_IN_USUAL)
 
     def expected_tokens(self, kind: int, most: int) -> list[float]:
-        """By the number of tokens that are drafted, from none to `most`, what a row with a match of this kind is
+        """Tokens, by the number that are drafted, from none to `most`, that a row with a match of this kind is
         expected to gain: 1, and each draft token that all before it let through, whose match is longer by these."""
         found, tokens, chance = [1.0], 1.0, 1.0
         length = _LENGTHS[kind] if kind < len(_LENGTHS) else _LENGTHS[-1] + 1

@@ -82,7 +82,7 @@ class _FairQueue(Generic[_SharerT]):
         return sharer in self._of_rows.get(sharer.num_rows, ())
 
     def enter(self, sharer: _SharerT) -> None:
-        """It has something that may have a row, and its rows and turn stay until it leaves."""
+        """Enter one that has something that may have a row; its rows and turn stay until it leaves."""
         sharers = self._of_rows.setdefault(sharer.num_rows, OrderedDict())
         last = next(reversed(sharers), None)
         sharers[sharer] = None
@@ -93,7 +93,7 @@ class _FairQueue(Generic[_SharerT]):
             sharers.move_to_end(later)
 
     def leave(self, sharer: _SharerT) -> None:
-        """It is changed, or has nothing any more; one that is not there is passed over."""
+        """Take out one that is changed, or has nothing any more; one that is not there is passed over."""
         sharers = self._of_rows.get(sharer.num_rows, OrderedDict())
         sharers.pop(sharer, None)
         if not sharers:

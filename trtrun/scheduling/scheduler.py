@@ -397,7 +397,7 @@ class Scheduler:
                     continue
                 verified = planned.draft_len if draft_lens is None else draft_lens[index]
                 running, found = planned.completion, min(num_suffix_tokens[index], verified) if num_suffix_tokens else 0
-                # A draft that was found in texts is neither foreseen nor waited for.
+                # A draft that was found in texts is neither a cache hit nor waited for.
                 if cache_hits is not None and planned.draft_len > 0 and not found:
                     running.statistics.foresight.record(running.last_accepted, cache_hits[index], verified)
                 if found and num_tokens[index]:

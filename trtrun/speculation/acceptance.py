@@ -106,7 +106,7 @@ class PositionAcceptance:
             counts[:] = [count * share for count in counts]
 
     def expected_tokens(self) -> list[float]:
-        """By the number of tokens that are drafted, from none on, what a row is expected to gain: 1, and each draft
+        """Tokens that a row is expected to gain, by the number that are drafted, from none on: 1, and each draft
         token that all before it let through."""
         return self._tokens(_USUAL, _TRUST_IN_USUAL)
 
@@ -115,7 +115,8 @@ class PositionAcceptance:
         return self._tokens(0.0, _MISTRUST)
 
     def _tokens(self, rate: float, trust: float) -> list[float]:
-        """By places, each of which is as the one before it, and the first has this `rate`, as far as is not known."""
+        """Acceptance rates by position, each of which is as the one before it, and the first has this `rate`, as far as
+        is not known."""
         found, tokens, chance = [1.0], 1.0, 1.0
         for offered, accepted in zip(self.offered, self.accepted, strict=True):
             rate = (accepted + trust * rate) / (offered + trust)

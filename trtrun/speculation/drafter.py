@@ -78,7 +78,7 @@ class Drafter(ABC):
     def guesses(self) -> npt.NDArray[np.int64] | None:
         """What `draft_ahead` has drafted, and for which verdicts: [guesses, 3 + steps], of each a row, how many of its
         draft's tokens are accepted, the token that follows, and the draft behind it; None where that is nothing, and
-        where the draft behind a verdict may be another one than what was foreseen."""
+        where the draft behind a verdict may be another one than what was drafted ahead."""
         return None
 
     def hit_chances(self) -> list[float]:

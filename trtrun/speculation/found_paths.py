@@ -69,12 +69,12 @@ class PredictedOutputs:
                 self._drafts[admission.row] = tokens, admission.num_prompt_tokens
 
     def propose(self, plan: RoundPlan) -> tuple[Tensor, Tensor] | None:
-        """What the given drafts say for the plan's decode rows, and what must follow.
+        """What the predicted outputs say for the plan's decode rows, and what must follow.
 
         Returns:
             tokens: [decode_rows, draft_len] int64 on the rows' device.
-            is_given: [decode_rows, draft_len] bool: which of them are from a given draft, or must follow, in each row
-                the first ones; the others are any token.
+            is_given: [decode_rows, draft_len] bool: which of them are from a predicted output, or must follow, in each
+                row the first ones; the others are any token.
             None where no row of the plan can have one.
         """
         given = self._of_requests(plan)
@@ -261,7 +261,7 @@ class LookupDrafter(Drafter):
 
     @abstractmethod
     def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
-        """For how many rows to look at once, so that memory stays bounded; 0 is taken for 1."""
+        """Rows to look at at once, so that memory stays bounded; 0 is taken for 1."""
 
     @abstractmethod
     def _look_up(self, rows: Tensor, draft_len: int, columns: int) -> Continuations:

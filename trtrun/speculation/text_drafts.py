@@ -34,7 +34,7 @@ class Suggestion(NamedTuple):
     num_suffix_tokens: Tensor | None = None
 
     def of_rows(self, places: Tensor) -> Suggestion:
-        """For the rows at `places` [n] int64."""
+        """Keep what is suggested for the rows at `places` [n] int64."""
         found = None if self.num_suffix_tokens is None else self.num_suffix_tokens[places]
         return Suggestion(self.tokens[places], self.is_given[places], found)
 
@@ -76,7 +76,7 @@ class TextDrafts:
             self._search.begin_round(plan)
 
     def propose(self, plan: RoundPlan) -> Suggestion | None:
-        """For the plan's decode rows; None where there is nothing for any of them."""
+        """Suggest tokens for the plan's decode rows; None where there is nothing for any of them."""
         given = self._given.propose(plan)
         if self._search is None or not plan.draft_len:
             return None if given is None else Suggestion(*given)

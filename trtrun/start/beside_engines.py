@@ -11,10 +11,16 @@ from parallel.communicator import Communicator
 from parallel.groups import Groups
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.text_methods import SuffixSection
-from trtrun.errors import CheckpointError, ConfigError, TrtrunError, reading
+from trtrun.errors import CheckpointError, ConfigError, TrtrunError, wrap_errors
 from trtrun.heads.heads import HEADS_FILES, HeadsPlan, HeadsTarget
 from trtrun.kvcache.sizing import SlotMemory
-from trtrun.loading.loading import LoadReport, ends_bytes, heads_bytes, load_ends, load_heads
+from trtrun.loading.loading import (
+    LoadReport,
+    embedding_and_head_bytes,
+    heads_bytes,
+    load_embedding_and_head,
+    load_heads,
+)
 from trtrun.loading.model_settings import JobModels
 from trtrun.lora.lora_config import hash_adapter_files
 from trtrun.lora.lora_loading import load_adapter
@@ -59,7 +65,7 @@ def corpus_bytes(config: RuntimeConfig) -> int:
     if not isinstance(section, SuffixSection) or section.suffix_corpus is None:
         return 0
     # A token is a byte of a file or more, but for those that a tokenizer puts in front of a text.
-    with reading(f"speculation.suffix_corpus: {section.suffix_corpus}", ConfigError):
+    with wrap_errors(f"speculation.suffix_corpus: {section.suffix_corpus}", ConfigError):
         most = min(section.suffix_corpus_max_tokens, 2 * section.suffix_corpus.stat().st_size)
     return bytes_of_corpus(most, section.suffix_decoding_max_tree_depth)
 
@@ -122,7 +128,7 @@ def demand_apart(config: RuntimeConfig, models: JobModels, plan: HeadsPlan, devi
 
 def _ends_bytes(config: RuntimeConfig, target: ModelConfig, plan: HeadsPlan, device: torch.device) -> int:
     dtype = resolve_dtype(config.target, target)
-    return ends_bytes(target, plan.ends_of(target), dtype, device, config.target.quantization)
+    return embedding_and_head_bytes(target, plan.target_weights(target), dtype, device, config.target.quantization)
 
 
 @dataclass
@@ -157,12 +163,12 @@ class RankHeads:
 
     @property
     def plan_here(self) -> HeadsPlan | None:
-        """Of heads that this rank has."""
+        """Plan of the heads that this rank has; None without."""
         return self.plan if self.are_here else None
 
     @property
     def plan_apart(self) -> HeadsPlan | None:
-        """Of heads that this rank has, and nothing else."""
+        """Plan of the heads that this rank has and nothing else; None elsewhere."""
         return self.plan_here if self.spec.config.heads_apart else None
 
     @property
@@ -189,13 +195,14 @@ class RankHeads:
         """
         plan, target, section = self.plan_apart, self.spec.target, self.spec.config.target
         assert plan is not None
-        ends = load_ends(section, target, plan.ends_of(target), communicator, device, resolve_dtype(section, target))
-        self.load_beside(ends, communicator)
+        dtype = resolve_dtype(section, target)
+        loaded = load_embedding_and_head(section, target, plan.target_weights(target), communicator, device, dtype)
+        self.load_beside(loaded, communicator)
         size = self.report.shard_bytes + _ends_bytes(self.spec.config, target, plan, device)
-        self.report = LoadReport(self.report.bytes_read + ends.bytes_read, size)
+        self.report = LoadReport(self.report.bytes_read + loaded.bytes_read, size)
 
     def hashes(self) -> list[str]:
-        """Of the files that this rank has read: the heads', and where it has nothing else the target's."""
+        """Hashes of the files that this rank has read: the heads', and where it has nothing else the target's."""
         if self.plan_here is None:
             return []
         section = self.spec.config.target

@@ -49,7 +49,7 @@ def kernels_folder(sections: Iterable[ModelSection | None]) -> str | None:
 
 
 class EngineCache:
-    """Of the engines of one rank.
+    """The caches beside the engines of one rank.
 
     Args:
         sections: its models, that whose engine goes before first.

@@ -109,7 +109,7 @@ class LoadedEngine:
 
 @dataclass(frozen=True)
 class EngineMaker:
-    """Of one rank.
+    """Makes one rank's engines.
 
     Attributes:
         spec: of the job.

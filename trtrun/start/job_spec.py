@@ -100,7 +100,7 @@ class JobSpec:
         return json.dumps(told).encode()
 
     def told_by(self, message: bytes) -> JobSpec:
-        """The same job with the models that rank 0 has told."""
+        """This job with the models that rank 0 has told."""
         return replace(self, told=json.loads(message))
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:

@@ -109,7 +109,7 @@ def count_processes(num_ranks: int) -> int:
 
 
 class KernelsAhead:
-    """Of one rank.
+    """Compiles the kernels of one rank.
 
     Attributes:
         working_bytes: what an earlier start like this one has measured that rounds need; None where none has ended

@@ -86,25 +86,25 @@ class RankParts:
         return SlotMemory(weights, block, working, self.ring_bytes())
 
     def shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
-        """Of the weights of one engine."""
+        """Bytes of the weights of one engine."""
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
     def adapter_bytes(self) -> int:
-        """Of slots for adapters."""
+        """Bytes of slots for adapters."""
         return sum(
             adapter_slots_bytes(self._config, role, section, model, communicator.rank)
             for role, section, model, communicator in self.all
         )
 
     def ring_bytes(self) -> int:
-        """Of layers with a window, which the memory of a round counts, too."""
+        """Bytes of KV rings (layers with a window), which the memory of a round counts, too."""
         return sum(
             kv_bytes_in_rings(self._config, model, communicator.size, resolve_dtype(section, model))
             for _, section, model, communicator in self.all
         )
 
     def files_hash(self) -> str:
-        """Of the files of all models, heads and adapters, by which hosts find out that theirs differ."""
+        """Hash of the files of all models, heads and adapters, by which hosts find out that theirs differ."""
         hashes = [hash_model_files(part.section.model, part.section.load_format != "dummy") for part in self.all]
         return "+".join([*hashes, *self._heads.hashes(), *adapter_hashes(self._config)])

@@ -169,7 +169,7 @@ class RankStartup:
         return differing == 0
 
     def _load_weights(self, progress: Progress) -> int:
-        """See `load`; on GPUs the blocks are those beside the weights alone."""
+        """Read the weights and count blocks; on GPUs those that fit beside the weights alone."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         free = free_bytes_of_slot(self._slot.device, len(self._topology.slots_of_host(self._slot.host)))

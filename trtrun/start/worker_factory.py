@@ -46,7 +46,7 @@ from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 @dataclass(frozen=True)
 class GroupOfTarget:
-    """See speculation.protocols.TargetGroup.
+    """The target's ranks, as a drafter on them sees these (`speculation.protocols.TargetGroup`).
 
     Attributes:
         communicator: of the target's group, whose first rank decides.
@@ -56,11 +56,11 @@ class GroupOfTarget:
 
     @property
     def decides(self) -> bool:
-        """See TargetGroup."""
+        """Whether this rank decides for the group."""
         return self.communicator.rank == 0
 
     def share(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See TargetGroup."""
+        """What the group's first rank has, on all of its ranks."""
         return tokens if self.communicator.size == 1 else self.communicator.broadcast(tokens, 0)
 
 
@@ -123,8 +123,8 @@ class WorkerFactory:
         )
 
     def _make_guides(self, *, is_ready: bool) -> RowGuides:
-        """Of the target's rows, where they are decided or drafted; where `is_ready`, their vocabulary is read now, in a
-        thread, so that no round has to wait for it."""
+        """Make the guides of the target's rows, where these are decided or drafted; where `is_ready`, their vocabulary
+        is read now, in a thread, so that no round has to wait for it."""
         ends, vocab = self.spec.target.eos_token_ids, self.spec.target.vocab_size
         # In this thread: nobody else may look at a tokenizer that is just being made.
         tokenizer = self._read_tokenizer() if is_ready else None

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy
 
-from trtrun.errors import ConfigError, reading, shorten
+from trtrun.errors import ConfigError, shorten, wrap_errors
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 
@@ -69,7 +69,7 @@ def read_corpus(path: Path, tokenizer: Path, vocab_size: int, most_tokens: int) 
         raise ConfigError(f"{where}: give JSON lines, in a file that ends in .jsonl, or text, in one that ends in .txt")
     parts: list[numpy.ndarray] = []
     count = 0
-    with reading(where, ConfigError), open(path, "rb") as file:
+    with wrap_errors(where, ConfigError), open(path, "rb") as file:
         speller = _Speller(tokenizer, where)
         for tokens in _read_rows(file, speller, where) if path.suffix == ".jsonl" else _read_text(file, speller, where):
             foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)

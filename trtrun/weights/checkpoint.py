@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from trtrun.configuration.engine_directory import ENGINE_FILE, is_engine, was_built
 from trtrun.configuration.model_paths import fetch_again, mend_download
-from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, reading, shorten
+from trtrun.errors import CheckpointError, LibraryPanicError, RustLibrary, one_line, shorten, wrap_errors
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.weights.written_files import describe_damage, find_unfinished
 
@@ -43,9 +43,9 @@ TORCH_NAMES = {
     "I8": "int8",
     "U8": "uint8",
 }
-"""Of the format, and torch's names."""
+"""Names of dtypes in the format, and torch's names."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of the dtypes that plain weights may have, by torch's names."""
+"""Bytes of a number in the dtypes that plain weights may have, by torch's names."""
 _ALL_BYTES = {**ITEM_BYTES, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e8m0fnu": 1}
 
 _LIBRARY = RustLibrary("safetensors")
@@ -65,7 +65,7 @@ def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
         CheckpointError: directory or required file missing, or not a JSON object.
     """
     file = path / name
-    with reading(file, CheckpointError):
+    with wrap_errors(file, CheckpointError):
         if not path.is_dir():
             state = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(
@@ -114,7 +114,7 @@ class NoWeightsError(CheckpointError):
 class Checkpoint:
     """The weights of one model directory, one file or many with an index; opening reads headers only."""
 
-    is_made_up = False
+    is_dummy = False
 
     def __init__(self, path: Path, single_files: Sequence[str] = (SINGLE_FILE,), what: str = "model") -> None:
         """Find the files and check their headers.
@@ -134,7 +134,7 @@ class Checkpoint:
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        with reading(path, CheckpointError):
+        with wrap_errors(path, CheckpointError):
             for file in self._find_files():
                 self._read_header(file)
         self._handle: Any = None
@@ -143,7 +143,7 @@ class Checkpoint:
         self.bytes_read = 0
 
     def _read_header(self, file: Path) -> None:
-        with reading(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
+        with wrap_errors(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
             for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
                 if name in self._file_of:  # of which one would win by the order of files, whatever the index says
                     told = f"tensor {shorten(name)} is in {self._file_of[name].name} and in {file.name}"
@@ -225,11 +225,11 @@ class Checkpoint:
         return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """Shape of a tensor that is there."""
         return self._shapes[name]
 
     def dtype_code(self, name: str) -> str:
-        """Of a tensor that is there, as the format writes it: "BF16"."""
+        """Dtype of a tensor that is there, as the format writes it: "BF16"."""
         return self._dtypes[name]
 
     def file(self, name: str) -> Path:

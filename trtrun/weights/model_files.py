@@ -17,7 +17,7 @@ from trtrun.weights.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
 from trtrun.weights.quantization_config import QUANTIZATION_FILE
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
-"""Of a file of weights: so many parts of it, from its beginning to its end."""
+"""Parts of a file of weights that are read, from its beginning to its end, and bytes of each."""
 
 _CONFIGURATION = ("config.json", "generation_config.json", QUANTIZATION_FILE, ENGINE_FILE)
 
@@ -64,7 +64,7 @@ def hash_model_samples(directory: Path) -> str:
 
 
 def hash_files(directory: Path, read: Iterable[str], only_seen: Iterable[str]) -> str:
-    """Of files that may be missing.
+    """Digest of files that may be missing.
 
     Args:
         directory: of all of them.

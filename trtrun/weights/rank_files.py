@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from trtrun.configuration.engine_directory import is_engine, refuse_foreign
-from trtrun.errors import CheckpointError, reading
+from trtrun.errors import CheckpointError, wrap_errors
 from trtrun.weights.checkpoint import Checkpoint, read_json
 from trtrun.weights.tensorrt_llm_config import is_tensorrt_llm, read_algorithm, read_tp_size, to_hugging_face
 
@@ -96,7 +98,7 @@ class RankFiles(Checkpoint):
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        with reading(path / "config.json", CheckpointError):
+        with wrap_errors(path / "config.json", CheckpointError):
             heads, kv_heads = int(values["num_attention_heads"]), int(values.get("num_key_value_heads") or 0)
             kv_heads = kv_heads or heads
             head_size = int(values.get("head_size") or values["hidden_size"] // heads)
@@ -194,7 +196,7 @@ class RankFiles(Checkpoint):
         self._add(name, [Part(0, stored, range(kept[0] if kept else 1), columns, 0)], kept)
 
     def _add_shares(self, name: str, stored: str, *, by_columns: bool, most: int | None = None) -> None:
-        """Of all ranks, one behind the other; rows from `most` on are padding."""
+        """Add the parts of all ranks, one behind the other; rows from `most` on are padding."""
         self._check_alike(stored, on_all=True)
         shape, size = self._ranks[0].shape(stored), len(self._ranks)
         all_rows = shape[0] if by_columns else size * shape[0]
@@ -211,7 +213,7 @@ class RankFiles(Checkpoint):
         )
 
     def _add_queries_keys_values(self, prefix: str, stored: str, end: str) -> None:
-        """Of a rank's queries, keys and values, one behind the other; where there are fewer heads of keys than ranks,
+        """Add a rank's queries, keys and values, one behind the other; where there are fewer heads of keys than ranks,
         neighbours have the same."""
         names = [f"{prefix}self_attn.{name}.{_ENDS[end]}" for name in ("q_proj", "k_proj", "v_proj")]
         if self._is_shared(stored, end, "rows"):
@@ -240,12 +242,12 @@ class RankFiles(Checkpoint):
             ]
             self._add(name, held, (len(ranks) * kept, *shape[1:]))
 
+    @override
     def list_files(self) -> list[Path]:
-        """See Checkpoint."""
         return [path for rank in self._ranks for path in rank.list_files()]
 
+    @override
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint."""
         import torch
 
         if len(ranges) != len(self._shapes[name]):
@@ -284,8 +286,8 @@ class RankFiles(Checkpoint):
             found = found.view(torch.float8_e4m3fn)
         return found
 
+    @override
     def close(self) -> None:
-        """See Checkpoint."""
         for rank in self._ranks:
             rank.close()
 
@@ -314,7 +316,7 @@ def read_hugging_face_config(path: Path) -> dict[str, Any]:
         return values
     file = path / "config.json"
     try:
-        with reading(file, CheckpointError):
+        with wrap_errors(file, CheckpointError):
             found = to_hugging_face(values, ["lm_head"])
             try:
                 files = RankFiles(path, values)

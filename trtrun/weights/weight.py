@@ -78,16 +78,16 @@ class StoredTensor:
     Attributes:
         name: such as "model.layers.0.mlp.down_proj.weight".
         axes: its dimensions.
-        made_up: of made-up weights: the factor of a matrix's deviation, or each number of a vector.
+        dummy_scale: of dummy weights: the factor of a matrix's deviation, or each number of a vector.
     """
 
     name: str
     axes: tuple[Axis, ...]
-    made_up: float = 1.0
+    dummy_scale: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return tuple(axis.size * axis.unit for axis in self.axes)
 
     @property
@@ -149,21 +149,21 @@ class LinearPlan:
             `name`.up_proj.bias [out].
         inputs: features that go in. Where they are shared out, ranks add up what they make of theirs.
         has_bias: whether there are biases.
-        made_up: by the name of a tensor, where it is not 1; see StoredTensor.
+        dummy_scales: by the name of a tensor, where it is not 1; see StoredTensor.
     """
 
     name: str
     outputs: Mapping[str, Axis]
     inputs: Axis
     has_bias: bool = False
-    made_up: Mapping[str, float] = field(default_factory=dict)
+    dummy_scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def weight(self) -> Weight:
         """[out, in]."""
         return Weight(
             tuple(
-                StoredTensor(f"{self.name}.{name}.weight", (axis, self.inputs), self.made_up.get(name, 1.0))
+                StoredTensor(f"{self.name}.{name}.weight", (axis, self.inputs), self.dummy_scales.get(name, 1.0))
                 for name, axis in self.outputs.items()
             ),
             "linear",
@@ -190,12 +190,12 @@ class WeightFiles(Protocol):
     Attributes:
         path: of the model directory.
         bytes_read: bytes that were handed out so far.
-        is_made_up: whether there are no files: whatever is asked for is made up, of the shapes of plain weights.
+        is_dummy: whether there are no files: whatever is asked for is a dummy, of the shapes of plain weights.
     """
 
     path: Path
     bytes_read: int
-    is_made_up: bool
+    is_dummy: bool
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -204,13 +204,13 @@ class WeightFiles(Protocol):
     def check(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
     ) -> int:
-        """See Checkpoint."""
+        """Check a tensor by its header, as `Checkpoint.check` does."""
         ...
 
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint; pieces may be on the device that they are for."""
+        """Read a tensor in pieces, as `Checkpoint.pieces` does; they may be on the device that they are for."""
         ...
 
     def close(self) -> None:
-        """See Checkpoint."""
+        """Close the files."""
         ...

@@ -42,9 +42,7 @@ class WeightLoader(Protocol):
     dtype: torch.dtype
 
     @property
-    def bytes_read(self) -> int:
-        """See the class."""
-        ...
+    def bytes_read(self) -> int: ...
 
     def held(self, weight: Weight) -> Quantization:
         """How a weight is held."""
@@ -105,7 +103,7 @@ class PackingBuffer:
 
 
 class CheckpointLoader:
-    """See WeightLoader: from a checkpoint's files.
+    """The `WeightLoader` of a checkpoint's files.
 
     Args:
         files: the checkpoint, or what stands for it, with every tensor checked.
@@ -151,7 +149,6 @@ class CheckpointLoader:
             self._progress(self._total, self._total)
 
     def load(self, weight: Weight, present: torch.Tensor | None = None) -> Tensors:
-        """See WeightLoader."""
         held, share = self.held(weight), weight.cut(self.share)
         loaded = held.load(_LayerSource(self, share, held, present))
         give_back_freed(self.device, share)
@@ -162,7 +159,6 @@ class CheckpointLoader:
         return self._fill(self.place(weight, quantization), weight)
 
     def place(self, weight: HeldWeight, quantization: Quantization) -> torch.Tensor:
-        """See `WeightSource.place`."""
         if self.device.type != "cpu" or quantization.keeps_dense(self.dtype, self.device):
             return self._new(weight)
         return self._buffer.place(weight.shape)
@@ -181,7 +177,6 @@ class CheckpointLoader:
         return self._fill(self._new(held), held)
 
     def kv_scales(self, attention: str, num_heads: int, heads: range) -> torch.Tensor | None:
-        """See WeightLoader."""
         files = self._files
         return load_kv_scales(files, attention, num_heads, heads) if isinstance(files, Checkpoint) else None
 
@@ -215,9 +210,9 @@ class CheckpointLoader:
         return part.name in self._files
 
     @property
-    def is_made_up(self) -> bool:
+    def is_dummy(self) -> bool:
         """Whether there are no files."""
-        return self._files.is_made_up
+        return self._files.is_dummy
 
     def take(self, name: str, place: torch.Tensor, piece: torch.Tensor) -> None:
         """Copy a piece of tensor `name` to its place, and look at what arrived.
@@ -240,7 +235,7 @@ _LARGE = 1 << 16
 
 @dataclass(frozen=True)
 class _LayerSource:
-    """Where one linear layer's weight comes from; see `WeightSource`."""
+    """The `WeightSource` of one linear layer."""
 
     loader: CheckpointLoader
     weight: HeldWeight
@@ -248,43 +243,34 @@ class _LayerSource:
     present: torch.Tensor | None
 
     def dense(self) -> torch.Tensor:
-        """See `WeightSource`."""
         return self.loader.dense(self.weight, self.quantization) if self.present is None else self.present
 
     @property
-    def is_made_up(self) -> bool:
-        """See `WeightSource`."""
-        return self.loader.is_made_up
+    def is_dummy(self) -> bool:
+        return self.loader.is_dummy
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `WeightSource`."""
         return self.loader.dtype
 
     @property
     def device(self) -> torch.device:
-        """See `WeightSource`."""
         return self.loader.device
 
     @property
     def device_type(self) -> str:
-        """See `WeightSource`."""
         return self.loader.device_type
 
     def place(self) -> torch.Tensor:
-        """See `WeightSource`."""
         return self.loader.place(self.weight, self.quantization)
 
     def put(self, name: str, place: torch.Tensor, values: torch.Tensor) -> None:
-        """See `WeightSource`."""
         self.loader.take(name, place, values)
 
     def has(self, stored: TensorSlice) -> bool:
-        """See `WeightSource`."""
         return self.loader.has(stored)
 
     def read(self, stored: TensorSlice) -> torch.Tensor:
-        """See `WeightSource`."""
         return self.loader.stored(stored)
 
 

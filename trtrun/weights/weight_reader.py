@@ -84,7 +84,7 @@ class WeightReader:
             return None
         heads = keys.units(self.share)
         scales = self._loader.kv_scales(attention, keys.size, heads)
-        if scales is None:  # made-up weights have made-up scales
+        if scales is None:  # dummy weights have made-up scales
             scales = torch.full((2, len(heads)), _MADE_UP_MOST / LARGEST[self._kv_format.kind])
         return scales.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16).float().to(self.device)
 

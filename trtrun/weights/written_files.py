@@ -86,7 +86,7 @@ def copy_beside(source: Path, output: Path) -> None:
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""The largest header that the safetensors library reads."""
 
 _OTHER_FORMATS = (
     (b"version https://git-lfs", "it is a Git LFS pointer in place of the file: fetch the file with `git lfs pull`"),

@@ -23,7 +23,7 @@ class PastedParser(argparse.ArgumentParser):
     """Errors as one line, like those of trtrun's commands."""
 
     def error(self, message: str) -> NoReturn:
-        """See argparse.
+        """Refuse the command line.
 
         Raises:
             click.UsageError: always.

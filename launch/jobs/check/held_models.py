@@ -23,7 +23,7 @@ def model_sections(config: RuntimeConfig, topology: Topology, rank: int) -> Iter
 
 
 def count_engine_bytes(config: RuntimeConfig) -> int:
-    """Of all shards of a job's engines; of those that cannot be read, none."""
+    """Bytes of all shards of a job's engines; 0 of an engine that cannot be read."""
     total = 0
     for section in (config.target, *((config.draft,) if config.draft is not None else ())):
         with suppress(TrtrunError):

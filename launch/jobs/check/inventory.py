@@ -32,7 +32,7 @@ from trtrun.configuration.engine_sections import ModelSection
 from trtrun.configuration.model_paths import snapshot_of
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
-from trtrun.loading.loading import check_ends
+from trtrun.loading.loading import check_embedding_and_head
 from trtrun.loading.weight_check import check_model_weights
 from trtrun.lora.lora_files import open_adapter
 from trtrun.start.job_spec import JobSpec, read_draft_vocabularies
@@ -193,7 +193,7 @@ def _read_beside(spec: JobSpec, rank: int) -> None:
     """
     config, topology, model, heads = spec.config, spec.topology, spec.target, spec.heads
     if heads is not None and config.heads_apart and rank in topology.draft_ranks:
-        check_ends(config.target, model, heads.ends_of(model))
+        check_embedding_and_head(config.target, model, heads.target_weights(model))
     if config.translates_drafts and rank in topology.draft_ranks:
         read_draft_vocabularies(spec)
     if rank in topology.target_ranks:

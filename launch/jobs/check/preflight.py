@@ -18,7 +18,7 @@ from trtrun.configuration.device_lists import kind_of
 from trtrun.configuration.drafting.text_methods import SuffixSection
 from trtrun.configuration.engine_sections import ModelSection
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.heads.head_kinds import tell_heads
+from trtrun.heads.head_reading import tell_heads
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.loading.model_settings import (
     mask_token,

@@ -147,7 +147,8 @@ class JobMemory:
         return drafted + self.target.block_bytes(slot.target_index, self.config, self.heads_on_target)
 
     def ring_bytes(self, rank: int) -> int:
-        """Of layers with a window on one rank, whatever the number of blocks; `working_bytes` counts them, too."""
+        """Bytes of KV rings (layers with a window) on one rank, whatever the number of blocks; `working_bytes` counts
+        them, too."""
         slot = self.topology.slot(rank)
         engines = () if slot is None else ((self.draft, slot.draft_index), (self.target, slot.target_index))
         return sum(

@@ -115,7 +115,7 @@ def inspect_files(section: ModelSection, model: ModelConfig, *, for_target: bool
         except (CheckpointError, OSError):
             pass  # not here, or wrong, which the plan says in a note
     dtype, device = DTYPES[model.checkpoint_dtype], torch.device("cpu")
-    stand_in = DummyWeights(section.model, dtype, device, model, is_made_up=is_made_up)
+    stand_in = DummyWeights(section.model, dtype, device, model, is_dummy=is_made_up)
     return ModelFiles(of_ranks(stand_in), is_made_up, are_here=False)
 
 

@@ -175,7 +175,7 @@ class _Server:
             on_ready=self._engine_is_there,
             on_lost=self._engine_is_gone,
             on_hang=self._engine_hangs,
-            on_recovery=self._engine_gets_on,
+            on_recovery=self._engine_has_recovered,
             on_restart=self._engine_is_restarted,
             on_early_end=say,
         )
@@ -277,7 +277,7 @@ class _Server:
         self._admission.is_hanging = True
         say(line)
 
-    def _engine_gets_on(self) -> None:
+    def _engine_has_recovered(self) -> None:
         self._admission.is_hanging = False
         say("the engine gets on again")
 

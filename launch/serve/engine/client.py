@@ -41,7 +41,7 @@ from launch.serve.engine.messages import (
     Status,
     encode,
 )
-from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects, gets_on
+from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects, has_progress
 from trtrun.core.outputs import CompletionDelta
 from trtrun.scheduling.limits import SchedulerLimits
 
@@ -371,7 +371,7 @@ class EngineClient:
             opened.take(delta)
             if not opened.generated:
                 del self._requests[request_id]
-            if not gets_on(delta):
+            if not has_progress(delta):
                 return
             self._go_on_behind(request_id)
             if self._suspected_ends:  # others get on: it was not the engine

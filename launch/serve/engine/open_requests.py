@@ -133,7 +133,7 @@ class OpenRequest:
         self.generated[delta.index] += delta.token_ids
         if delta.context_logits is not None:
             delta = msgspec.structs.replace(delta, context_logits=self._new_context(delta.context_logits))
-        if gets_on(delta):
+        if has_progress(delta):
             self.lost.clear()
         if delta.finish_reason is not None:
             del self.generated[delta.index]
@@ -157,7 +157,7 @@ class OpenRequest:
             self.lost_alone.add(engine)
 
 
-def gets_on(delta: CompletionDelta) -> bool:
+def has_progress(delta: CompletionDelta) -> bool:
     """Whether a completion has a token, or has ended: logits of prompts alone do not count."""
     return bool(delta.token_ids) or delta.finish_reason is not None
 

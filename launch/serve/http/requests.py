@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launch.serve.admission.control import OWNER, owner_of_address
 from launch.serve.admission.refusals import Kind, Refusal
-from trtrun.errors import ConfigError, reading
+from trtrun.errors import ConfigError, wrap_errors
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class Keys:
         """
         if path is None:
             return cls(())
-        with reading(path, ConfigError), path.open("rb") as opened:
+        with wrap_errors(path, ConfigError), path.open("rb") as opened:
             content = opened.read(_MOST_KEY_BYTES + 1)
         if len(content) > _MOST_KEY_BYTES:
             raise ConfigError(f"{path} has more than {_MOST_KEY_BYTES} bytes: that is no file of API keys, one a line")
@@ -146,7 +146,7 @@ class Keys:
 
     def check(self, request: Request) -> None:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
-        clients send it, `x-api-key: KEY`; and note whose it is (`admission.owners`)."""
+        clients send it, `x-api-key: KEY`; and note whose it is (`admission.control`)."""
         if not self._digests:
             OWNER.set(owner_of_address(request.client.host if request.client is not None else ""))
             return

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtrun.configuration.process_sections import ServerSection
-from trtrun.errors import ConfigError, one_line, reading
+from trtrun.errors import ConfigError, one_line, wrap_errors
 
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 _KEY = b"PRIVATE KEY-----"
@@ -50,7 +50,7 @@ def check_tls(section: ServerSection) -> None:
 
 
 def _check_file(name: str, path: Path, mark: bytes, content: str) -> None:
-    with reading(f"{name} {path}", ConfigError):
+    with wrap_errors(f"{name} {path}", ConfigError):
         is_there = mark in path.read_bytes()
     if not is_there:
         raise ConfigError(f"{name} {path} holds no {content} in PEM")

@@ -1,7 +1,7 @@
 """Rows of one kind beside rows that ask for nothing, on the 8B-shaped pair: guided ones, each with a JSON schema, and
 ones with adapters.
 
-Weights are made up; so is the tokenizer, which spells texts as others do, and adapters. It knows directories of models
+Weights are dummies; so is the tokenizer, which spells texts as others do, and adapters. It knows directories of models
 and the JSON of kinds_run.py. It does not know when it runs.
 """
 

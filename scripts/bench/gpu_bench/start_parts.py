@@ -23,7 +23,7 @@ PROCESSES = ("first", "second")
 
 
 def play_useless_draft(bench: Workbench, placement: Placement) -> None:
-    """A 1B-shaped draft of made-up weights is never right for the 8B-shaped target: what it costs, as shipped, in a
+    """A 1B-shaped draft of dummy weights is never right for the 8B-shaped target: what it costs, as shipped, in a
     process that nothing is known to, and in the next one."""
     rows = USELESS_ROWS if bench.options.kind == "cuda" else (1, 2)
     title = f"A draft that is never right, {USELESS_TOKENS} tokens, two processes each: {placement.about} (tokens/s)"

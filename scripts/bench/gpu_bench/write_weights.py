@@ -1,4 +1,4 @@
-"""Writes made-up weights into model directories whose names are shapes: `write_weights.py DIRECTORY…`.
+"""Writes dummy weights into model directories whose names are shapes: `write_weights.py DIRECTORY…`.
 
 They are those of `load_format: dummy` (trtrun/loading/dummy_weights.py): the same for the same name. Where a shape
 repeats, layers add nothing to the residual stream, and the output head is the embedding: what follows a token is that
@@ -26,7 +26,7 @@ LAYERS_A_FILE = 8
 
 
 def write_weights(path: Path, shape: Shape, device: torch.device) -> int:
-    """Write the made-up weights of a shape as safetensors into its directory, some layers a file.
+    """Write the dummy weights of a shape as safetensors into its directory, some layers a file.
 
     Returns:
         Bytes written; 0 where the files are there.

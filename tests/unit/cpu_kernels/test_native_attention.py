@@ -10,6 +10,7 @@ from native import each_processor, leave_to_torch
 from paged import straight
 
 from trtrun.attention.backend import HostAttention
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.cpu.attention import NativeAttention, whole_head
 from trtrun.kernels.cpu.emitter import LANES, Emitter
 from trtrun.kernels.cpu.machine import compile_kernels
@@ -67,7 +68,9 @@ class Case:
         fused = torch.cat((query, key, value), dim=1)
         query_key, value = fused.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         batch, angles = AttentionBatch(parts, self.block_size), straight(value)
-        found = self.attention.forward(query_key, value, angles, self.store.layer(0), batch, self.scale, self.window)
+        found = self.attention.forward(
+            AttentionCall(query_key, value, angles, self.store.layer(0), batch, self.scale, self.window)
+        )
         return [
             found[part.start : part.stop].view(part.rows, part.queries, self.heads, self.head_dim) for part in parts
         ]
@@ -236,7 +239,11 @@ def test_every_store_meets_one_kernel(dtype: torch.dtype, head_dim: int, block_s
         for store in stores:
             batch = AttentionBatch([AttentionSegment(0, 1, 20, tables, span(0, 20))], block_size)
             attention = HostAttention(dtype, head_dim)
-            found.append(attention.forward(query_key, value, straight(value), store.layer(0), batch, 0.2, None).float())
+            found.append(
+                attention.forward(
+                    AttentionCall(query_key, value, straight(value), store.layer(0), batch, 0.2, None)
+                ).float()
+            )
             leave_to_torch(patch)
     assert torch.allclose(*found, rtol=2**-6, atol=2**-6)
     assert torch.equal(stores[0].data, stores[1].data) is not own  # the kernel lays its tiles out in its own way

@@ -17,6 +17,7 @@ from pipelines import configuration, noisy_copy, prompt_of, run_alone, tokens_of
 from torch.nn import functional
 
 from trtrun import LLM, SamplingParams
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
 pytestmark = needs_gpu
@@ -132,7 +133,7 @@ def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
         segment = AttentionSegment(0, 1, stop - first, tables, positions[:, first:stop])
         query_key, value = fused[first:stop].split([heads + kv_heads, kv_heads], dim=1)
         batch, angles = AttentionBatch([segment], 16), straight(value)
-        return PagedAttention().forward(query_key, value, angles, store, batch, head_dim**-0.5, window)
+        return PagedAttention().forward(AttentionCall(query_key, value, angles, store, batch, head_dim**-0.5, window))
 
     whole = attend(0, queries, tables)
     for first in {0, 1, queries // 3, queries // 2, queries - 6, queries - 1}:

@@ -9,6 +9,7 @@ from paged import straight
 from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
@@ -72,7 +73,9 @@ def test_paged_attention_equals_gathered_attention(
     for backend in (GatherAttention(), PagedAttention()):
         own = store.clone()
         batch = AttentionBatch([AttentionSegment(0, rows, queries, tables, positions)], block_size)
-        outputs.append(backend.forward(query_key, value, straight(value), own, batch, head_dim**-0.5, window))
+        outputs.append(
+            backend.forward(AttentionCall(query_key, value, straight(value), own, batch, head_dim**-0.5, window))
+        )
         stores.append(own[:, 1:])  # the null block may hold anything
     assert torch.equal(*stores)
     real = positions.flatten() >= 0
@@ -97,7 +100,7 @@ def test_split_contexts_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        outputs.append(backend.forward(query_key, value, angles, store, batch, 0.125, None))
+        outputs.append(backend.forward(AttentionCall(query_key, value, angles, store, batch, 0.125, None)))
         # The output itself, and the rotated queries, which are as large.
         peaks.append(torch.cuda.max_memory_allocated() - before - 2 * outputs[-1].nbytes)
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
@@ -146,8 +149,8 @@ def test_rotating_on_the_way_to_the_store(
     tables, positions = torch.tensor([[1], [2], [3]], device="cuda"), torch.arange(9, device="cuda").view(3, 3) % 3
     batch, backend = AttentionBatch([AttentionSegment(0, 3, 3, tables, positions)], 16), PagedAttention()
     stores = [torch.zeros(2, 4, 2, 16, head_dim, dtype=dtype, device="cuda") for _ in range(2)]
-    expected = backend.forward(rotated, value, straight(value), stores[0], batch, 0.2, None)
-    found = backend.forward(query_key, value, (cosine, sine), stores[1], batch, 0.2, None)
+    expected = backend.forward(AttentionCall(rotated, value, straight(value), stores[0], batch, 0.2, None))
+    found = backend.forward(AttentionCall(query_key, value, (cosine, sine), stores[1], batch, 0.2, None))
     assert stores[0].any() and torch.equal(*stores)
     assert torch.equal(found, expected)
 

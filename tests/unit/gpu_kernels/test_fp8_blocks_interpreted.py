@@ -16,7 +16,7 @@ from trtrun.kernels import chooser
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, quantize_blocks, round_in_groups
 from trtrun.kernels.triton import support
 from trtrun.layers import decoder_layer
-from trtrun.linear.quantization import base
+from trtrun.linear.quantization import quantizations
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = [
@@ -105,7 +105,7 @@ def test_a_model_whose_norms_and_activations_round_in_groups_is_the_same_model(
     path = make_checkpoint(tmp_path, hidden_size=256, intermediate_size=320)
     batch = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 3, 4, 100])]]
     # The interpreter has float16 and no bfloat16, in which alone the CPU's own kernels compute.
-    monkeypatch.setattr(base, "_DTYPES", {"cpu": ("float16",)})
+    monkeypatch.setattr(quantizations, "_DTYPES", {"cpu": ("float16",)})
     leave_to_torch(monkeypatch)
     expected = PagedModel(path, torch.float16, quantization="fp8_block").forward(batch)
     for module in (decoder_layer, chooser):

@@ -11,6 +11,7 @@ import torch
 from paged import straight
 
 from trtrun.attention.backend import GatherAttention
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kvcache.byte_codes import as_scales
 from trtrun.kvcache.formats import ByteKV
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -83,7 +84,9 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     outputs, layers = [], [layer.clone(), layer.clone()]
     for backend, own in zip((PagedAttention(kv_format), GatherAttention(kv_format)), layers, strict=True):
         batch = AttentionBatch([segment], block_size)
-        outputs.append(backend.forward(query_key, value, straight(value), own, batch, 0.2, window, scales))
+        outputs.append(
+            backend.forward(AttentionCall(query_key, value, straight(value), own, batch, 0.2, window, scales))
+        )
     assert torch.equal(layers[0][:, 1:], layers[1][:, 1:])  # the null block may hold anything
     assert not torch.equal(layers[0][:, 1:], layer[:, 1:]) and outputs[0].isfinite().all()
     real = positions.flatten() >= 0

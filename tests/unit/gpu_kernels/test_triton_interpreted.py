@@ -18,11 +18,12 @@ from torch.nn import functional
 from trtrun.attention.backend import GatherAttention
 from trtrun.attention.backend import attend as attend_places
 from trtrun.kernels import chooser
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton import support
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks
 from trtrun.layers import decoder_layer
-from trtrun.linear.quantization import base
+from trtrun.linear.quantization import quantizations
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = [
@@ -109,7 +110,7 @@ def test_attention_is_right_and_the_same_alone(
     def attend(backend: GatherAttention | PagedAttention, start: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
         query_key, value = fused[start:stop].split([heads + kv_heads, kv_heads], dim=1)
         batch = AttentionBatch([AttentionSegment(0, 1, stop - start, tables, positions[:, start:stop])], 16)
-        return backend.forward(query_key, value, straight(value), store, batch, head_dim**-0.5, window)
+        return backend.forward(AttentionCall(query_key, value, straight(value), store, batch, head_dim**-0.5, window))
 
     expected = attend(GatherAttention(), 0, queries, tables)
     found = attend(PagedAttention(), 0, queries, tables)
@@ -134,10 +135,10 @@ def test_nodes_of_trees_are_found_where_they_are() -> None:
     segment, stores = AttentionSegment(0, 4, 3, tables, positions), [torch.randn(2, 5, 2, 16, 16)] * 2
     stores[1] = stores[0].clone()
     expected = PagedAttention().forward(
-        query_key[nodes], value[nodes], angles, stores[0], AttentionBatch([segment], 16), 0.25, None
+        AttentionCall(query_key[nodes], value[nodes], angles, stores[0], AttentionBatch([segment], 16), 0.25, None)
     )
     batch = AttentionBatch([segment], 16, Forks(nodes, places))
-    found = attend_places(PagedAttention(), query_key, value, angles, stores[1], batch, 0.25, None)
+    found = attend_places(PagedAttention(), AttentionCall(query_key, value, angles, stores[1], batch, 0.25, None))
     assert torch.equal(found, expected[places])
     assert torch.equal(stores[1][:, 1:], stores[0][:, 1:])  # what is nowhere is in the null block
 
@@ -159,7 +160,7 @@ def test_queries_that_stand_at_one_place_see_the_same_keys(queries: int) -> None
     found = []
     for backend in (GatherAttention(), PagedAttention()):
         kept, batch = store.clone(), AttentionBatch([AttentionSegment(0, 2, queries, tables, positions)], 16)
-        output = backend.forward(query_key, value, straight(value), kept, batch, head_dim**-0.5, None)
+        output = backend.forward(AttentionCall(query_key, value, straight(value), kept, batch, head_dim**-0.5, None))
         found.append((output[positions.flatten() >= 0], kept[:, 1:]))
     assert difference(found[1][0], found[0][0]) < BOUNDS[torch.float32]
     assert torch.equal(found[1][1], found[0][1])
@@ -213,9 +214,9 @@ def test_rotating_on_the_way_to_the_store_has_the_same_bits(
         torch.randn(2, 6, kv_heads, 16, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in "abc"
     ]
     backend, batch, scale = PagedAttention(), AttentionBatch(segments, 16), head_dim**-0.5
-    expected = backend.forward(rotated, value, straight(value), stores[0], batch, scale, None)
-    found = backend.forward(query_key, value, (cosine, sine), stores[1], batch, scale, None)
-    GatherAttention().forward(query_key, value, (cosine, sine), stores[2], batch, scale, None)
+    expected = backend.forward(AttentionCall(rotated, value, straight(value), stores[0], batch, scale, None))
+    found = backend.forward(AttentionCall(query_key, value, (cosine, sine), stores[1], batch, scale, None))
+    GatherAttention().forward(AttentionCall(query_key, value, (cosine, sine), stores[2], batch, scale, None))
     assert all(torch.equal(stores[2][:, 1:], store[:, 1:]) for store in stores)  # the null block may hold anything
     assert torch.equal(found, expected)
 
@@ -279,7 +280,7 @@ def test_a_model_whose_norms_and_activations_round_is_the_same_model(
 
     path, batch = make_checkpoint(tmp_path), [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 3, 4, 100])]]
     # The interpreter has float16 and no bfloat16, in which alone the CPU's own kernels compute.
-    monkeypatch.setattr(base, "_DTYPES", {"cpu": ("float16",)})
+    monkeypatch.setattr(quantizations, "_DTYPES", {"cpu": ("float16",)})
     leave_to_torch(monkeypatch)
     expected = PagedModel(path, torch.float16, quantization="fp8").forward(batch)
     for module in (decoder_layer, chooser):

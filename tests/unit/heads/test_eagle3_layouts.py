@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError
-from trtrun.heads.eagle3_boundaries import read_boundaries
+from trtrun.heads.head_reading import read_boundaries
 from trtrun.speculation.drafters.eagle import EagleDrafter
 
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33, 8)]

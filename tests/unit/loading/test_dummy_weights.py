@@ -1,4 +1,4 @@
-"""Made-up weights: a model from its config.json alone, the same on every rank and for every way to share it out."""
+"""Dummy weights: a model from its config.json alone, the same on every rank and for every way to share it out."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from pipelines import make_llm
 from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import GatedMLP, RMSNorm
@@ -175,7 +176,7 @@ def test_attention_over_few_small_heads_does_not_depend_on_the_queries() -> None
     def attend(first: int, query_key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(first, first + len(value)).view(1, -1)
         batch = AttentionBatch([AttentionSegment(0, 1, len(value), block_tables, positions)], 16)
-        return attention.forward(query_key, value, straight(value), store.layer(0), batch, 0.2, None)
+        return attention.forward(AttentionCall(query_key, value, straight(value), store.layer(0), batch, 0.2, None))
 
     for _ in range(400):
         query_key, value = torch.randn(32, 8, 32, generator=generator).bfloat16().split((6, 2), dim=1)

@@ -20,7 +20,7 @@ from launch.serve.parsing.messages import Facts, Refused, Task
 from launch.serve.parsing.parsers import UnencodedRequest
 from trtrun import SamplingParams
 from trtrun.configuration.model_paths import ASSETS
-from trtrun.errors import CheckpointError, ConfigError, LibraryPanicError, RustLibrary, reading
+from trtrun.errors import CheckpointError, ConfigError, LibraryPanicError, RustLibrary, wrap_errors
 from trtrun.tokens.corpus import read_corpus
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
@@ -57,7 +57,7 @@ def test_nothing_but_panics_is_taken_up(tokenizer: Tokenizer) -> None:
             raise ends
     with pytest.raises(LibraryPanicError, match=SAID):
         tokenizer.encode(HOSTILE)
-    with pytest.raises(CheckpointError, match=f"a file cannot be used: {SAID}"), reading("a file", CheckpointError):
+    with pytest.raises(CheckpointError, match=f"a file cannot be used: {SAID}"), wrap_errors("a file", CheckpointError):
         tokenizer.bad_word_ids([HOSTILE])
 
 

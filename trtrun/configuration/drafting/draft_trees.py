@@ -121,7 +121,7 @@ class ChoiceTree:
 
     @property
     def depth(self) -> int:
-        """Of the deepest node."""
+        """Depth of the deepest node."""
         return len(self.nodes[-1])
 
     @property
@@ -222,7 +222,7 @@ class LookaheadSizes(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Of the deepest node: the last level of the last column, or the end of an n-gram."""
+        """Depth of the deepest node: the last level of the last column, or the end of an n-gram."""
         return self.window + self.ngram - 3
 
     def lowered(self, own: Sequence[int]) -> LookaheadSizes:
@@ -256,11 +256,11 @@ class LookaheadTree(_Tree):
 
     @property
     def num_nodes(self) -> int:
-        """Of window and n-grams."""
+        """Nodes of window and n-grams together."""
         return self.num_window_nodes + self.sizes.verified * self.followed
 
     def place(self, column: int, level: int) -> int:
-        """Of a guess among the nodes; -1 for the row's newest token."""
+        """Place of a guess among the nodes; -1 for the row's newest token."""
         return column * (self.sizes.ngram - 1) + level - 1
 
     @cached_property

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from typing_extensions import override
+
 from parallel.topology import Role
 from trtrun.configuration.drafting.head_methods import DFlashSection, Eagle3Section, EagleSection, MedusaSection
 from trtrun.configuration.drafting.speculation_section import (
@@ -51,8 +53,8 @@ class DraftModelSection(HybridOptions, SpeculationSection):
     parallel_drafting: OnOrOff = "auto"
 
     @property
+    @override
     def drafting_ahead(self) -> Literal["auto", "on", "off"]:
-        """See SpeculationSection."""
         return self.ahead
 
 

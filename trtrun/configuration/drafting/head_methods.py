@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from trtrun.configuration.drafting.draft_trees import (
     MOST_NODES,
@@ -33,7 +34,7 @@ def _as_eagle_choices(value: object) -> object:
 
 
 class _ChoicesSection(HybridOptions, SpeculationSection):
-    """Of a method with a tree of ranks: what its key and draft_len say together."""
+    """Options of a method with a tree of ranks, which its key and draft_len say together."""
 
     CHOICES_KEY: ClassVar[str]
     READ_CHOICES: ClassVar[Callable[[object], tuple[Choice, ...]]]
@@ -68,13 +69,13 @@ class _ChoicesSection(HybridOptions, SpeculationSection):
         """The draft tree, no deeper than draft_len, or its bounds; None where drafts are chains."""
         return self.static_tree
 
+    @override
     def size_of(self, draft_len: int) -> DraftSize:
-        """See SpeculationSection."""
         return DraftSize.of(self.tree, draft_len)
 
     @property
+    @override
     def tree_key(self) -> str:
-        """See SpeculationSection."""
         return self.CHOICES_KEY
 
     @property
@@ -167,8 +168,8 @@ class EagleSection(_ChoicesSection):
         return self
 
     @property
+    @override
     def drafting_ahead(self) -> Literal["auto", "on", "off"]:
-        """See SpeculationSection."""
         return "off" if self.tree is not None or self.enable_suffix_decoding else self.ahead
 
     @property
@@ -182,13 +183,13 @@ class EagleSection(_ChoicesSection):
         return DynamicTree(self.eagle_topk, kept, self.draft_len)
 
     @property
+    @override
     def tree_key(self) -> str:
-        """See SpeculationSection."""
         return self.CHOICES_KEY if self.eagle_topk == 1 else "max_total_draft_tokens"
 
     @property
+    @override
     def most_fed(self) -> int:
-        """See SpeculationSection."""
         if isinstance(self.tree, DynamicTree):
             return self.tree.top_k
         return 0 if self.tree is None else max(1, self.tree.most_continued)

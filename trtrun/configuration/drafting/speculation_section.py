@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+from typing_extensions import override
 
 from parallel.topology import Role
 from trtrun.configuration.drafting.draft_trees import ChoiceTree, DynamicTree
@@ -64,7 +65,7 @@ class SuffixOptions(Section):
 
     @property
     def search_bytes(self) -> int:
-        """That looking texts up takes in a round on each rank that does, at most."""
+        """Bytes that looking texts up takes in a round on each rank that does, at most."""
         if not self.looks_texts_up:
             return 0
         cached = self.suffix_decoding_max_cached_tokens if self.suffix_decoding_max_cached_requests else 0
@@ -86,8 +87,8 @@ class HybridOptions(SuffixOptions):
     suffix_decoding_min_match_len: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 4
 
     @property
+    @override
     def looks_texts_up(self) -> bool:
-        """See SuffixOptions."""
         return self.enable_suffix_decoding
 
     @model_validator(mode="after")
@@ -133,7 +134,7 @@ class DraftSize(NamedTuple):
 
     @classmethod
     def of(cls, tree: ChoiceTree | DynamicTree | None, draft_len: int) -> DraftSize:
-        """Of a tree, cut off behind so many tokens; of a chain without one."""
+        """Size of a tree that is cut off behind so many tokens; of a chain where there is no tree."""
         if tree is None or not draft_len:
             return cls(1, draft_len)
         if isinstance(tree, DynamicTree):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from trtrun.configuration.drafting.draft_trees import (
     LOOKAHEAD_ROUNDS_KEPT,
@@ -55,13 +56,13 @@ class PromptLookupSection(SpeculationSection):
             raise ValueError(f"prompt_lookup_min is {fewest} and prompt_lookup_max {most}: set it to that or less")
         return self
 
+    @override
     def size_of(self, draft_len: int) -> DraftSize:
-        """See SpeculationSection."""
         return DraftSize(self.max_paths, self.max_paths * draft_len)
 
     @property
+    @override
     def search_bytes(self) -> int:
-        """See SpeculationSection."""
         return 20 << 20
 
     @property
@@ -99,8 +100,8 @@ class SuffixSection(SuffixOptions, SpeculationSection):
         has_others = self.suffix_corpus is not None or self.suffix_decoding_max_cached_requests > 0
         return MatchRule(1, min(3, self.suffix_decoding_max_tree_depth), has_others=has_others)
 
+    @override
     def size_of(self, draft_len: int) -> DraftSize:
-        """See SpeculationSection."""
         return DraftSize(self.max_paths, self.max_paths * draft_len)
 
 
@@ -140,29 +141,29 @@ class LookaheadSection(SpeculationSection):
         return self
 
     @property
+    @override
     def tree_key(self) -> str:
-        """See SpeculationSection."""
         return "lookahead_config"
 
     @property
     def sizes(self) -> LookaheadSizes:
-        """Of window, n-grams and verification set."""
+        """Sizes of window, n-grams and verification set."""
         return self.lookahead_config
 
+    @override
     def size_of(self, draft_len: int) -> DraftSize:
-        """See SpeculationSection."""
         if not draft_len:
             return DraftSize(1, 0)
         tree = self.sizes.tree(draft_len)
         return DraftSize(len(tree.paths), tree.num_nodes)
 
     @property
+    @override
     def search_bytes(self) -> int:
-        """See SpeculationSection."""
         return 64 << 20
 
     def kept_bytes(self, vocab_size: int, max_rows: int) -> int:
-        """See SpeculationSection: windows and pools."""
+        """Bytes of windows and pools."""
         return max_rows * self.sizes.window * self.sizes.ngram * (8 + 4 * LOOKAHEAD_ROUNDS_KEPT)
 
 
@@ -191,8 +192,8 @@ class TokenRecyclingSection(SpeculationSection):
         return self
 
     @property
+    @override
     def tree_key(self) -> str:
-        """See SpeculationSection."""
         return "token_recycling_nodes"
 
     @property
@@ -203,10 +204,10 @@ class TokenRecyclingSection(SpeculationSection):
         tree = recycling_tree(self.draft_len, self.token_recycling_top_k, self.token_recycling_nodes)
         return None if len(tree.paths) == 1 else tree
 
+    @override
     def size_of(self, draft_len: int) -> DraftSize:
-        """See SpeculationSection."""
         return DraftSize.of(self.tree, draft_len)
 
     def kept_bytes(self, vocab_size: int, max_rows: int) -> int:
-        """See SpeculationSection: the table, and when each of its lines was written."""
+        """Bytes of the table, and of when each of its lines was written."""
         return (vocab_size + 1) * 8 * (self.token_recycling_top_k + 1)

@@ -32,7 +32,7 @@ from trtrun.tensors import cached_range, cached_tensor, inference
 
 GrowTree = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
-"""As `GrowTree`, of speculation/protocols.py."""
+"""Grow and draw up trees, as in `FeatureHeads` of speculation/protocols.py."""
 
 
 class StoredHeads:

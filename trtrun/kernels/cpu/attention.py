@@ -23,21 +23,22 @@ import functools
 import torch
 from torch.nn import functional
 
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention_code import attention_module
 from trtrun.kernels.cpu.attention_form import KERNEL, SCRATCH_BYTES_PER_KEY, TILE_TOKENS, Arguments, Form, form_for
 from trtrun.kernels.cpu.emitter import LANES
 from trtrun.kernels.cpu.fused import rotate
 from trtrun.kernels.cpu.machine import Kernel, load_kernels
-from trtrun.kvcache.segments import AttentionBatch
 
 _NO_WINDOW = 1 << 30
 _READ_NS, _MULTIPLY_NS = 0.4, 0.04
-"""That one thread needs for a key's number and its value's: to read them, and for each query; about, on a Xeon."""
+"""Nanoseconds that one thread needs for a key's number and its value's: to read them, and for each query; about, on a
+Xeon."""
 
 
 class NativeAttention:
-    """Paged attention for heads of one size; see `AttentionBackend`."""
+    """The `AttentionBackend` of trtrun's own kernel, for heads of one size."""
 
     tile: int | None = None
     reads_forks = False
@@ -50,23 +51,14 @@ class NativeAttention:
         self._head_dim, self._kernel = head_dim, _kernel(head_dim, self._form)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def forward(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend`; for blocks that `takes_blocks` takes."""
+    def forward(self, call: AttentionCall) -> torch.Tensor:
+        """Attend over a store whose blocks `takes_blocks` accepts."""
+        value, store_layer = call.value, call.store_layer
         kv_heads, block_size = store_layer.shape[2:4]
-        rotated = rotate(query_key, *angles)
+        rotated = rotate(call.query_key, *call.angles)
         query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         output = torch.empty(query.shape, dtype=query.dtype)
-        for segment in batch.segments:
+        for segment in call.batch.segments:
             table, part = segment.block_tables, slice(segment.start, segment.stop)
             new_key, new_value = key[part], value[part]
             arguments = Arguments(
@@ -82,7 +74,7 @@ class NativeAttention:
                 block_size=block_size,
                 keys=table.shape[1] * block_size,
             )
-            self._attend(arguments, query[part], output[part], segment.positions, scale, window)
+            self._attend(arguments, query[part], output[part], segment.positions, call.scale, call.window)
         return output
 
     def attend_gathered(
@@ -94,7 +86,7 @@ class NativeAttention:
             query: [rows, queries, heads, head], rotated; `head` is at most this object's.
             context: [2, rows, kv_heads, tokens, head]: keys, then values, from each row's first token on.
             positions: [rows, queries] int64; -1 is padding.
-            scale, window: see `AttentionBackend`.
+            scale, window: see `AttentionCall`.
 
         Returns:
             [rows, queries, heads, head].
@@ -147,7 +139,7 @@ class NativeAttention:
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See `AttentionBackend`: a token's numbers lie scattered over its tile."""
+        """Copy tokens, whose numbers lie scattered over their tiles."""
         layers, _, blocks, kv_heads, block_size, head = store.shape
         shape, together = (layers, 2, blocks, kv_heads, block_size // TILE_TOKENS), self._form.together
         keys = store.view(*shape, head // together, TILE_TOKENS, together)[:, 0]
@@ -180,7 +172,7 @@ def takes_blocks(block_size: int) -> bool:
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
-    """From one row to the next."""
+    """Bytes from one row to the next."""
     return tensor.stride(0) * tensor.itemsize
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, ClassVar
 
+from typing_extensions import override
+
 from trtrun.kernels.cpu.emitter import LANES, Emitter, count
 from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NUM_THREADS, THREAD_NUMBER
 from trtrun.kernels.cpu.matmul_code import (
@@ -87,13 +89,13 @@ class ByteMatmulCode(MatmulCode):
     def begin_stretch(
         self, builder: ir.IRBuilder, weight: ir.Value, pairs: ir.Value, room: ir.Value, alone: ir.Value
     ) -> ir.Value:
-        """For more rows than a tile takes: widen the stretch into `room`."""
+        """Widen the stretch into `room` where there are more rows than a tile takes."""
         with builder.if_then(builder.not_(alone)):
             builder.call(self._unpack, [weight, room, pairs])
         return builder.select(alone, weight, room)
 
     def choose_tiles(self, builder: ir.IRBuilder, row: ir.Value, alone: ir.Value, is_cached: ir.Value) -> ir.Value:
-        """Of the lists [from memory, from a cache, from the buffer]."""
+        """Choose one of the lists [from memory, from a cache, from the buffer]."""
         return builder.select(alone, is_cached, self.integer(2))
 
     def _emit_unpack(self, prefetch: Prefetch) -> ir.Function:
@@ -119,12 +121,12 @@ def int8_matmul_module(prefetch: Prefetch) -> ir.Module:
 class _Int8MatmulCode(ByteMatmulCode):
     """Every integer of 8 bits is a bfloat16."""
 
+    @override
     def prepare(self) -> None:
-        """See ByteMatmulCode."""
         self._join = self.declare("llvm.x86.avx512bf16.cvtne2ps2bf16.512", self.pairs, self.floats, self.floats)
 
+    @override
     def widen(self, builder: ir.IRBuilder, line: ir.Value, offset: int) -> ir.Value:
-        """See ByteMatmulCode."""
         integers = self._ir.VectorType(self.byte, LANES)
         low, high = (
             builder.sitofp(
@@ -164,13 +166,13 @@ class _Fp8MatmulCode(ByteMatmulCode):
         self._scales_rows = scales_rows
         super().__init__(prefetch)
 
+    @override
     def prepare(self) -> None:
-        """See ByteMatmulCode."""
         self._shorts = self._ir.VectorType(self._ir.IntType(16), 2 * LANES)
         self._look_up = self.declare("llvm.x86.avx512.permvar.hi.512", *[self._shorts] * 3)
 
+    @override
     def widen(self, builder: ir.IRBuilder, line: ir.Value, offset: int) -> ir.Value:
-        """See ByteMatmulCode."""
         bytes_there = self._ir.VectorType(self.byte, 2 * LANES)
         codes = builder.load(self.at(builder, line, offset), typ=bytes_there, align=2 * LANES)
         codes = builder.sext(codes, self._shorts)
@@ -182,8 +184,8 @@ class _Fp8MatmulCode(ByteMatmulCode):
         is_small = builder.icmp_signed("==", builder.and_(moved, self._same(_EXPONENT)), self._same(0))
         return builder.bitcast(builder.select(is_small, small, builder.add(moved, self._same(_BIAS))), self.pairs)
 
+    @override
     def scale_row(self, builder: ir.IRBuilder, scaled: ir.Value, end: ir.Value) -> ir.Value:
-        """See ByteMatmulCode."""
         if not self._scales_rows:
             return scaled
         factor = builder.load(end, typ=self.floats.element, align=2)

@@ -186,7 +186,7 @@ class Emitter:
         builder.call(self._prefetch, [address, read, self.small(locality), data])
 
     def load_some(self, builder: ir.IRBuilder, address: ir.Value, mask: ir.Value) -> ir.Value:
-        """Those of sixteen float32 whose bit of `mask` is set, zeros for the others; no other bytes are read."""
+        """Load those of sixteen float32 whose bit of `mask` is set, zeros for the others; no other bytes are read."""
         if self._masked_load is None:
             name, kind = "llvm.masked.load.v16f32.p0", self.floats
             self._masked_load = self.declare(name, kind, self.pointer, self.small, mask.type, kind)

@@ -60,7 +60,7 @@ def team(nanoseconds: float, most: int) -> int:
 
 @functools.cache
 def processor_kind() -> str | None:
-    """Which of KINDS this processor is; None where no kernel runs.
+    """Name, among KINDS, of what this processor is; None where no kernel runs.
 
     Kernels need a torch that runs on GNU OpenMP (the Linux wheels do) and llvmlite, too.
     """

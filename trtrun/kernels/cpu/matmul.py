@@ -55,8 +55,8 @@ from trtrun.kernels.cpu.matmul_code import (
 from trtrun.kernels.torch.fp8 import round_activations
 
 _READ_NS, _MULTIPLY_NS = 0.16, 0.02
-"""That one thread needs for a weight's number: to read it, and for each row; about, on a Xeon, with AVX-512 and with
-AVX2."""
+"""Nanoseconds that one thread needs for a weight's number: to read it, and for each row; about, on a Xeon, with AVX-512
+and with AVX2."""
 
 _CACHED_NUMBERS = 2**19
 """Weights of up to so many numbers belong to models small enough to stay in the caches (the shipped pair: 20 MB)."""

@@ -299,7 +299,7 @@ class MatmulCode(Emitter):
                 builder.store(builder.fadd(builder.load(place, typ=self.floats), added), place)
 
     def emit_kernel(self, tiles: list[list[ir.Function]]) -> None:
-        """For each block of this thread, for each stretch of input features, for each tile of rows."""
+        """Emit the loops: over blocks of this thread, stretches of input features, and tiles of rows."""
         integer, block = self.integer, self._form.block
         thread_number = self.declare(THREAD_NUMBER, self.small)
         num_threads = self.declare(NUM_THREADS, self.small)
@@ -362,7 +362,7 @@ class MatmulCode(Emitter):
         return weight
 
     def choose_tiles(self, builder: ir.IRBuilder, row: ir.Value, alone: ir.Value, is_cached: ir.Value) -> ir.Value:
-        """Which of the kernel's lists of tiles takes the rows from `row` on: [from memory, from a cache].
+        """Choose which of the kernel's lists of tiles takes the rows from `row` on: [from memory, from a cache].
 
         `alone`: one tile takes all rows.
         """

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from trtrun.kernels.arguments import LineSlots
 from trtrun.kernels.cpu import fused as kernels
@@ -28,7 +29,7 @@ _RANKS = 8
 
 
 class CpuLowRank(LowRank):
-    """See LowRank. Slots are empty until they are filled.
+    """The `LowRank` of a CPU. Slots are empty until they are filled.
 
     Args:
         shape: of the layer.
@@ -40,8 +41,8 @@ class CpuLowRank(LowRank):
         self._product = product
         self._slots: dict[int, tuple[Product, list[tuple[slice, slice, Product]]]] = {}
 
+    @override
     def prepare(self, factors: Sequence[Factors | None]) -> Install:
-        """See LowRank."""
         downs, ups, start, rank = [], [], 0, 0
         for outputs, of_matrix in zip(self._shape.outputs, factors, strict=True):
             if of_matrix is not None:
@@ -61,8 +62,8 @@ class CpuLowRank(LowRank):
 
         return install
 
+    @override
     def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
-        """See LowRank."""
         for slot, of_slot in lines.groups:
             if slot not in self._slots:
                 continue
@@ -81,15 +82,15 @@ _OWN = (torch.bfloat16, torch.float32)
 
 
 class CpuOperations(TorchOperations):
-    """See TorchOperations."""
+    """`TorchOperations` with what the CPU does faster."""
 
+    @override
     def name(self, dtype: torch.dtype) -> str:
-        """See TorchOperations."""
         kind = machine.processor_kind() if dtype in _OWN else None
         return kind or super().name(dtype)
 
+    @override
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
-        """See TorchOperations."""
         is_taken = dtype in _OWN and takes_head(head_dim) and machine.processor_kind() is not None
         return NativeAttention(head_dim, dtype) if is_taken else None
 
@@ -98,22 +99,22 @@ class CpuOperations(TorchOperations):
         is_taken = dtype is torch.float32 and machine.processor_kind() is not None
         return NativeAttention(whole_head(head_dim), dtype).attend_gathered if is_taken else None
 
+    @override
     def normalise(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See TorchOperations."""
         if kernels.fuses(weight.dtype, weight.device, weight.shape[-1]):
             return kernels.normalise(x, weight, epsilon, delta)
         return super().normalise(x, weight, epsilon, delta)
 
+    @override
     def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
-        """See TorchOperations."""
         if kernels.fuses(fused.dtype, fused.device, fused.shape[1] // 2):
             return kernels.silu_and_multiply(fused)
         return super().silu_and_multiply(fused)
 
+    @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
-        """See TorchOperations."""
         if can_block(weight) and machine.processor_kind() is not None:
             return BlockedMatmul(weight, bias)
         if can_pack(weight.device, weight.dtype):
@@ -124,20 +125,20 @@ class CpuOperations(TorchOperations):
         """Whether products keep weights in a layout of their own."""
         return (dtype in _OWN and machine.processor_kind() is not None) or can_pack(torch.device("cpu"), dtype)
 
+    @override
     def fp8_product(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
     ) -> Product:
-        """See TorchOperations."""
         if codes.shape[1] % 2 == 0 and machine.processor_kind() == machine.MULTIPLIES_BFLOAT16:
             return BlockedFp8Matmul(codes, scale, bias, rounds_activations=rounds_activations)
         return super().fp8_product(codes, scale, bias, rounds_activations=rounds_activations)
 
+    @override
     def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """See TorchOperations."""
         if codes.shape[1] % 2 == 0 and machine.processor_kind() == machine.MULTIPLIES_BFLOAT16:
             return BlockedInt8Matmul(codes, scale, bias)
         return super().int8_product(codes, scale, bias)
 
+    @override
     def low_rank(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> LowRank:
-        """See TorchOperations."""
         return CpuLowRank(shape, lambda weight: self.product(weight, None, batch_invariant=True))

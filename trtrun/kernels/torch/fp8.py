@@ -22,7 +22,7 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest number of float32 with all its bits: rows of smaller numbers, and of zeros, have it for a scale."""
 
 EXPONENT, LEAST_EXPONENT = 0x7F800000, 121 << 23
-"""Of a float32: the bits of its exponent, and these bits of 2^-6, below which E4M3 has steps of one size."""
+"""Bits of a float32: those of its exponent, and these bits of 2^-6, below which E4M3 has steps of one size."""
 TO_STEP = (20 << 23) | 0x400000
 """Added to a power of two as bits: 1.5 times 2^20 times it, beside which a float32 has steps of an eighth of it."""
 
@@ -62,8 +62,8 @@ def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def round_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_rows`, but the codes' numbers [rows, numbers] in float32 in place of codes. Many times as fast on the
-    CPU as torch's conversions."""
+    """Round as `round_rows`, but return the codes' numbers [rows, numbers] in float32 in place of codes. Many times as
+    fast on the CPU as torch's conversions."""
     if not x.shape[1]:
         return x.float(), x.new_ones(x.shape[0], dtype=torch.float32)
     scale = row_scales(x)

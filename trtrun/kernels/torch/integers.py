@@ -24,7 +24,7 @@ with nearly the largest power of two."""
 
 
 def words_shape(features: int, inputs: int) -> tuple[int, int, int, int]:
-    """Of the words of a weight [features, inputs], int32: [tiles, steps, 128, 32].
+    """Shape of the words of a weight [features, inputs], int32: [tiles, steps, 128, 32].
 
     For 128 inputs each, one behind the other, 1,024 words. Word 512 v + 128 w + 32 l + 16 e + 4 p +
     2 q + h of a group is of the tile's feature 16 w + 8 v + 2 l + e; its lower half has the codes of inputs 16 (4 h +
@@ -34,7 +34,8 @@ def words_shape(features: int, inputs: int) -> tuple[int, int, int, int]:
 
 
 def scales_shape(features: int, inputs: int, size: int) -> tuple[int, int, int, int]:
-    """Of the scales, int32: [tiles, steps, 1024 / size, 32], for each `size` inputs 64 features one behind the other.
+    """Shape of the scales, int32: [tiles, steps, 1024 / size, 32], for each `size` inputs 64 features one behind the
+    other.
 
     In the lower half is the scale, in the upper one the negative zero point times a power of two (`UNITS`), both in the
     dtype of activations.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from trtrun.kernels.arguments import LineSlots
 
@@ -92,8 +93,8 @@ class StackedFactors(LowRank):
         self.down = torch.zeros((shape.num_slots, rows, shape.inputs), dtype=dtype, device=device)
         self.up = torch.zeros((shape.num_slots, sum(shape.outputs), shape.max_rank), dtype=dtype, device=device)
 
+    @override
     def prepare(self, factors: Sequence[Factors | None]) -> Install:
-        """See LowRank."""
         return lambda slot: self._fill(slot, factors)
 
     def _fill(self, slot: int, factors: Sequence[Factors | None]) -> None:
@@ -112,8 +113,9 @@ class StackedFactors(LowRank):
 class TorchLowRank(StackedFactors):
     """Every slot is computed for all lines, and kept where it is theirs: shapes do not depend on what lines have."""
 
+    @override
     def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
-        """See LowRank; lines have the same bits in any company where `F.linear` gives them these."""
+        """Add slot by slot; lines have the same bits in any company where `F.linear` gives them so."""
         shape = self.shape
         for slot in range(1, shape.num_slots + 1):
             is_theirs, start = (lines.slots == slot).unsqueeze(1), 0

@@ -29,7 +29,7 @@ queries] int64, the factor of scores, and the window in tokens or None → outpu
 
 
 _MOST_BITS = 1 << 20
-"""Of masks that are spread out at once."""
+"""Bits of masks that are spread out at once."""
 
 
 class TorchOperations:
@@ -71,7 +71,7 @@ class TorchOperations:
     def normalise_rounded(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
     ) -> RoundedRows:
-        """As `normalise`, rounded for products that take such rows; only where there are some."""
+        """Normalise as `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
     def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class TorchOperations:
         return functional.silu(fused[:, :size]).mul_(fused[:, size:])
 
     def silu_and_multiply_rounded(self, fused: torch.Tensor, rounding: Rounding) -> RoundedRows:
-        """As `silu_and_multiply`, rounded for products that take such rows; only where there are some."""
+        """Compute `silu_and_multiply`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
@@ -197,13 +197,12 @@ class TorchOperations:
         return found
 
     def likeliest_in_order(self, numbers: torch.Tensor, count: int) -> torch.Tensor | None:
-        """As `likeliest`, and of equal numbers the first ones first; None where nothing does it at once."""
+        """Find what `likeliest` does, of equal numbers the first ones first; None where nothing does it at once."""
         return None
 
     def accept_by_token(
         self, target_tokens: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See speculation/verify.py."""
         if not draft_tokens.shape[1]:  # a plain round: a dozen operations less to launch
             return cached_tensor([1] * len(draft_lens), draft_lens.device), target_tokens
         num_accepted = count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)

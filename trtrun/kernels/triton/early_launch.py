@@ -20,8 +20,8 @@ _LINE_BYTES = 128
 """What memory is asked for at a time."""
 
 _FETCHED_BYTES = 1 << 14
-"""Of its weights a program asks for beforehand, at most. On an H200 a token of an 8B model took 4.14 ms without, 4.11
-with so many, and longer than without from 64 KiB on, which are in the way of the kernel before."""
+"""Bytes of its weights that a program asks for beforehand, at most. On an H200 a token of an 8B model took 4.14 ms
+without, 4.11 with so many, and longer than without from 64 KiB on, which are in the way of the kernel before."""
 
 
 @cache
@@ -38,7 +38,7 @@ def early(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def lets_next_begin(tensor: torch.Tensor) -> dict[str, Any]:
-    """The same for a kernel that itself begins when all before it has ended, as one must that waits for another stream
+    """Options for a kernel that itself begins when all before it has ended, as one must that waits for another stream
     than its own (kernels.torch.cuda); the next one of its stream may begin early."""
     options = early(tensor)
     return options | {"launch_pdl": False} if options["EARLY"] else options

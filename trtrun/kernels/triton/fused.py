@@ -189,7 +189,7 @@ def add_and_normalise(
 def add_and_normalise_rounded(
     hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float, rounding: Rounding = "row"
 ) -> RoundedRows:
-    """As `add_and_normalise`, and what it returns is rounded to E4M3."""
+    """Compute `add_and_normalise`, with what it returns rounded to E4M3."""
     tokens, size = hidden.shape
     made = empty_rows(tokens, size, hidden, rounding)
     padded = triton.next_power_of_2(size if rounding == "row" else max(size, GROUP))
@@ -252,7 +252,7 @@ def _silu_and_multiply_rounded_kernel(
 
 
 def silu_and_multiply_rounded(fused: torch.Tensor, rounding: Rounding = "row") -> RoundedRows:
-    """As `silu_and_multiply`, and what it returns is rounded to E4M3."""
+    """Compute `silu_and_multiply`, with what it returns rounded to E4M3."""
     tokens, features = fused.shape[0], fused.shape[1] // 2
     made = empty_rows(tokens, features, fused, rounding)
     block = triton.next_power_of_2(features) if rounding == "row" else _FEATURES

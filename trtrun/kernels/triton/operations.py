@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from trtrun.kernels.arguments import RoundedRows, Rounding
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
@@ -23,75 +24,76 @@ from trtrun.kvcache.formats import PLAIN, KVFormat
 
 
 class TritonOperations(TorchOperations):
-    """See TorchOperations."""
+    """`TorchOperations` with what Triton does faster."""
 
     cuts_lines = True
 
     lay_out_trees = staticmethod(row_tokens.lay_out)
     accept_paths = staticmethod(row_tokens.accept_paths)
 
+    @override
     def name(self, dtype: torch.dtype) -> str:
-        """See TorchOperations."""
         return "triton"
 
+    @override
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
-        """See TorchOperations."""
         return PagedAttention(kv_format)
 
+    @override
     def normalise(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See TorchOperations."""
         if weight.dim() > 1:
             return super().normalise(x, weight, epsilon, delta)
         return fused_kernels.add_and_normalise(x.reshape(-1, x.shape[-1]), delta, weight, epsilon).view(x.shape)
 
+    @override
     def normalise_rounded(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
     ) -> RoundedRows:
-        """See TorchOperations."""
         return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
 
+    @override
     def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
-        """See TorchOperations."""
         return fused_kernels.silu_and_multiply(fused)
 
+    @override
     def silu_and_multiply_rounded(self, fused: torch.Tensor, rounding: Rounding) -> RoundedRows:
-        """See TorchOperations."""
         return fused_kernels.silu_and_multiply_rounded(fused, rounding)
 
+    @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
-        """See TorchOperations."""
         if weight.dtype in (torch.bfloat16, torch.float16):
             return TritonMatmul(weight, bias)
         return super().product(weight, bias, batch_invariant=batch_invariant)
 
+    @override
     def fp8_product(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
     ) -> Product:
-        """See TorchOperations."""
         if support.multiplies_fp8(codes.device):
             return TritonFp8Matmul(codes, scale, bias, rounds_activations=rounds_activations)
         return super().fp8_product(codes, scale, bias, rounds_activations=rounds_activations)
 
+    @override
     def fp8_block_product(self, codes: torch.Tensor, block_scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """See TorchOperations."""
         if support.multiplies_fp8(codes.device):
             return TritonFp8BlockMatmul(codes, block_scale, bias)
         return super().fp8_block_product(codes, block_scale, bias)
 
+    @override
     def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """See TorchOperations."""
         return TritonInt8Matmul(codes, scale, bias)
 
+    @override
     def int4_product(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """See TorchOperations."""
         return TritonInt4Matmul(words, scales, bias)
 
+    @override
     def low_rank(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> LowRank:
-        """See TorchOperations."""
         return TritonLowRank(shape, dtype, device)
 
+    @override
     def advance(
         self,
         token_ids: torch.Tensor,
@@ -100,9 +102,9 @@ class TritonOperations(TorchOperations):
         num_tokens: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:
-        """See TorchOperations."""
         row_tokens.advance(token_ids, lengths, rows, num_tokens, tokens)
 
+    @override
     def with_drafts(
         self,
         token_ids: torch.Tensor,
@@ -111,44 +113,44 @@ class TritonOperations(TorchOperations):
         draft_tokens: torch.Tensor,
         draft_lens: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See TorchOperations."""
         return row_tokens.with_drafts(token_ids, lengths, rows, draft_tokens, draft_lens)
 
+    @override
     def copy_blocks(self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See TorchOperations."""
         if paged_store.takes_blocks(store):
             paged_store.copy_blocks(store, source, target)
         else:
             super().copy_blocks(store, source, target)
 
+    @override
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See TorchOperations."""
         paged_store.copy_tokens(store, source, target, offset)
 
+    @override
     def mask_tokens(self, logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-        """See TorchOperations."""
         return penalties.mask_tokens(logits, places, bits)
 
+    @override
     def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
-        """See TorchOperations. A number that is not finite, but for -inf, is the largest."""
+        """The place of each row's largest number; one that is not finite, but for -inf, counts as the largest."""
         return token_choice.likeliest(numbers.reshape(-1, numbers.shape[-1]), 1).view(numbers.shape[:-1])
 
+    @override
     def likeliest(self, numbers: torch.Tensor, count: int) -> torch.Tensor:
-        """See TorchOperations."""
         return token_choice.likeliest(numbers, count)
 
+    @override
     def likeliest_in_order(self, numbers: torch.Tensor, count: int) -> torch.Tensor | None:
-        """See TorchOperations."""
         # Compiled anew for each count: for few of them, which are powers of two.
         ranked = min(numbers.shape[1], 1 << (count - 1).bit_length())
         return token_choice.likeliest(numbers, ranked)[:, :count]
 
+    @override
     def accept_by_token(
         self, target_tokens: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See TorchOperations."""
         if not draft_tokens.shape[1]:
             return super().accept_by_token(target_tokens, draft_tokens, draft_lens)
         return acceptance.accept_by_token(target_tokens, draft_tokens, draft_lens)

@@ -103,7 +103,7 @@ def with_drafts(
 
 
 _PATHS, _STEPS = 64, 16
-"""Of a tree, padding counted, unless it has more: few sizes make few kernels."""
+"""Paths of a tree and steps of a path, padding counted, unless it has more: few sizes make few kernels."""
 
 _COLUMNS, _PLACES, _BLOCKS = 32, 128, 128
 """Columns of tokens whose places a program finds, places that it looks at together, and columns of a block table."""
@@ -191,7 +191,7 @@ def lay_out(
     own_blocks: torch.Tensor,
     block_size: int,
 ) -> ForkedRows:
-    """See kernels/torch/draft_trees.py; `own_blocks` is contiguous."""
+    """Lay trees out as kernels/torch/draft_trees.py does; `own_blocks` is contiguous."""
     (count, num_paths, depth), num_nodes, blocks = paths.shape, draft_tokens.shape[1], tables.shape[1]
     paths, draft_lens = paths.contiguous(), draft_lens.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
@@ -271,7 +271,7 @@ def accept_paths(
     paths: torch.Tensor,
     draft_lens: torch.Tensor,
 ) -> AcceptedPaths:
-    """See kernels/torch/draft_trees.py; each line of `logits` is contiguous."""
+    """Accept paths as kernels/torch/draft_trees.py does; each line of `logits` is contiguous."""
     (count, num_paths, depth), num_nodes = paths.shape, draft_tokens.shape[1]
     paths, draft_lens = paths.contiguous(), draft_lens.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()

@@ -37,7 +37,7 @@ def shared_bytes(device: torch.device) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; an H200's 132 where there is no GPU."""
+    """Number of multiprocessors of a CUDA device; an H200's 132 where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

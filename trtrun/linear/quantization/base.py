@@ -98,7 +98,7 @@ class WeightSource(Protocol):
 
     @property
     def weight(self) -> LinearWeight:
-        """Which weight it is."""
+        """The weight that is loaded."""
         ...
 
     def dense(self) -> torch.Tensor:
@@ -110,13 +110,13 @@ class WeightSource(Protocol):
         ...
 
     @property
-    def is_made_up(self) -> bool:
+    def is_dummy(self) -> bool:
         """Whether there are no files: only `dense` answers then."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         ...
 
     @property
@@ -126,11 +126,11 @@ class WeightSource(Protocol):
 
     @property
     def device_type(self) -> str:
-        """Of the device that will multiply with them: that of `device`, unless they are made for another host."""
+        """Type of the device that will multiply with them: that of `device`, unless they are made for another host."""
         ...
 
     def place(self) -> torch.Tensor:
-        """As `dense`, not filled yet: for weights that become dense as they are read."""
+        """Memory as `dense` returns it, not filled yet: for weights that become dense as they are read."""
         ...
 
     def put(self, name: str, place: torch.Tensor, values: torch.Tensor) -> None:
@@ -164,14 +164,10 @@ class Quantization(Protocol):
     """
 
     @property
-    def takes_head(self) -> bool:
-        """See the class."""
-        ...
+    def takes_head(self) -> bool: ...
 
     @property
-    def fits_targets(self) -> bool:
-        """See the class."""
-        ...
+    def fits_targets(self) -> bool: ...
 
     def check(self, dtype: str, device_type: str) -> None:
         """Raise ConfigError where activations of a dtype, by name, cannot be multiplied with such weights on a type of
@@ -230,8 +226,6 @@ which must be hashable; None where it has stored it plainly, as what is on an ig
 STORED_QUANTIZATIONS: Registry[Callable[[Mapping[str, Any]], StoredQuantizations]] = Registry("quant_method")
 """By the `quant_method` of a config.json's `quantization_config`, which they are given."""
 
-_DTYPES = {"cpu": ("bfloat16",), "cuda": ("bfloat16", "float16")}
-
 
 def find_quantization(name: str, *, for_target: bool) -> Quantization:
     """The quantization called `name`.
@@ -251,16 +245,3 @@ def find_quantization(name: str, *, for_target: bool) -> Quantization:
 def of_head(quantization: Quantization) -> Quantization:
     """How the vocabulary head is held where the other linear layers are held as `quantization` says."""
     return quantization if quantization.takes_head else QUANTIZATIONS.get("none")
-
-
-def check_half_precision(name: str, dtype: str, device_type: str) -> None:
-    """For quantizations whose products are bfloat16's on CPUs, and float16's, too, on GPUs.
-
-    Raises:
-        ConfigError: another dtype, in which they would run slower than unquantized.
-    """
-    if dtype not in _DTYPES[device_type]:
-        raise ConfigError(
-            f"quantization {name} computes in {' or '.join(_DTYPES[device_type])}, not in {dtype}: set dtype to "
-            "bfloat16 or quantization to none"
-        )

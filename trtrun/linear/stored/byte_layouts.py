@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import FLOATS, STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
-from trtrun.linear.quantization.fp8_block import BLOCK
+from trtrun.linear.quantization.quantizations import BLOCK
 from trtrun.linear.stored.layout import Codes, StoredLinear, cut_groups, cut_words, stored_as
 from trtrun.linear.stored.settings import Activations, ModuleNames, everywhere, read_names, refuse
 
@@ -50,22 +50,19 @@ class Fp8Layout:
 
     @property
     def rounds_activations(self) -> bool:
-        """See Layout."""
         return self.activations == "group" if self.strategy == "block" else self.activations in ("token", "static")
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout. The one product in blocks rounds activations in groups."""
+        """Name the product that takes the codes as they are; the one in blocks rounds activations in groups."""
         if self.strategy != "block":
             return "fp8"
         return "fp8_block" if self.block == (BLOCK, BLOCK) and self.activations == "group" else None
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
-        """See Layout."""
         codes = TensorSlice(part.name, part.shape, part.ranges, ("float8_e4m3fn",))
         return {"weight": codes, "scale": _scales(part, self.strategy, self.scale, self.block)}
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> Fp8Weight:
-        """See Layout."""
         from trtrun.linear.stored.forms import Fp8Weight
 
         scale = tensors["scale"].float()
@@ -90,16 +87,13 @@ class Int8Layout:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout."""
         return None
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
-        """See Layout."""
         codes = TensorSlice(part.name, part.shape, part.ranges, ("int8",))
         return {"weight": codes, "scale": _scales(part, self.strategy, "weight_scale")}
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> Int8Weight:
-        """See Layout."""
         from trtrun.linear.stored.forms import Int8Weight
 
         codes = tensors["weight"]
@@ -118,7 +112,8 @@ def _scales(part: TensorSlice, strategy: str, end: str, block: tuple[int, int] =
 
 
 _MANTISSA_BITS = 23
-"""Of float32, whose exponent is stored plus 127, too: powers of two are shifted there. The least one is subnormal."""
+"""Mantissa bits of float32, whose exponent is stored plus 127, too: powers of two are shifted there. The least one is
+subnormal."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +138,9 @@ class Fp4Layout:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout."""
         return None
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
-        """See Layout."""
         (features, inputs), (rows, _) = part.shape, part.ranges
         pairs, groups = cut_words(part, 1, 2), cut_groups(part, 1, self.group_size)
         kind = "uint8" if self.whole is None else "float8_e4m3fn"
@@ -162,7 +155,6 @@ class Fp4Layout:
         return found
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> Fp4Weight:
-        """See Layout."""
         import torch
 
         from trtrun.linear.stored.forms import Fp4Weight

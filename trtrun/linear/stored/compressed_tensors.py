@@ -12,7 +12,7 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, Quantization, StoredQuantizations
-from trtrun.linear.quantization.fp8_block import BLOCK
+from trtrun.linear.quantization.quantizations import BLOCK
 from trtrun.linear.stored.byte_layouts import Fp4Layout, Fp8Layout, Int8Layout, read_block
 from trtrun.linear.stored.group_layouts import PackedLayout
 from trtrun.linear.stored.layout import Layout, StoredLinear

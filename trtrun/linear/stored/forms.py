@@ -51,7 +51,6 @@ class Fp8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See StoredForm."""
         return self.codes.shape[0], self.codes.shape[1]
 
     def channel_scale(self) -> torch.Tensor:
@@ -59,7 +58,6 @@ class Fp8Weight:
         return self.scale.expand(self.codes.shape[0])
 
     def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """See StoredForm."""
         codes = self.codes[rows].float()
         if self.scale.dim() < 2:
             return codes * self.channel_scale()[rows].unsqueeze(1)
@@ -83,11 +81,9 @@ class Int8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See StoredForm."""
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """See StoredForm."""
         return self.codes[rows].float() * self.scale[rows].unsqueeze(1)
 
 
@@ -107,11 +103,9 @@ class Fp4Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See StoredForm."""
         return self.codes.shape[0], self.codes.shape[1] * 2
 
     def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """See StoredForm."""
         pairs = self.codes[rows]
         codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
         numbers = torch.tensor(_E2M1, device=codes.device)[codes.long()]
@@ -143,11 +137,9 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See StoredForm."""
         return self.packed.shape[0], self.packed.shape[1] * _WORD_BITS // self.bits
 
     def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """See StoredForm."""
         codes = unpack(self.packed[rows], self.bits)
         codes -= 1 << (self.bits - 1) if self.zero is None else self._by_column(self.zero[rows])
         values = codes.float().mul_(self._by_column(self.scale[rows].float()))

@@ -57,11 +57,9 @@ class PackedLayout:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout."""
         return None if self.has_order else codes_of_groups(part, self.bits, self.group_size)
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
-        """See Layout."""
         (features, inputs), (rows, columns) = part.shape, part.ranges
         places, size = _WORD_BITS // self.bits, self.group_size or inputs
         num_groups = -(-inputs // size)
@@ -85,7 +83,6 @@ class PackedLayout:
         return found
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """See Layout."""
         from trtrun.linear.stored.forms import PackedWeight, unpack
 
         zero, order = tensors.get("zero"), tensors.get("order")
@@ -130,11 +127,9 @@ class AwqLayout:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout."""
         return codes_of_groups(part, 4, self.group_size)
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
-        """See Layout."""
         features, inputs = part.shape
         size = self.group_size or inputs
         words, groups = cut_words(part, 0, _PLACES), cut_groups(part, 1, size)
@@ -151,7 +146,6 @@ class AwqLayout:
         }
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """See Layout."""
         from trtrun.linear.stored.forms import PackedWeight, pack, unpack
         from trtrun.tensors import numbers_at_a_time
 
@@ -214,11 +208,9 @@ class GptqLayout:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout."""
         return None if self.has_order else codes_of_groups(part, self.bits, self.group_size)
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
-        """See Layout."""
         (features, inputs), (rows, columns) = part.shape, part.ranges
         places, size = _WORD_BITS // self.bits, self.group_size or inputs
         num_groups = -(-inputs // size)
@@ -240,7 +232,6 @@ class GptqLayout:
         }
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """See Layout."""
         from trtrun.linear.stored.forms import PackedWeight
 
         return PackedWeight(

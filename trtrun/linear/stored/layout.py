@@ -2,8 +2,8 @@
 
 A layout (byte_layouts.py and others here) says which tensors a matrix is stored in and which form they make. What that
 form is held in is the same for all: on GPUs E4M3 codes with a scale for each output feature go as they are to the
-products of trtrun.linear.quantization.fp8, those with a scale for each block to that of fp8_block there, and codes of 4
-bits in groups to that of int4; everything else becomes dense as it is read. It does not know configurations.
+products of trtrun.linear.quantization.quantizations, those with a scale for each block to that of fp8_block there, and
+codes of 4 bits in groups to that of int4; everything else becomes dense as it is read. It does not know configurations.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from typing_extensions import override
 
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization.base import (
@@ -23,9 +25,15 @@ from trtrun.linear.quantization.base import (
     TensorSpec,
     WeightSource,
 )
-from trtrun.linear.quantization.fp8 import has_fp8_products
-from trtrun.linear.quantization.fp8_block import BLOCK
-from trtrun.linear.quantization.int4 import FEATURES, INPUTS, Int4, has_int4_products, int4_group
+from trtrun.linear.quantization.quantizations import (
+    BLOCK,
+    FEATURES,
+    INPUTS,
+    Int4,
+    has_fp8_products,
+    has_int4_products,
+    int4_group,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -46,14 +54,10 @@ class Layout(Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """See the class."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def rounds_activations(self) -> bool:
-        """See the class."""
-        ...
+    def rounds_activations(self) -> bool: ...
 
     def codes(self, part: TensorSlice) -> Codes | None:
         """What the form of a slice of a matrix is, of what GPUs hold as it is; None where it becomes dense."""
@@ -78,7 +82,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class StoredLinear:
+class StoredLinear(Quantization):
     """Linear layers whose weights are stored in a layout; see `Quantization`."""
 
     layout: Layout
@@ -107,7 +111,7 @@ class StoredLinear:
         return codes
 
     def why_dense(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> str | None:
-        """In words, what keeps a rank from holding a weight as others of its format; None where it is nothing of the
+        """Say in words what keeps a rank from holding a weight as others of its format; None where it is nothing of the
         weight's own."""
         parts = [part for part in weight.parts if len(part.ranges[0])]
         if not self.can_keep(dtype, device_type) or {self.layout.codes(part) for part in parts} != {"fp8_block"}:
@@ -126,25 +130,26 @@ class StoredLinear:
             return QUANTIZATIONS.get("fp8_block")
         return QUANTIZATIONS.get("fp8" if self.layout.rounds_activations else "fp8_weight_only")
 
+    @override
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """See `Quantization`: some may be dense."""
+        """Answer for weights that become dense, as some may."""
         return QUANTIZATIONS.get("none").keeps_dense(dtype, device)
 
+    @override
     def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
-        """See `Quantization`."""
         return [stored for part in weight.parts for stored in self.layout.slices(part).values()]
 
+    @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
-        """See `Quantization`."""
         return self._held(weight, dtype, device_type).create(weight, dtype, device_type)
 
+    @override
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
-        """See `Quantization`."""
         return self._held(weight, dtype, device_type).working_bytes(weight, rows, dtype, device_type)
 
+    @override
     def load(self, source: WeightSource) -> Tensors:
-        """See `Quantization`."""
-        if source.is_made_up:
+        if source.is_dummy:
             return self._held(source.weight, source.dtype, source.device_type).load(source)
         codes = self.codes(source.weight, source.dtype, source.device_type)
         if codes is None:
@@ -153,8 +158,8 @@ class StoredLinear:
             return self._load_groups(source, codes)
         return self._load_blocks(source) if codes == "fp8_block" else self._load_codes(source)
 
+    @override
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
-        """See `Quantization`."""
         held = QUANTIZATIONS.get("none")
         if "words" in tensors:
             held = Int4(INPUTS)
@@ -188,7 +193,7 @@ class StoredLinear:
         return {"weight": place}
 
     def _load_codes(self, source: WeightSource) -> Tensors:
-        """As they are; the scale of a whole tensor becomes that of each of its output features."""
+        """Load codes as they are; the scale of a whole tensor becomes that of each of its output features."""
         import torch
 
         from trtrun.linear.stored.forms import Fp8Weight
@@ -207,7 +212,7 @@ class StoredLinear:
         return {"codes": codes, "scale": scale}
 
     def _load_blocks(self, source: WeightSource) -> Tensors:
-        """As they are, with the parts' blocks one behind the other."""
+        """Load codes as they are, with the parts' blocks one behind the other."""
         import torch
 
         from trtrun.linear.stored.forms import Fp8Weight
@@ -273,7 +278,7 @@ def stored_as(part: TensorSlice, end: str) -> str:
 
 
 def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
-    """Which groups of `size` numbers a slice takes of an axis of a matrix, 0 for `out` and 1 for `in`: whole ones, or a
+    """Groups of `size` numbers that a slice takes of an axis of a matrix, 0 for `out` and 1 for `in`: whole ones, or a
     piece of one.
 
     Raises:
@@ -287,7 +292,7 @@ def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
 
 
 def cut_words(part: TensorSlice, axis: int, places: int) -> range:
-    """As `cut_groups`, of words that hold `places` numbers each and are never cut.
+    """Cut as `cut_groups` does, but words that hold `places` numbers each and are never cut.
 
     Raises:
         CheckpointError: the slice, or the axis, ends within one.

@@ -40,11 +40,9 @@ class ModelOptAwqLayout:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        """See Layout."""
         return None  # as activations may have scales
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
-        """See Layout."""
         (features, inputs), (rows, columns) = part.shape, part.ranges
         size = self.group_size or inputs
         cut_words(part, 1, _PLACES)  # as words are along them in memory
@@ -58,7 +56,6 @@ class ModelOptAwqLayout:
         }
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """See Layout."""
         import torch
 
         from trtrun.linear.stored.forms import PackedWeight, pack

@@ -23,7 +23,8 @@ class Exchange(Protocol):
     """One process's end. All calls of a round come in the order in which they stand here."""
 
     def is_late(self, plan: RoundPlan) -> bool:
-        """On ranks that draft: whether the target has gone on without this round's draft. The same all round."""
+        """Whether the target has gone on without this round's draft, on ranks that draft. The answer is the same all
+        round."""
         ...
 
     def transfer_draft(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
@@ -40,20 +41,21 @@ class Exchange(Protocol):
         ...
 
     def publish_guesses(self, plan: RoundPlan, guesses: Callable[[], np.ndarray | None]) -> None:
-        """On ranks that draft ahead: send drafts for likely verdicts of the round, as `guesses` has them for who asks
+        """Send drafts, on ranks that draft ahead, for likely verdicts of the round, as `guesses` has them for who asks
         (gated_drafts.py), where target ranks look for them. Nothing waits."""
         ...
 
     def send_verdict(self, plan: RoundPlan, verdict: Verdict) -> None:
-        """On the target leader: to the engine ranks whose devices take part in the round."""
+        """Send the verdict, on the target leader, to the engine ranks whose devices take part in the round."""
         ...
 
     def is_verdict_here(self, plan: RoundPlan) -> bool:
-        """On ranks that draft and hold no target: whether `receive_verdict` would not wait."""
+        """Whether `receive_verdict` would not wait, on ranks that draft and hold no target."""
         ...
 
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
-        """On every other engine rank, where the round samples: `width` is what target ranks verified, and 1."""
+        """Receive the verdict, on every other engine rank, where the round samples: `width` is what target ranks
+        verified, and 1."""
         ...
 
     def send_hidden(
@@ -69,7 +71,7 @@ class Exchange(Protocol):
         ...
 
     def conclude(self, plan: RoundPlan, decided: VerdictRound) -> LaunchedRound:
-        """On the target leader: do what has to wait for the verdict on the host, if anything has."""
+        """Do, on the target leader, what has to wait for the verdict on the host, if anything has."""
         ...
 
     def forget(self) -> None:

@@ -32,8 +32,8 @@ from trtrun.tensors import device_integers
 from trtrun.wire.reports import ReportArrays
 
 _COLUMNS = 5
-"""In front of a row's tokens: how many count, were foreseen, were found in texts; how many columns they have, and how
-deep the paths behind them are."""
+"""Numbers in front of a row's tokens: how many count, were there before the verdict, were found in texts; how many
+columns they have, and how deep the paths behind them are."""
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,11 @@ class GatedDrafts:
         return Question(rows, verdict.num_tokens, verdict.tokens.contiguous(), plan.draft_len, plan.redraft_threshold)
 
     def decide(self, plan: RoundPlan, verdict: Verdict) -> None:
-        """On the leader: the verdict of a round, on the device, that the next draft follows."""
+        """Take in, on the leader, the verdict of a round, on the device, that the next draft follows."""
         self._decided = plan, verdict
 
     def guess(self, round_index: int, guesses: npt.NDArray[np.int64]) -> None:
-        """On the leader: what was drafted ahead of the verdict of a round."""
+        """Take in, on the leader, what was drafted ahead of the verdict of a round."""
         assert self.gate is not None
         following = round_index + 1
         self._guesses[following], self._looked_up = guesses, None
@@ -241,7 +241,7 @@ class GatedDrafts:
             self.gate.send(self._due[following], guesses)
 
     def cache_hits(self, plan: RoundPlan, before: KnownVerdict | None) -> tuple[int, ...] | None:
-        """On the leader: which rows of a round have drafts that the device has found; None where `give` is due. To be
+        """Rows of a round, on the leader, that have drafts that the device has found; None where `give` is due. To be
         asked again and again."""
         guesses = self._guesses.get(plan.round_index)
         if plan.round_index not in self._asked or guesses is None or before is None:
@@ -253,7 +253,7 @@ class GatedDrafts:
         return self._looked_up[1]
 
     def give(self, plan: RoundPlan, tokens: npt.NDArray[np.int64], draft_lens: npt.NDArray[np.int64]) -> None:
-        """On the leader, once the round before is known on the host.
+        """Give the device a draft, on the leader, once the round before is known on the host.
 
         Args:
             plan: the round's.
@@ -267,7 +267,7 @@ class GatedDrafts:
         self.gate.open(self._due[plan.round_index], numbers.reshape(-1))
 
     def settle(self, plan: RoundPlan) -> None:
-        """On the leader: the device has, or will have, what it waits for in a round, if it waits in it."""
+        """Forget a round, on the leader: the device has, or will have, what it waits for in it, if it waits."""
         self._due.pop(plan.round_index, None)
         self._asked.discard(plan.round_index)
         self._looked_up = None

@@ -187,7 +187,8 @@ class MessageExchange(Exchange):
         return origins.added_to(report)
 
     def _expect_draft(self, gated: GatedDrafts, plan: RoundPlan) -> Draft | None:
-        """On target ranks: the draft that the device will wait for; where it is needed first, it is waited for here."""
+        """Get, on target ranks, the draft that the device will wait for; where it is needed first, it is waited for
+        here."""
         self._brought = None
         if not plan.draft_len:
             return None
@@ -199,7 +200,7 @@ class MessageExchange(Exchange):
         return draft
 
     def _bring_draft(self, plan: RoundPlan) -> Origins:
-        """On the target leader: wait for a packet, and let the device go on with what is in it, if anything is; or
+        """Wait, on the target leader, for a packet, and let the device go on with what is in it, if anything is; or
         until the device has found its draft among guesses."""
         gated = self.gated
         assert gated is not None
@@ -228,7 +229,7 @@ class MessageExchange(Exchange):
         return gated.cache_hits(plan, self._known)
 
     def _take_guesses(self) -> None:
-        """On the target leader: give the device what was drafted ahead, as soon as it is there."""
+        """Give the device, on the target leader, what was drafted ahead, as soon as it is there."""
         while (packet := self.mail.take(self.draft_ranks[0], GUESS_TAG)) is not None:
             assert self.gated is not None
             self.gated.guess(*decode_packet(packet))
@@ -265,7 +266,7 @@ class MessageExchange(Exchange):
         return is_late
 
     def _receive_draft(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft | None:
-        """On target ranks: the packet on the device, and on the leader the draft_probs that follow it."""
+        """Get, on target ranks, the packet on the device, and on the leader the draft_probs that follow it."""
         assert self.group is not None
         self._origins = Origins()
         packet = self._await_packet(plan.round_index) if plan.draft_len else None

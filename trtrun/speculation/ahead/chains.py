@@ -203,7 +203,7 @@ class MaskedChains(Chains[PreparedStep]):
         mask_token: int,
         most_drafted: int,
     ) -> None:
-        """As Chains; `mask_token` stands for a token that is not known, and `most_drafted` tokens are drafted at
+        """Run chains; `mask_token` stands for a token that is not known, and `most_drafted` tokens are drafted at
         most."""
         super().__init__(engine, vocab_size, use_logits)
         self._mask_token = mask_token

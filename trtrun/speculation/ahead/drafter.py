@@ -1,6 +1,6 @@
 """Drafts with a model on devices of its own, ahead of the verdicts: the device side of drafting ahead.
 
-In a round it proposes what it has foreseen, or drafts again, and then drafts for the likely verdicts of the round
+In a round it proposes what it has drafted ahead, or drafts again, and then drafts for the likely verdicts of the round
 while the target verifies (`guessing.py`). When a guess comes true, its keys and values are copied to the row's own
 blocks.
 
@@ -35,8 +35,8 @@ from trtrun.tensors import device_integers, inference
 
 
 class AheadDrafter(Drafter, Generic[PreparedStep]):
-    """Proposes for the plan's decode rows, and foresees. On draft ranks of their own; drafts and verdicts are on the
-    host."""
+    """Proposes for the plan's decode rows, and drafts ahead. On draft ranks of their own; drafts and verdicts are on
+    the host."""
 
     drafts_ahead = True
 
@@ -55,7 +55,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
         With `use_logits` sampled rows have draft_probs. `guess_steps` are numbers of guesses that rounds may have. With
         `mask_token` all tokens of a draft, and the drafts of all guesses, come from one forward. Where `options` have
-        texts looked up, what these say goes before what the model has foreseen.
+        texts looked up, what these say goes before what the model has predicted.
         """
         self._engine = engine
         self._target_vocab_size = target_vocab_size
@@ -128,7 +128,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     @inference
     @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """A row's draft was foreseen, is made now, or there is none. Tokens are on the host.
+        """Propose for each row a draft that was made ahead, one that is made now, or none. Tokens are on the host.
 
         Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_threshold`). With
         them it always is, as the tokens of a seed depend on the draft there."""
@@ -278,7 +278,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
 
     def _take_given(self, plan: RoundPlan, asked: dict[int, int]) -> None:
         """Where a row's output is the start of the draft that came with its request, what follows there is its draft,
-        whatever was foreseen."""
+        whatever was drafted ahead."""
         for row in asked.keys() & set(plan.predicted_output_rows):
             text = self._texts[row]
             tokens = self._given.behind(row, text.length, asked[row])
@@ -305,7 +305,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             self._probs[row] = functional.one_hot(certain, self._vocab_size).to(torch.float32)
 
     def _take_looked_up(self, asked: dict[int, int]) -> dict[int, int]:
-        """Where what stood before says as much as what was foreseen it is a row's draft; how many tokens, by row."""
+        """Draft what stood before, where that says as much as what was predicted; how many tokens, by row."""
         if self._host_texts is None:
             return {}
         taken: dict[int, int] = {}

@@ -231,8 +231,9 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
     @inference
     @override
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """A row's draft was foreseen, is made now, or there is none: it is made now where so many rows
-        have none that it pays (`plan.redraft_threshold`), and of rows whose request brought a draft that may go on."""
+        """Propose for each row a draft that was made ahead, one that is made now, or none: it is made now where so many
+        rows have none that it pays (`plan.redraft_threshold`), and of rows whose request brought a draft that may go
+        on."""
         rows: list[int] = plan.decode_rows.tolist()
         asked = {
             row: most

@@ -20,7 +20,7 @@ from trtrun.speculation.suffixes.corpus import PastAnswers, SortedCorpus
 from trtrun.tensors import cached_range, inference
 
 _NOWHERE = -3
-"""In place of a token before a row's start. Corpora have -1 and -2 in such places."""
+"""Stands in place of a token before a row's start. Corpora have -1 and -2 in such places."""
 
 
 def last_tokens(token_ids: Tensor, lengths: Tensor, most: int) -> Tensor:
@@ -87,7 +87,7 @@ class SuffixSearch:
 
     @classmethod
     def of_options(cls, options: SuffixOptions, texts: Texts, corpus: SortedCorpus | None = None) -> SuffixSearch:
-        """By the configuration's options, on the device of `texts`."""
+        """Search by the configuration's options, on the device of `texts`."""
         rule = SuffixRule(
             options.suffix_decoding_max_tree_depth,
             options.suffix_decoding_max_spec_factor,
@@ -126,7 +126,7 @@ class SuffixSearch:
             self._starts[admission.row] = max(admission.num_prompt_tokens, known)
 
     def rows_at_a_time(self, columns: int, draft_len: int) -> int:
-        """For how many rows to look at once, so that memory stays bounded; 0 is taken for 1."""
+        """Rows to look at at once, so that memory stays bounded; 0 is taken for 1."""
         return _MOST_COMPARED // max(self._rule.most_matched * columns, MOST_PLACES**2 * draft_len)
 
     def look_up(

@@ -159,7 +159,7 @@ class EngineBuilder:
         return f"cuda sm_{major}{minor}"
 
     def _kv_scales(self) -> dict[str, tuple[list[float], list[float]]]:
-        """Of all layers, where the checkpoint has them for keys and values of 8 bits."""
+        """Scales of all layers, where the checkpoint has them for keys and values of 8 bits."""
         scheme, heads = self.config.kv_scheme, self.config.num_kv_heads
         if scheme is None or not scheme.has_scales:
             return {}

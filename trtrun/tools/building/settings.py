@@ -26,7 +26,7 @@ _LEAST_SEQ_LEN = 2
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """See the module.
+    """What an engine is to be.
 
     Attributes:
         tp_size: ranks.

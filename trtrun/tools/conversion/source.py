@@ -51,7 +51,7 @@ class Source:
 
     @cached_property
     def plans(self) -> list[DecoderPlan]:
-        """Of its layers.
+        """Plans of its layers.
 
         Raises:
             ConfigError: they are of another kind.

@@ -287,5 +287,5 @@ class _RankPlan:
 
 
 def _cat(codes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of bytes of any dtype, one behind the other."""
+    """Concatenate bytes of any dtype, one behind the other."""
     return torch.cat([it.view(torch.uint8) for it in codes]).view(codes[0].dtype)

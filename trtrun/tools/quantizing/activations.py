@@ -15,11 +15,11 @@ from torch import Tensor
 from trtrun.tools.quantizing.texts import Tokens
 
 TOKENS_AT_ONCE = 4096
-"""Of a batch."""
+"""Tokens of a batch."""
 
 FLOWS_AT_ONCE = 6
-"""As large as the samples' hidden states, that there are at once at most: what enters a layer, what leaves it, and what
-a search compares with."""
+"""Tensors as large as the samples' hidden states that there are at once at most: what enters a layer, what leaves it,
+and what a search compares with."""
 
 _SHARE_OF_MEMORY = 0.4
 
@@ -39,7 +39,7 @@ class Devices:
     on_host: bool = False
 
     def slot(self, batch: int) -> int:
-        """Which slot a batch is computed in."""
+        """The slot that a batch is computed in."""
         return batch % len(self.slots)
 
     def copies(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[dict[str, Tensor]]:
@@ -98,7 +98,7 @@ def lies_on_host(slots: Sequence[torch.device], num_bytes: int) -> bool:
 
 @dataclass
 class _Seen:
-    """In one slot, by site."""
+    """What was seen in one slot, by site."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)
@@ -171,6 +171,6 @@ class LargestKeys:
             self._found[site].append(heads.abs().amax())
 
     def result(self) -> tuple[float, float]:
-        """Of keys, and of values."""
+        """The largest numbers of keys, and of values."""
         keys, values = (max(float(value) for value in self._found[site]) for site in ("keys", "values"))
         return keys, values

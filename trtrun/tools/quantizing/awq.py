@@ -116,7 +116,7 @@ def smooth(weights: Weights, pair: Pair, largest: Tensor, strength: float) -> Te
 
 
 NUM_RATIOS = 20
-"""Of the grid: 0, 0.05, … 0.95. With 0 nothing is scaled."""
+"""Ratios of the grid: 0, 0.05, … 0.95. With 0 nothing is scaled."""
 
 RANGES = tuple(1 - step / 40 for step in range(20))
 """Shares of the whole range that groups' ranges are cut to: 1, 0.975, … 0.525."""

@@ -40,7 +40,7 @@ from trtrun.weights.weight import Share, StoredTensor
 Progress = Callable[[int, int], None]
 
 _MOST_NATS = 700.0
-"""Of a token, so that perplexity is a number."""
+"""The largest loss of a token, so that perplexity is a number."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class CheckpointQuantizer:
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Number of the model's layers."""
         return len(self._config.layers)
 
     def begin(self, is_forced: bool) -> int:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtrun.errors import CheckpointError, ConfigError, RustLibrary, one_line, reading, shorten_path
+from trtrun.errors import CheckpointError, ConfigError, RustLibrary, one_line, shorten_path, wrap_errors
 from trtrun.weights.checkpoint import INDEX_FILE
 from trtrun.weights.written_files import BESIDE, FOLDERS, NEW, RUN, check_place, copy_beside, put_in_place, write_whole
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FOLDER = FOLDERS["quantize"]
 REPORT = "quantization_report.jsonl"
 IDENTITY = "identity"
-"""Of the run, in the last line of its report."""
+"""Key of the run's identity, in the last line of its report."""
 _LIBRARY = RustLibrary("safetensors")
 _OS_ERROR = re.compile(r"os error (\d+)")
 """In what safetensors says of a file that cannot be written."""
@@ -62,7 +62,7 @@ class QuantizedDirectory:
             ConfigError: it would be lost.
         """
         known = json.loads(json.dumps(identity))
-        with reading(self._identity, ConfigError):
+        with wrap_errors(self._identity, ConfigError):
             found = json.loads(self._identity.read_text(encoding="utf-8")) if self._identity.is_file() else None
         if found and not is_forced:  # an empty one is that of a run that was killed as it cleared away
             different = _find_difference(known, found)
@@ -148,7 +148,7 @@ class QuantizedDirectory:
         """The report so far: a line for each shard."""
         if not self._lines.is_file():
             return []
-        with reading(self._lines, ConfigError):
+        with wrap_errors(self._lines, ConfigError):
             return [json.loads(line) for line in self._lines.read_text(encoding="utf-8").splitlines()]
 
     def finish(self, source: Path, config: Mapping[str, Any]) -> int:
@@ -237,7 +237,7 @@ def read_report(output: Path) -> list[dict[str, Any]]:
         ConfigError: it is damaged.
     """
     file = output / REPORT
-    with reading(file, ConfigError):
+    with wrap_errors(file, ConfigError):
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     if not lines or not isinstance(lines[-1], dict) or IDENTITY not in lines[-1]:
         raise ConfigError(f"{shorten_path(file)} does not end in a summary: --force makes the checkpoint anew")

@@ -28,11 +28,12 @@ INT8_MOST = 127
 BLOCK = 128
 _INT4_MOST, _INT4_HALF = 15, 7
 _LEAST = 1e-10
-"""Of a scale: of rows that are all zero."""
+"""The least scale, which rows that are all zero have."""
 
 
 def fp8_scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of scales of E4M3 codes: the model's; float32 in place of float16, in which small ones would lose digits."""
+    """Dtype of scales of E4M3 codes: the model's; float32 in place of float16, in which small ones would lose
+    digits."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -151,7 +152,7 @@ def _to_fp8(numbers: Tensor) -> Tensor:
 
 
 def _stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype of the file; 1 where it would be 0, as of numbers that are all 0."""
+    """Convert a scale to the dtype of the file; 1 where it would be 0, as of numbers that are all 0."""
     rounded = scale.to(dtype)
     return torch.where(rounded.float() > _LEAST, rounded, torch.ones_like(rounded))
 

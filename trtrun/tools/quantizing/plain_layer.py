@@ -54,7 +54,7 @@ class PlainLayer:
     rounding: Rounding | None = None
 
     def with_weights(self, changed: Weights) -> PlainLayer:
-        """The same with other tensors of some names."""
+        """Copy the layer with other tensors of some names."""
         return replace(self, weights={**self.weights, **changed})
 
     def forward(self, hidden: Tensor, watch: Watch = _pass) -> Tensor:
@@ -63,7 +63,6 @@ class PlainLayer:
         return hidden + self.mlp(self.norm(self.plan.post_attention_norm, hidden), watch)
 
     def norm(self, plan: NormPlan, hidden: Tensor) -> Tensor:
-        """See `rms_norm`."""
         return rms_norm(hidden, self.weights[f"{plan.name}.weight"], plan.eps)
 
     def attention(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
@@ -135,7 +134,7 @@ _KNOWN: dict[type, frozenset[str]] = {
         {
             *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
             *("rms_norm_eps", "architecture", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rope"),
-            *("layers", "checkpoint_dtype", "eos_token_ids", "quant_method", "stored", "mask_token"),
+            *("layers", "checkpoint_dtype", "eos_token_ids", "quant_method", "stored", "mask_token", "values"),
         }
     ),
 }

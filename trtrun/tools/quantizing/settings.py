@@ -14,10 +14,11 @@ FORMATS = ("fp8", "fp8_block", "int4_awq", "int8_sq")
 KV_CACHES = ("fp8", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 CALIBRATED_FORMATS = ("int4_awq", "int8_sq")
-"""Those that are made by what activations are like."""
+"""Formats whose scales follow from activations."""
 
 LAYOUTS = ("compressed-tensors", "modelopt", "trtllm")
-"""Of files: two kinds of Hugging Face directories, and TensorRT-LLM's checkpoints, whose bytes are ModelOpt's."""
+"""Layouts of files: two kinds of Hugging Face directories, and TensorRT-LLM's checkpoints, whose bytes are
+ModelOpt's."""
 MODELOPT_FORMATS = ("fp8", "int4_awq")
 """Formats that the last two have: FP8 with a scale for each tensor and one for its activations, and W4A16_AWQ."""
 

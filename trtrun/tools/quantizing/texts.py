@@ -10,19 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtrun.errors import ConfigError, reading, shorten, shorten_path
+from trtrun.errors import ConfigError, shorten, shorten_path, wrap_errors
 from trtrun.tokens.corpus import are_token_ids, read_json_row
 from trtrun.tokens.text import Tokenizer
 from trtrun.tools.quantizing.settings import QuantizingSettings
 
 TEXT_KEYS = ("text", "article", "prompt")
-"""Of a row, the first of which that is there counts; `article` is what cnn_dailymail has."""
+"""Keys of a row, the first of which that is there counts; `article` is what cnn_dailymail has."""
 
 HELD_OUT_SHARE = 8
 """One text in so many is measured on, where there is no file for that."""
 
 _CHARACTERS_OF_A_TOKEN = 64
-"""Of a long text no more are read for each token that is wanted."""
+"""Characters that are read of a long text for each token that is wanted, at most."""
 
 Tokens = tuple[int, ...]
 
@@ -93,7 +93,7 @@ def read_texts(
 
 def _read(path: Path, tokenizer: Tokenizer | None, max_length: int, most: int, vocab_size: int) -> list[Tokens]:
     found: list[Tokens] = []
-    with reading(f"the file of texts {shorten_path(path)}", ConfigError):
+    with wrap_errors(f"the file of texts {shorten_path(path)}", ConfigError):
         rows = _json_rows(path, tokenizer, max_length) if path.suffix == ".jsonl" else _pieces(path, tokenizer)
         for tokens in rows:
             for start in range(0, len(tokens), max_length) if path.suffix != ".jsonl" else (0,):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_POINTS = 400
-"""Of a curve: more are averaged."""
+"""Points of a curve: more are averaged."""
 
 
 def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:

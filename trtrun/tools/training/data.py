@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy
 
-from trtrun.errors import ConfigError, reading
+from trtrun.errors import ConfigError, wrap_errors
 from trtrun.tokens.corpus import are_token_ids, read_json_row
 
 
@@ -68,7 +68,7 @@ def read_data(paths: Sequence[Path], max_length: int, heldout_rows: int, vocab_s
     num_left_out = 0
     digest = hashlib.sha256()
     for path in paths:
-        with reading(f"the data file {path}", ConfigError), open(path, "rb") as file:
+        with wrap_errors(f"the data file {path}", ConfigError), open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 digest.update(line)
                 if not line.strip():

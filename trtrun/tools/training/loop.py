@@ -129,7 +129,7 @@ class TrainingLoop:
         return True
 
     def _reckon_steps(self, started: float) -> None:
-        """See `steps_within`. Collective."""
+        """Reckon the number of steps from the time that they take. Collective."""
         seconds = time.perf_counter() - started
         self.steps = self._agree(steps_within(60 * self._settings.minutes, self.step, seconds))
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from trtrun.errors import CheckpointError, RustLibrary, reading
+from trtrun.errors import CheckpointError, RustLibrary, wrap_errors
 from trtrun.tools.training.settings import TrainingSettings
 
 _LIBRARY = RustLibrary("safetensors")
@@ -77,7 +77,7 @@ class StateFile:
         """
         if not self.path.exists():
             return None
-        with reading(self.path, CheckpointError), _LIBRARY, safe_open(self.path, "pt") as file:
+        with wrap_errors(self.path, CheckpointError), _LIBRARY, safe_open(self.path, "pt") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             parts = {
@@ -104,7 +104,7 @@ class StateFile:
         """
         if not self.result_path.exists() or not self._finished_path.exists():
             return None
-        with reading(self._finished_path, CheckpointError):
+        with wrap_errors(self._finished_path, CheckpointError):
             found = dict(json.loads(self._finished_path.read_text(encoding="utf-8")))
             if not isinstance(json.loads(found.get("settings", "null")), dict):
                 raise ValueError("it says nothing of the settings")

@@ -30,7 +30,7 @@ from trtrun.loading import device_reading
 from trtrun.loading.device_reading import DeviceReading
 from trtrun.loading.engine_loader import EngineLoader, held_tensors
 from trtrun.loading.engine_shards import order_of_loading, read_places, stored_name
-from trtrun.loading.loading import check_ends, load_ends, load_model
+from trtrun.loading.loading import check_embedding_and_head, load_embedding_and_head, load_model
 from trtrun.models.config import read_model_config
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import Share
@@ -261,8 +261,8 @@ def test_heads_apart_read_the_ends_of_any_layout(tmp_path: Path, tied: bool) -> 
         config = read_model_config(path)
         section = ModelSection(model=path, devices=["cpu:0"])  # type: ignore[arg-type]
         ends = [config.embedding, config.head]
-        check_ends(section, config, ends)
-        loaded = load_ends(section, config, ends, SoloCommunicator(), CPU, torch.float32)
+        check_embedding_and_head(section, config, ends)
+        loaded = load_embedding_and_head(section, config, ends, SoloCommunicator(), CPU, torch.float32)
         found.append((loaded.embed(tokens), loaded.logits(hidden)))
     for embedded, logits in found[1:]:
         assert torch.equal(embedded, found[0][0]) and torch.equal(logits, found[0][1]) and logits.shape == (3, 201)
@@ -272,7 +272,7 @@ def test_heads_apart_read_the_ends_of_any_layout(tmp_path: Path, tied: bool) -> 
     section = ModelSection(model=rounded, devices=["cpu:0"])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"does not hold 'lm_head\.weight' as heads with a device of their own"):
         config = read_model_config(rounded)
-        check_ends(section, config, [config.head])
+        check_embedding_and_head(section, config, [config.head])
 
 
 @pytest.mark.parametrize("tied", [False, True])

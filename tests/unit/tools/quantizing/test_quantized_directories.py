@@ -14,7 +14,7 @@ import torch
 from checkpoints import make_checkpoint, save_weights
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from own_family import make_own_checkpoint, own_family
+from custom_family import custom_family, make_custom_checkpoint
 from paged import PagedModel
 from quantizing_runs import CPU, quantize, tensors_of, texts_of
 from safetensors.torch import load_file
@@ -220,8 +220,8 @@ def test_the_plain_dtype_may_change(tmp_path: Path) -> None:
 
 def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
     """Whatever a family has that the plain layer does not compute."""
-    with own_family():
-        path = make_own_checkpoint(tmp_path / "own")
+    with custom_family():
+        path = make_custom_checkpoint(tmp_path / "own")
         with pytest.raises(ConfigError, match=r"does not know layers of .*: they have a FourNormsPlan"):
             quantize(path, tmp_path / "output", format="fp8")
         with pytest.raises(ConfigError, match="that trtrun convert does not know"):

@@ -20,7 +20,7 @@ from training_runs import VOCABULARY, make_heads, make_heads_loop, rows_of, run
 
 from trtrun import SamplingParams
 from trtrun.errors import ConfigError
-from trtrun.heads.eagle3_boundaries import read_boundaries
+from trtrun.heads.head_reading import read_boundaries
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.tools.training.data import DataRow
 from trtrun.tools.training.methods.eagle3 import Eagle3Method

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LARGEST_TILE = 128
-"""Of any program, and of all in the kernel for prompts."""
+"""Queries of the largest tile of any program, and of all tiles in the kernel for prompts."""
 
 MOST_SPLIT = 64
 """The largest tile of which each share has a program of its own."""
@@ -20,7 +20,7 @@ _MOST_PLACES_SPLIT = 256
 more queries have tiles enough."""
 
 MOST_PARTIAL_BYTES = 64 << 20
-"""Of results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
+"""Bytes of results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
 
 _LEAST_TILE = 16
 """Fewer rows than that a matrix unit does not multiply."""
@@ -65,8 +65,8 @@ def choose_tiling(places: int, lines: int, shares: int, multiprocessors: int, ha
 
 
 def tiling_of_codes(places: int, lines: int, shares: int, multiprocessors: int) -> Tiling:
-    """The same for keys and values that are widened on the way, which takes multiprocessors more than memory does:
-    shares are dealt out until each of those has four programs. A larger tile than 64 has no registers for it.
+    """Choose the tiling for keys and values that are widened on the way, which takes multiprocessors more than memory
+    does: shares are dealt out until each of those has four programs. A larger tile than 64 has no registers for it.
 
     Args:
         places, lines, shares, multiprocessors: see `choose_tiling`.

@@ -51,7 +51,7 @@ class KeptNumbers:
 
     @classmethod
     def of(cls, kv_format: KVFormat, store_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> KeptNumbers:
-        """Of a store's layer; see AttentionBackend."""
+        """How numbers of a store's layer are held, of the layer and its scales as an `AttentionBackend` gets them."""
         if not isinstance(kv_format, ByteKV):
             return cls(PLAIN.value, False, store_layer, store_layer, store_layer)
         codes = FP8.value if kv_format.kind == "fp8" else INT8.value

@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.triton.attention.attend_kernel import attend_kernel
 from trtrun.kernels.triton.attention.attention_steps import combine_kernel
 from trtrun.kernels.triton.attention.attention_tiles import (
@@ -29,7 +30,7 @@ from trtrun.kernels.triton.early_launch import early
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 from trtrun.kvcache.formats import PLAIN as PLAIN_KV
 from trtrun.kvcache.formats import KVFormat
-from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.segments import AttentionSegment
 
 _SHARE = 256
 """Keys of a share. Each is summed by itself, and the shares one after the other, whoever computes them: so a query has
@@ -58,43 +59,26 @@ class PagedAttention:
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         for part in self._format.parts(store):
             copy_tokens(part, source, target, offset)
 
-    def forward(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        _, kv_heads, head_dim = value.shape
-        kept = KeptNumbers.of(self._format, store_layer, kv_scales)
-        nodes = None if batch.forks is None else batch.forks.nodes
-        query = query_key.new_empty((batch.segments[-1].stop, query_key.shape[1] - kv_heads, head_dim))
+    def forward(self, call: AttentionCall) -> torch.Tensor:
+        batch = call.batch
+        _, kv_heads, head_dim = call.value.shape
+        kept = KeptNumbers.of(self._format, call.store_layer, call.kv_scales)
+        query = call.query_key.new_empty((batch.segments[-1].stop, call.query_key.shape[1] - kv_heads, head_dim))
         for segment in batch.segments:
-            rotate_and_write(query_key, value, angles, store_layer, segment, query, nodes, kept)
+            rotate_and_write(call, segment, query, kept)
         output = torch.empty_like(query)
         for segment in batch.segments:
-            self._attend(query, store_layer, segment, scale, window, output, kept)
+            self._attend(call, segment, query, output, kept)
         return output
 
     @staticmethod
     def _attend(
-        query: torch.Tensor,
-        store_layer: torch.Tensor,
-        segment: AttentionSegment,
-        scale: float,
-        window: int | None,
-        output: torch.Tensor,
-        kept: KeptNumbers,
+        call: AttentionCall, segment: AttentionSegment, query: torch.Tensor, output: torch.Tensor, kept: KeptNumbers
     ) -> None:
+        store_layer, scale, window = call.store_layer, call.scale, call.window
         query, output = query[segment.start : segment.stop], output[segment.start : segment.stop]
         heads, head_dim = query.shape[1:]
         kv_heads, block_size = store_layer.shape[2:4]
@@ -138,7 +122,7 @@ def _attend_rows(
     is_split: bool = False,
     kept: KeptNumbers | None = None,
 ) -> None:
-    """Attend for some rows; see `prompts.attention.attend`. A program has at most `tile` queries of a KV head, heads
+    """Attend for some rows; see `prompt_attention.attend`. A program has at most `tile` queries of a KV head, heads
     counted. With `is_split` shares have programs of their own. The store has keys and values as `kept` says; None: as
     they are."""
     kept = kept or KeptNumbers.of(PLAIN_KV, store_layer, None)
@@ -178,7 +162,7 @@ def _attend_rows(
 
 
 def _options(tile: int, codes: int) -> dict[str, int]:
-    """Of a launch: how many threads a program has, of which size, and how far ahead it reads."""
+    """Options of a launch: how many threads a program has, of which size, and how far ahead it reads."""
     if codes == PLAIN.value:
         return {"num_warps": 8 if tile == LARGEST_TILE else 4, "num_stages": _STAGES}
     if tile == _SMALLEST_TILE:  # small programs, of which some widen while others wait

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.triton.attention.kv_codes import ALIGNED, PLAIN, SCALE_BYTES, KeptNumbers, row_scales, to_codes
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kvcache.segments import AttentionSegment
@@ -36,7 +37,7 @@ def _slot(
     positions, tables, place, known, queries, kv_heads, head, position_row, position_query, table_row,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """In which tile of the store the keys of one head go of the tokens at some places, and where in it: both of
+    """Find in which tile of the store the keys of one head go of the tokens at some places, and where in it: both of
     `place`'s shape."""
     row, query = place // queries, place % queries
     position = tl.load(positions + row * position_row + query * position_query, mask=known, other=-1)
@@ -116,35 +117,24 @@ def _rotate_and_write_kernel(
             )  # fmt: skip
 
 
-def rotate_and_write(
-    query_key: torch.Tensor,
-    value: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor],
-    store_layer: torch.Tensor,
-    segment: AttentionSegment,
-    rotated: torch.Tensor,
-    nodes: torch.Tensor | None,
-    kept: KeptNumbers,
-) -> None:
+def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: torch.Tensor, kept: KeptNumbers) -> None:
     """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values.
 
     Args:
-        query_key: [tokens of the batch, heads + kv_heads, head].
-        value: [tokens of the batch, kv_heads, head].
-        angles: cosines and signed sines, [places of the batch, 1, head] each; see RotaryEmbedding.
-        store_layer: [2, blocks, kv_heads, block, …].
+        call: what attention takes; queries, keys and values are of its batch's tokens.
         segment: whose places.
         rotated: [places of the batch, heads, head], contiguous: gets the rotated queries.
-        nodes: [places of the batch] int64: the token at each place; None where each is its token's own.
         kept: how the store has keys and values.
     """
+    query_key, value, store_layer, forks = call.query_key, call.value, call.store_layer, call.batch.forks
     places = slice(segment.start, segment.stop)
     rotated = rotated[places]
-    if nodes is None:
+    nodes = None
+    if forks is None:
         query_key, value = query_key[places], value[places]
     else:
-        nodes = nodes[places]
-    cosine, sine = (table[places] for table in angles)
+        nodes = forks.nodes[places]
+    cosine, sine = (table[places] for table in call.angles)
     kv_heads, block_size = store_layer.shape[2:4]
     count, heads, head_dim = rotated.shape
     at_once = _tokens_at_once(count * (heads + 2 * kv_heads))

@@ -40,7 +40,8 @@ _STAGES = 2
 """Steps whose keys and values are in shared memory at once."""
 
 _REGISTERS = 168
-"""Of a thread, in the mean. Three groups of four warps have so many; those that attend take most of the third's."""
+"""Registers of a thread, in the mean. Three groups of four warps have so many; those that attend take most of the
+third's."""
 
 begin = gluon.jit(early_launch.begin.fn)
 

@@ -19,7 +19,7 @@ HALF = gl.constexpr(64)
 """Queries of a KV head, heads counted, of a tile and of a group of warps."""
 
 KEYS = gl.constexpr(128)
-"""Of a step; as many as those of `paged_attention`'s steps, or bits would differ."""
+"""Keys of a step; as many as those of `paged_attention`'s steps, or bits would differ."""
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def _apart(numbers):
 
 @gluon.jit
 def _sum_weights(weights):
-    """See `attention_steps`."""
+    """Sum up weights as the function of that name in attention_steps.py does."""
     counted = gl.sum(gl.sum(_apart((weights + 3.0).to(gl.int32, bitcast=True)), axis=1), axis=1)
     whole = gl.convert_layout(counted, gl.SliceLayout(1, weights.type.layout)) - (
         0x40400000 * weights.shape[1] & 0x7FFFFFFF
@@ -93,7 +93,7 @@ def nothing_yet(scored: gl.constexpr, summed: gl.constexpr, QUERIES: gl.constexp
 
 @gluon.jit
 def add_share(all_peak, all_total, all_gathered, peak, total, gathered):
-    """The same with one more share of keys."""
+    """Add one more share of keys to the result."""
     outer: gl.constexpr = gl.SliceLayout(1, gathered.type.layout)
     all_peak, all_total, fade, factor = _merge(all_peak, all_total, peak, total)
     fade, factor = gl.convert_layout(fade, outer), gl.convert_layout(factor, outer)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from typing_extensions import override
 
 
 class _Thing:
@@ -33,7 +34,7 @@ class _Thing:
         return _thing(name)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """As a decorator it leaves a function as it is."""
+        """Leave a function as it is, where it is used as a decorator."""
         is_decorator = len(arguments) == 1 and callable(arguments[0]) and not named
         return arguments[0] if is_decorator else _Thing()
 
@@ -53,18 +54,19 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
+    @override
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See MetaPathFinder."""
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torch" else None
 
+    @override
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """See Loader."""
         return _Module(spec.name)
 
+    @override
     def exec_module(self, module: ModuleType) -> None:
-        """See Loader."""
+        pass
 
 
 def _thing(name: str) -> Any:
@@ -74,7 +76,7 @@ def _thing(name: str) -> Any:
 
 
 def replace_torch() -> None:
-    """From here on nobody in this process imports torch."""
+    """Keep everything in this process from importing torch, from here on."""
     sys.meta_path.insert(0, _Finder())
 
 

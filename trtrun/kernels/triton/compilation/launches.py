@@ -54,7 +54,7 @@ class KernelRequest:
 
 
 class _State:
-    """Of the process; only the thread that starts engines collects."""
+    """State of the process; only the thread that starts engines collects."""
 
     is_on = False
 

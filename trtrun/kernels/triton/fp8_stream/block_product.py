@@ -42,8 +42,8 @@ last row zeros."""
 
 @gluon.jit
 def _read_tile_scales(scale, step, steps, per_tile, groups):
-    """Those of the weight for the four groups of a step. Behind the last step there is none, and behind the last group
-    there are zeros to be multiplied: other scales are read then."""
+    """Read the weight's scales for the four groups of a step. Behind the last step there is none, and behind the last
+    group there are zeros to be multiplied: other scales are read then."""
     step = gl.minimum(step, steps - 1)
     tile = gl.program_id(0) + step // per_tile * gl.num_programs(0)
     of_tile = scale + tile * TILE // GROUP * groups

@@ -29,19 +29,19 @@ TILE = gl.constexpr(64)
 """Features of a tile: what the matrix units take from four warps."""
 
 ROWS = gl.constexpr(16)
-"""Of a product, at most."""
+"""Rows of a product, at most."""
 
 GROUP = gl.constexpr(128)
 """Inputs that the matrix units sum up, as in fp8_matmul; and what they read of a row at once."""
 
 GROUPS = gl.constexpr(4)
-"""Of a step: so many bytes that waiting for each other costs nothing beside reading them."""
+"""Groups of inputs of a step: so many bytes that waiting for each other costs nothing beside reading them."""
 
 STAGES = 5
 """Steps on their way, of 40 KiB each. The small kernels that begin beside need a little shared memory, too."""
 
 REGISTERS = 128
-"""Of a thread, in the mean. The group that multiplies takes most of those of the warp that copies."""
+"""Registers of a thread, in the mean. The group that multiplies takes most of those of the warp that copies."""
 
 launch_next = gluon.jit(early_launch.launch_next.fn)
 wait_for_all = gluon.jit(early_launch.wait_for_all.fn)

@@ -1,7 +1,5 @@
-"""Which products go through the kernels of this folder: those of few rounded rows in graphs, where they have the bits
-of the general ones. That is asked once for each kind of rows and weights, by comparing.
-
-It knows no model, and imports a kernel when it is asked.
+"""Decides which products go through the kernels of this folder: those of few rounded rows in graphs, where their bits
+are the general ones'. The bits are compared once for each kind of rows and weights, and a kernel is imported only then.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _COMPARED = ((1, 4096, False), (5, 1040, False), (16, 528, True))
 do not fill."""
 
 _FEATURES = 200
-"""Of the weights that are compared: tiles that they do not fill."""
+"""Output features of the weights that are compared, which do not fill their last tile."""
 
 Product = Callable[[RoundedRows, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Rounded rows, codes, scales and a bias to a result, as `fp8_matmul.chain_product`, or
@@ -36,7 +34,7 @@ _chosen: dict[tuple[torch.device, torch.dtype, bool, bool], bool] = {}
 
 
 class Streamed:
-    """The product with one weight by that kernel, for whom it is.
+    """The product of one weight with the rows that this folder's kernels take.
 
     Args:
         codes: [out, in] E4M3, contiguous.
@@ -51,7 +49,7 @@ class Streamed:
         self._product: Callable[[RoundedRows], torch.Tensor] | None = None
 
     def takes(self, x: RoundedRows) -> bool:
-        """Whether x is for it: few rows, in a graph. Elsewhere a launch counts, which takes the host twice as long."""
+        """Whether it takes x: few rows, in a graph. Outside of graphs a launch takes the host twice as long."""
         if not self._suits or not 0 < len(x.codes) <= _MOST_ROWS:
             return False
         kind = (x.codes.device, x.dtype, self._weight[2] is not None, self._weight[1].dim() > 1)

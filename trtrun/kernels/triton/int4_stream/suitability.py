@@ -1,7 +1,6 @@
-"""Which products go through the kernel of this folder: those where it has the bits of the general one. That is asked
-once for each kind of rows, by comparing.
+"""Decides which products go through the kernel of this folder: those where its bits are the general one's.
 
-It knows no model, and imports the kernel when it is asked.
+The bits are compared once for each kind of rows, and the kernel is imported only then.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _chosen: dict[tuple[torch.device, torch.dtype, int, int, int, bool], bool] = {}
 
 
 class Streamed:
-    """The product with one weight by that kernel, for whom it is.
+    """The product of one weight with the rows that this folder's kernel takes.
 
     Args:
         words, scales: see trtrun.kernels.torch.integers.
@@ -40,7 +39,7 @@ class Streamed:
         self._product: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether x is for it."""
+        """Whether it takes x."""
         if not self._suits or not len(x):
             return False
         if x.data_ptr() % _ALIGNED or x.stride(0) * x.itemsize % _ALIGNED:

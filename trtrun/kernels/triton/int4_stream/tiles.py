@@ -20,7 +20,7 @@ TURNS_AHEAD = 2
 """By which a group of warps may be ahead of the one that takes its sums."""
 
 _SHARED_BYTES = 200 << 10
-"""Of a program. The small kernels that begin beside need a little shared memory, too."""
+"""Shared memory of a program. The small kernels that begin beside need a little shared memory, too."""
 
 
 _SHARED_STEP, _OWN_STEP = 1.3, 3.0
@@ -64,7 +64,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, height: int, parts: int, at_once: int) -> Room:
-        """For tiles of so many rows, so many groups in 128 inputs, and steps of so many times 512 inputs."""
+        """Room for tiles of so many rows, so many groups in 128 inputs, and steps of so many times 512 inputs."""
         by_warps = height <= MOST_BY_WARPS
         workers = 0 if height * parts > TILE else 4 if by_warps else 2
         together = at_once * 4 if by_warps or (parts == 1 and height < TILE) else max(workers, 1)

@@ -37,7 +37,7 @@ _UNITS_OF_FLOAT16 = gl.constexpr(1 / FLOAT16_UNIT)
 
 @gluon.constexpr_function
 def _layout_of_scales(height):
-    """Of [height, 32]: features as the matrix units take them, so that no scale has to change threads."""
+    """Layout of [height, 32]: features as the matrix units take them, so that no scale has to change threads."""
     rows = [[1 << bit, 0] for bit in range(1, height.bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
     return gl.DistributedLinearLayout([[0, 8], *rows], lanes, [[0, 16], [1, 0]], [], [height, 32])
@@ -60,7 +60,7 @@ def read_scales(factors, GROUPS: gl.constexpr):
 
 @gluon.jit
 def read_group(factors, group):
-    """Those of one of the four."""
+    """Read the words of one of the four groups."""
     first, second, third, fourth = read_scales(factors, 4)
     return gl.where(group < 2, gl.where(group < 1, first, second), gl.where(group < 3, third, fourth))
 

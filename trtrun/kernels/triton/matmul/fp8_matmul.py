@@ -192,7 +192,7 @@ class TritonFp8Matmul:
         return chain_product(x, self._codes, self._scale, self._bias)
 
     def _multiply_many(self, x: RoundedRows) -> torch.Tensor:
-        """By torch, as many rows at a time as were tried; what is left by the kernel."""
+        """Multiply by torch, as many rows at a time as were tried; what is left by the kernel."""
         made = []
         for first in range(0, len(x.codes), self._library_rows):
             rows = slice(first, first + self._library_rows)

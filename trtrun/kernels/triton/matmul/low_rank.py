@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
 from trtrun.kernels.arguments import LineSlots
 from trtrun.kernels.torch.cuda import beside
@@ -96,7 +97,8 @@ _LINES = 16
 """What a tile of the tensor cores takes."""
 _INPUTS, _FEATURES = 128, 256
 _PIECES, _MOST_SHARES = 4, 32
-"""Of the inputs, in a share and in all: so many steps of a program of the first kernel, and shares of a wide layer."""
+"""Pieces of the inputs in a share, and shares in all: so many steps of a program of the first kernel, and shares of a
+wide layer."""
 _ALIGNED = 8
 """Numbers of half precision in 16 bytes."""
 _WIDEST = 64
@@ -194,7 +196,7 @@ def _expand_kernel(
 
 
 class TritonLowRank(StackedFactors):
-    """See LowRank. Ranks are filled up to a multiple of what tensor cores take."""
+    """The `LowRank` of GPUs with Triton. Ranks are filled up to a multiple of what tensor cores take."""
 
     def __init__(self, shape: LowRankShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape._replace(max_rank=padded_rank(shape.max_rank)), dtype, device)
@@ -205,17 +207,19 @@ class TritonLowRank(StackedFactors):
         self._share = max(_PIECES, -(-pieces // _MOST_SHARES)) * _INPUTS
         self._shares = -(-shape.inputs // self._share)
 
+    @override
     def add(self, y: torch.Tensor, x: torch.Tensor, lines: LineSlots) -> None:
-        """See LowRank; x and y without gaps in a line."""
+        """Add to y what the lines' adapters make of x; y has no gaps in a line."""
         if len(x):
             low, tiles, x = self._room(x), self._tiles(lines), _without_gaps(x)
             self._shrink(low, x, tiles, early(x))
             self._expand(y, low, tiles, early(y))
 
+    @override
     def add_to(
         self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, lines: LineSlots
     ) -> torch.Tensor:
-        """See LowRank. The first kernel needs x alone, so that it may run beside the layer's product."""
+        """Multiply and add; the first kernel needs x alone, so that it may run beside the layer's product."""
         if not len(x):
             return super().add_to(product, x, lines)
         # All that the branch reads and writes is there before it begins, and stays until it has ended (`beside`).
@@ -234,7 +238,7 @@ class TritonLowRank(StackedFactors):
         return tiles_of(lines, self.shape.num_slots, _LINES)
 
     def _room(self, x: torch.Tensor) -> torch.Tensor:
-        """For what the first kernel makes: [shares, lines, ranks of all matrices] float32."""
+        """Memory for what the first kernel makes: [shares, lines, ranks of all matrices] float32."""
         return torch.empty((self._shares, len(x), self.down.shape[1]), dtype=torch.float32, device=x.device)
 
     def _shrink(self, low: torch.Tensor, x: torch.Tensor, tiles: LineTiles, options: dict[str, Any]) -> None:

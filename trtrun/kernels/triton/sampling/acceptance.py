@@ -59,7 +59,8 @@ def _accept_by_token_kernel(
 def accept_by_token(
     target_tokens: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See speculation/verify.py; `target_tokens` and each row of `draft_tokens` [R, K] are contiguous."""
+    """Accept by token as speculation/verify.py does; `target_tokens` and each row of `draft_tokens` [R, K] are
+    contiguous."""
     draft_lens = draft_lens.contiguous()
     count, draft_len = draft_tokens.shape
     num_tokens, tokens = torch.empty_like(draft_lens), torch.empty_like(target_tokens)

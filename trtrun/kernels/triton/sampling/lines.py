@@ -84,7 +84,7 @@ class Lines:
 
     @property
     def pieces(self) -> int:
-        """Of a line."""
+        """Number of pieces of a line."""
         return self.peaks.shape[1]
 
     @property

@@ -119,7 +119,7 @@ def _mask_kernel(logits, places, bits, output, vocabulary, words, PIECE: tl.cons
 
 
 def mask_tokens(logits: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """See TorchOperations.mask_tokens."""
+    """Mask tokens as `TorchOperations.mask_tokens` does."""
     logits, vocabulary = logits.contiguous(), logits.shape[-1]
     output = torch.empty_like(logits)
     lines = places.numel()

@@ -200,7 +200,7 @@ def _best_kernel(best, places, chosen, pieces, PADDED: tl.constexpr):
 
 
 def _score(lines: Lines, stream: int, scores: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each line's pieces the largest score, float32, and its token, int32; and all scores into `scores`."""
+    """Find of each line's pieces the largest score, float32, and its token, int32; and all scores into `scores`."""
     shape, device = (lines.num_lines, lines.pieces), lines.logits.device
     best = torch.empty(shape, dtype=torch.float32, device=device)
     places = torch.empty(shape, dtype=torch.int32, device=device)

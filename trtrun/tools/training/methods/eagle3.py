@@ -45,7 +45,7 @@ Kept = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Attention(nn.Module):
-    """Of the head's layer: it reads an embedding and a state side by side."""
+    """Attention of the head's layer, which reads an embedding and a state side by side."""
 
     def __init__(self, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ UNKNOWN = -1
 
 
 class Eagle3Method:
-    """See `DraftTraining` for what it promises.
+    """The `DraftTraining` of `eagle3`.
 
     Args:
         context: with a target.

@@ -52,7 +52,7 @@ def make_head(output: torch.Tensor, num_blocks: int) -> nn.Sequential:
 
 
 class MedusaMethod:
-    """See `DraftTraining` for what it promises.
+    """The `DraftTraining` of `medusa`.
 
     Args:
         context: with a target.

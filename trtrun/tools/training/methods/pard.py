@@ -67,7 +67,7 @@ class Layout:
         return rows, self.positions[rows, entries]
 
     def to(self, device: torch.device) -> Layout:
-        """The same on another device."""
+        """Copy the layout to another device."""
         return Layout(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
 
@@ -159,7 +159,7 @@ DROPS = 2
 
 
 class PardMethod:
-    """See `DraftTraining` for what it promises.
+    """The `DraftTraining` of `pard`.
 
     Args:
         context: `draft` is the checkpoint whose weights it starts from.

@@ -1,4 +1,4 @@
-"""A model family of one's own is one file (tests/helpers/own_family.py): it is right wherever families are asked for
+"""A model family of one's own is one file (tests/helpers/custom_family.py): it is right wherever families are asked for
 something, and no file of the product knows of it."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from own_family import FourNormsPlan, PlainReference, make_own_checkpoint, own_family
+from custom_family import FourNormsPlan, PlainReference, custom_family, make_custom_checkpoint
 from paged import CPU, PagedModel
 from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,7 @@ from trtrun.weights.weight import Share
 
 @pytest.fixture(autouse=True)
 def family() -> Iterator[None]:
-    with own_family():
+    with custom_family():
         yield
 
 
@@ -41,12 +41,12 @@ def numbers_of(tp_size: int) -> int:
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_logits_are_those_of_plain_torch(tmp_path: Path, tp_size: int) -> None:
     """In chunks, and token by token, beyond the window of the layers that slide."""
-    path, tokens = make_own_checkpoint(tmp_path / "own"), prompt_of(41)
+    path, tokens = make_custom_checkpoint(tmp_path / "own"), prompt_of(41)
     model = PagedModel(path, tp_size=tp_size)
     parts = [model.forward([[(0, 0, tokens[:17])]]), model.forward([[(0, 17, tokens[17:30])]])]
     parts += [model.forward([[(0, at, tokens[at : at + 1])]]) for at in range(30, 41)]
     torch.testing.assert_close(torch.cat(parts), PlainReference(path).logits(tokens), atol=1e-4, rtol=1e-4)
-    whole = PagedModel(make_own_checkpoint(tmp_path / "whole", sliding_window=None)).forward([[(0, 0, tokens)]])
+    whole = PagedModel(make_custom_checkpoint(tmp_path / "whole", sliding_window=None)).forward([[(0, 0, tokens)]])
     assert float((torch.cat(parts) - whole).abs().max()) > 0.1, "the window matters"
 
 
@@ -54,7 +54,7 @@ def test_logits_are_those_of_plain_torch(tmp_path: Path, tp_size: int) -> None:
     ("dtype", "quantization"), [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "fp8")], ids=str
 )
 def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype, quantization: str) -> None:
-    target = make_own_checkpoint(tmp_path / "target", dtype=dtype)
+    target = make_custom_checkpoint(tmp_path / "target", dtype=dtype)
     draft = noisy_copy(tmp_path / "draft", target, 0.05)
     prompts = [prompt_of(length, seed=length) for length in (3, 20, 33, 8)]
     kinds = [SamplingParams(max_tokens=24, seed=row, temperature=0.8 * (row % 2)) for row in range(4)]
@@ -71,7 +71,7 @@ def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype, qu
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_bytes_are_told_before_and_taken_after(tmp_path: Path, tp_size: int) -> None:
-    path = make_own_checkpoint(tmp_path / "own")
+    path = make_custom_checkpoint(tmp_path / "own")
     config = read_model_config(path)
     sizes = [shard_bytes(config, rank, tp_size, torch.float32) for rank in range(tp_size)]
     assert sizes == [4 * numbers_of(tp_size)] * tp_size
@@ -83,7 +83,7 @@ def test_bytes_are_told_before_and_taken_after(tmp_path: Path, tp_size: int) -> 
 
 
 def test_plan_tells_its_bytes(tmp_path: Path) -> None:
-    path = make_own_checkpoint(tmp_path / "own")
+    path = make_custom_checkpoint(tmp_path / "own")
     config = configuration(path, None, devices=((), ("cpu:0", "cpu:1")))
     file = tmp_path / "job.json"  # YAML, too
     file.write_text(config.model_dump_json(exclude_defaults=True), encoding="utf-8")
@@ -93,7 +93,7 @@ def test_plan_tells_its_bytes(tmp_path: Path) -> None:
 
 
 def test_rounds_are_given_what_a_layer_says_that_a_token_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read_model_config(make_own_checkpoint(tmp_path / "own"))
+    config = read_model_config(make_custom_checkpoint(tmp_path / "own"))
     shape = RoundShape(max_rows=4, max_tokens=40, draft_len=3, max_seq_len=64, block_size=8, use_logits=False)
 
     def needed() -> int:
@@ -105,7 +105,7 @@ def test_rounds_are_given_what_a_layer_says_that_a_token_takes(tmp_path: Path, m
 
 
 def test_what_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
-    path = make_own_checkpoint(tmp_path / "own")
+    path = make_custom_checkpoint(tmp_path / "own")
     weights = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.fc_in.bias"
     save_file({**weights, name: torch.zeros(95)}, path / "model.safetensors")
@@ -116,13 +116,13 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tensor 'model.layers.2.post_feedforward_layernorm.weight'"):
         make_llm(path)
     with pytest.raises(CheckpointError, match="hidden_act 'silu' is not supported; known: gelu_pytorch_tanh"):
-        read_model_config(make_own_checkpoint(tmp_path / "other", hidden_act="silu"))
+        read_model_config(make_custom_checkpoint(tmp_path / "other", hidden_act="silu"))
     with pytest.raises(CheckpointError, match="tensor parallelism over 2 devices: 97 output features cannot be"):
-        PagedModel(make_own_checkpoint(tmp_path / "odd", intermediate_size=97), tp_size=2)
+        PagedModel(make_custom_checkpoint(tmp_path / "odd", intermediate_size=97), tp_size=2)
 
 
 def test_made_up_weights_are_one_model_on_every_rank(tmp_path: Path) -> None:
-    path = make_own_checkpoint(tmp_path / "own")
+    path = make_custom_checkpoint(tmp_path / "own")
     (path / "model.safetensors").unlink()
     batch = [[(0, 0, prompt_of(20))]]
     one, two = (PagedModel(path, tp_size=size, load_format="dummy") for size in (1, 2))

@@ -14,7 +14,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from gpus import needs_gpu
 from paged import PagedModel
 
-from trtrun.layers.alike import are_alike
+from trtrun.layers.uniform_layers import are_uniform
 
 
 class Part:
@@ -84,16 +84,16 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
 @pytest.mark.parametrize("kind", PAIRS)
 def test_only_what_cannot_choose_a_kernel_may_differ(kind: str) -> None:
     one, other, is_alike = PAIRS[kind]
-    assert are_alike([one, other]) is is_alike and are_alike([other, one]) is is_alike
-    assert are_alike([one, one]) and are_alike([one])
-    assert are_alike([one, one, other]) is is_alike
+    assert are_uniform([one, other]) is is_alike and are_uniform([other, one]) is is_alike
+    assert are_uniform([one, one]) and are_uniform([one])
+    assert are_uniform([one, one, other]) is is_alike
 
 
 def test_parts_within_themselves_are_not_told() -> None:
     rings = [Part(), Part()]
     for ring in rings:
         ring.around = ring
-    assert not are_alike(rings) and are_alike([rings[0], rings[0]])
+    assert not are_uniform(rings) and are_uniform([rings[0], rings[0]])
 
 
 MIXED: dict[str, dict[str, Any]] = {

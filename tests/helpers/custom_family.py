@@ -53,7 +53,7 @@ class CentredNormPlan(NormPlan):
 
     @property
     def weight(self) -> Weight:
-        return Weight((StoredTensor(f"{self.name}.weight", (Axis(self.size),), made_up=0.0),))
+        return Weight((StoredTensor(f"{self.name}.weight", (Axis(self.size),), dummy_scale=0.0),))
 
     def build(self, reader: WeightReader) -> RMSNorm:
         return RMSNorm(1 + reader.tensor(self.weight), self.eps)
@@ -158,7 +158,7 @@ FAMILY = ModelFamily({"rms_norm_eps": 1e-6}, plan_layers, activations=("gelu_pyt
 
 
 @contextmanager
-def own_family() -> Iterator[None]:
+def custom_family() -> Iterator[None]:
     """The family of this file is there, as those of the product are."""
     MODEL_FAMILIES.register(ARCHITECTURE)(FAMILY)
     try:
@@ -167,7 +167,7 @@ def own_family() -> Iterator[None]:
         del MODEL_FAMILIES._items[ARCHITECTURE]
 
 
-def make_own_checkpoint(path: Path, seed: int = 1, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+def make_custom_checkpoint(path: Path, seed: int = 1, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
     """Write config.json and random weights of the family to `path`; returns `path`."""
     path.mkdir(parents=True)
     values = {**CONFIG, "dtype": str(dtype).removeprefix("torch."), **overrides}

@@ -1,4 +1,4 @@
-"""The ends of heads that are decoder layers: an embedding and a vocabulary head, their own or the target's, and which
+"""Embedding and vocabulary head of draft heads that are decoder layers: their own or the target's, and which
 of the target's tokens they know.
 
 It knows weights and shapes. It does not know the layers between.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeadEnds:
-    """The ends of one directory's heads.
+class EmbeddingAndHeadPlan:
+    """Plan of the embedding and the vocabulary head of one directory's heads.
 
     Attributes:
         files: where they are.
@@ -66,7 +66,7 @@ class HeadEnds:
         return Weight((StoredTensor(name, (lines, Axis(self.hidden_size))),))
 
     def weights(self) -> Sequence[Weight]:
-        """Of their own."""
+        """Weights of their own."""
         return [weight for weight in (self.embedding_weight, self.head_weight) if weight is not None]
 
     def of_target(self, target: ModelConfig) -> Sequence[Weight]:
@@ -75,10 +75,10 @@ class HeadEnds:
         return [weight for own, weight in borrowed if own is None]
 
     def describe(self) -> str:
-        """For people: which tokens they know."""
+        """Describe in words which tokens they know."""
         return f"{self.num_lines} of {self.target_vocab_size} tokens"
 
-    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> BuiltEnds:
+    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> EmbeddingAndHead:
         """What computes them on this rank.
 
         Raises:
@@ -95,7 +95,7 @@ class HeadEnds:
             first = vocabulary_range(self.target_vocab_size, *reader.share).start
             embedding = VocabularyEmbedding(reader.tensor(embedding_weight), first, communicator)
         ids = None if token_ids is None else token_ids.to(reader.device)
-        return BuiltEnds(embedding, KnownLogits(logits, ids, self.target_vocab_size, communicator))
+        return EmbeddingAndHead(embedding, KnownLogits(logits, ids, self.target_vocab_size, communicator))
 
     def _read_token_ids(self) -> torch.Tensor | None:
         """[num_lines] int64: the target's id of each of their tokens; None where they are the same."""
@@ -127,7 +127,7 @@ class HeadEnds:
 
 
 @dataclass(frozen=True)
-class BuiltEnds:
+class EmbeddingAndHead:
     """Ends on one rank.
 
     Attributes:

@@ -19,7 +19,7 @@ _ALIGNED = 16
 _DEEPEST = 16
 
 
-def are_alike(layers: Sequence[object]) -> bool:
+def are_uniform(layers: Sequence[object]) -> bool:
     """Whether all layers run the same kernels for the same batch; False where it cannot be told.
 
     To be asked before any of them has run: parts may make something of their own at their first use.
@@ -27,10 +27,10 @@ def are_alike(layers: Sequence[object]) -> bool:
     Args:
         layers: of any classes.
     """
-    return all(_is_alike(layers[0], layer, 0) for layer in layers[1:])
+    return all(_is_uniform(layers[0], layer, 0) for layer in layers[1:])
 
 
-def _is_alike(one: Any, other: Any, depth: int) -> bool:
+def _is_uniform(one: Any, other: Any, depth: int) -> bool:
     if one is other:
         return True
     if type(one) is not type(other) or depth == _DEEPEST:
@@ -42,7 +42,7 @@ def _is_alike(one: Any, other: Any, depth: int) -> bool:
 
 
 def _tensors(one: torch.Tensor, other: torch.Tensor, depth: int) -> bool:
-    """Of one kind and place; what they hold does not matter, as no kernel is chosen by it."""
+    """Whether tensors are of one kind and place; what they hold does not matter, as no kernel is chosen by it."""
     kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (one, other)]
     if kinds[0] != kinds[1]:
         return False
@@ -57,11 +57,11 @@ def _plain(one: Any, other: Any, depth: int) -> bool:
 
 
 def _sequences(one: Sequence[Any], other: Sequence[Any], depth: int) -> bool:
-    return len(one) == len(other) and all(_is_alike(*both, depth) for both in zip(one, other, strict=True))
+    return len(one) == len(other) and all(_is_uniform(*both, depth) for both in zip(one, other, strict=True))
 
 
 def _mappings(one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
-    return one.keys() == other.keys() and all(_is_alike(one[key], other[key], depth) for key in one)
+    return one.keys() == other.keys() and all(_is_uniform(one[key], other[key], depth) for key in one)
 
 
 def _objects(one: Any, other: Any, depth: int) -> bool:
@@ -71,11 +71,11 @@ def _objects(one: Any, other: Any, depth: int) -> bool:
 def _structures(one: ctypes.Structure, other: ctypes.Structure, depth: int) -> bool:
     """What kernels on the CPU are called with: numbers count, addresses do not."""
     names = [name for name, kind, *_ in one._fields_ if kind is not ctypes.c_void_p]
-    return all(_is_alike(getattr(one, name), getattr(other, name), depth) for name in names)
+    return all(_is_uniform(getattr(one, name), getattr(other, name), depth) for name in names)
 
 
 def _functions(one: Any, other: Any, depth: int) -> bool:
-    """Of one definition, with like things around it."""
+    """Whether functions are of one definition, with uniform things around it."""
     if one.__code__ is not other.__code__:
         return False
     try:
@@ -87,7 +87,7 @@ def _functions(one: Any, other: Any, depth: int) -> bool:
 
 
 def _methods(one: Any, other: Any, depth: int) -> bool:
-    return one.__func__ is other.__func__ and _is_alike(one.__self__, other.__self__, depth)
+    return one.__func__ is other.__func__ and _is_uniform(one.__self__, other.__self__, depth)
 
 
 def _partials(one: Any, other: Any, depth: int) -> bool:
