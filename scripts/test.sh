@@ -13,7 +13,7 @@
 # TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default two more than there are cores, 4 at most.
 # TRTRUN_MAX_CPU_ISA: avx2 or avx512 makes all of it compute as on a processor with less (docs/python.md).
 # Each part names its 25 slowest tests, of those that take 5 seconds or more. build/test-durations.json has what every
-# test took; `python tests/durations.py build/test-durations.json` prints it by part, folder and file.
+# test took; `python tests/helpers/durations.py build/test-durations.json` prints it by part, folder and file.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -118,7 +118,7 @@ phase one-process "$python" -m pytest -n "$processes" --dist worksteal -m "not m
 # mpirun's own folder is a new one: see launch/jobs/mpi/host_folders.py.
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"
 # Ranks of pytest are forked from one process: each would import for two seconds. It ends with this script.
-coproc "$python" tests/forked_phases.py
+coproc "$python" tests/helpers/forked_phases.py
 read -r -a before <&"${COPROC[0]}"
 for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
     phase "mpirun-$ranks" "$mpirun" --oversubscribe --bind-to none -n "$ranks" \
@@ -126,7 +126,7 @@ for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
         "${paths[@]}"
 done
 
-"$python" tests/durations.py merge "$durations" build/test-durations.json
+"$python" tests/helpers/durations.py merge "$durations" build/test-durations.json
 "$python" - "$status" "$tallies" <<'PY'
 import collections
 import json

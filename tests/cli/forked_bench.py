@@ -1,4 +1,5 @@
-"""scripts/bench/bench_gpu.py whose commands are forked from a process that has imported torch; see forked_commands.py.
+"""scripts/bench/bench_gpu.py whose commands are forked from a process that has imported torch; see
+helpers/forked_commands.py.
 
     python forked_bench.py DESCRIPTOR ARGUMENT…
 
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+sys.path += [str(Path(__file__).resolve().parents[1] / "helpers"), str(Path(__file__).resolve().parents[2])]
 
 from forked_commands import ForkedPrograms
 

@@ -1,7 +1,8 @@
 """A job of three ranks with each MPI library that is installed: same rows by `trtrun run`, of which one rank is killed
 then, and by the printed command.
 
-Which are needed, and how they are found, is in mpi_libraries.py; a library that is not installed is skipped, by name.
+Which are needed, and how they are found, is in helpers/mpi_libraries.py; a library that is not installed is skipped, by
+name.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ script (the README's own --dry-run), as there need be no Slurm. scripts/demo.sh 
 second runs all of these tests: here they are looked at alone; test_cli_bench.py runs the demo behind the first.
 
 The first `trtrun run`, the server and the program of Python are new programs, and so are their ranks. The shell finds
-another `trtrun` for the other commands: it is forked from a process that has imported torch (forked_commands.py).
+another `trtrun` for the other commands: it is forked from a process that has imported torch
+(helpers/forked_commands.py).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Network:
         """Run the command on the first host, to its end.
 
         It is forked, and so are its ranks, each on its host: what ssh, sshd and mpirun start there stands for them
-        (tests/forked_ranks.py). `RunningJob` starts programs.
+        (tests/helpers/forked_ranks.py). `RunningJob` starts programs.
         """
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         if not self.forking:

@@ -1,6 +1,6 @@
-"""What is not the product's, on ranks: drafting methods (tests/own_drafters.py, tests/branching.py) on draft ranks with
-devices of its own, and on target ranks that all have the same hidden states and go on with the same path of a tree. And
-a model family (tests/custom_family.py), shared out."""
+"""What is not the product's, on ranks: drafting methods (tests/helpers/own_drafters.py, tests/helpers/branching.py) on
+draft ranks with devices of its own, and on target ranks that all have the same hidden states and go on with the same
+path of a tree. And a model family (tests/helpers/custom_family.py), shared out."""
 
 from __future__ import annotations
 

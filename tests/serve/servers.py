@@ -40,8 +40,8 @@ PATIENCE = 150.0
 class Server:
     """A running `trtrun serve`.
 
-    It, its engine and its ranks are forked from a process that has imported torch (forked_commands.py), unless a test
-    is of what the kernel does to them when it dies.
+    It, its engine and its ranks are forked from a process that has imported torch (helpers/forked_commands.py), unless
+    a test is of what the kernel does to them when it dies.
 
     Args:
         config: its configuration.

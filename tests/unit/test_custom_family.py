@@ -1,4 +1,4 @@
-"""A model family of one's own is one file (tests/custom_family.py): it is right wherever families are asked for
+"""A model family of one's own is one file (tests/helpers/custom_family.py): it is right wherever families are asked for
 something, and no file of the product knows of it."""
 
 from __future__ import annotations

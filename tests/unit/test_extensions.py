@@ -1,9 +1,9 @@
 """What is added without touching a file of the product: start here when you add something of the kind.
 
-A drafting method of each placement is in tests/own_drafters.py, one of them with a store that it fills from the
+A drafting method of each placement is in tests/helpers/own_drafters.py, one of them with a store that it fills from the
 target's hidden states (tests/unit/engine/test_taps.py compares these). One that has draft ranks of its own needs real
-ranks and is tested in tests/ranks/test_own_drafters.py; one that proposes trees is in tests/branching.py. A KV format
-is in tests/own_kv_format.py.
+ranks and is tested in tests/ranks/test_own_drafters.py; one that proposes trees is in tests/helpers/branching.py. A KV
+format is in tests/helpers/own_kv_format.py.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # what tests share
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "helpers"))  # what tests share
 from pipelines import configuration, prompt_of
 
 from parallel.watchdog.handshake import listen

@@ -1,6 +1,6 @@
 """Checkpoints that others have quantized: read as they are, in every format, on any number of ranks.
 
-tests/quantized_checkpoints.py writes them, and the plain ones of the same numbers that they are held to.
+tests/helpers/quantized_checkpoints.py writes them, and the plain ones of the same numbers that they are held to.
 """
 
 from __future__ import annotations

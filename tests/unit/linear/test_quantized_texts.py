@@ -1,6 +1,6 @@
 """Texts of checkpoints that others have quantized: transformers' of the same numbers, and speculative ones plain ones.
 
-tests/quantized_checkpoints.py writes them, in every format.
+tests/helpers/quantized_checkpoints.py writes them, in every format.
 """
 
 from __future__ import annotations

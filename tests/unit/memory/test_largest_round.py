@@ -338,7 +338,7 @@ def test_the_reckoned_bytes_are_no_less_than_a_round_takes(tmp_path: Path, use_l
     """In a process of its own, since a peak never falls."""
     target = make_checkpoint(tmp_path / "target", vocab_size=30_000, max_position_embeddings=1024)
     draft = make_draft(tmp_path / "draft", target, 1)
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "tests" / "helpers"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, (ROOT, target, draft, use_logits, 32))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},

@@ -90,7 +90,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def measure(models: Path, draft: str, dtype: str, *, quantization: str, kv_tokens: int) -> list[int]:
     """The numbers that the program prints; tests that ask the same share one process."""
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "tests" / "helpers"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     draft = str(models / draft) if draft else ""
     done = subprocess.run(
         [

@@ -1,4 +1,5 @@
-"""tests/shares.py: every test has its place, files stay together, and each process gets its part of either kind."""
+"""tests/helpers/shares.py: every test has its place, files stay together, and each process gets its part of either
+kind."""
 
 from __future__ import annotations
 

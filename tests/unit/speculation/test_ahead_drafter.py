@@ -1,6 +1,6 @@
 """Drafting ahead on a tiny engine: what was foreseen is what a drafter without guesses drafts after the same verdicts.
 
-tests/ahead_rounds.py has the rounds and says what is compared in each of them.
+tests/helpers/ahead_rounds.py has the rounds and says what is compared in each of them.
 """
 
 from __future__ import annotations

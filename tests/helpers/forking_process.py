@@ -2,9 +2,9 @@
 
     python forking_process.py COMMANDS RANKS ADDRESS [MODULE…]
 
-COMMANDS and RANKS are descriptors: of its end of the socket by which commands are asked for (forked_commands.py), and
-of the one that listens where ranks ask (forked_ranks.py), at ADDRESS; MODULEs are imported beside TAKE_LONG. It knows
-no test.
+COMMANDS and RANKS are descriptors: of its end of the socket by which commands are asked for
+(forked_commands.py), and of the one that listens where ranks ask (forked_ranks.py), at ADDRESS; MODULEs
+are imported beside TAKE_LONG. It knows no test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from forked_ranks import can_be_forked, fork_ranks
 
 FAULT = "TRTRUN_TEST_FAULT"
-FAULTS = Path(__file__).parent / "cli" / "faults"
+FAULTS = Path(__file__).parents[1] / "cli" / "faults"
 MOST_BYTES = 1 << 17
 """Of a request: arguments and environment."""
 

@@ -1,6 +1,6 @@
 """A job whose target waits at a gate, without a GPU and without models: the ranks' own loops, exchanges and drafter, a
-scheduler, a device that is slow (slow_gates.py) and texts that are hashes (hashed_texts.py), in turns that are drawn at
-random (own_turns.py).
+scheduler, a device that is slow (slow_gates.py) and texts that are hashes (hashed_texts.py), in turns
+that are drawn at random (own_turns.py).
 
 Every verdict is held against what the draft rank believes to have proposed, every draft against the row's own tokens,
 and all texts against plain decoding's.

@@ -1,5 +1,5 @@
-"""A device that does what was enqueued piece by piece, in turns that are drawn at random (own_turns.py), and what the
-kernels of a gate do there: they read a few of the host's letters each turn.
+"""A device that does what was enqueued piece by piece, in turns that are drawn at random (own_turns.py), and
+what the kernels of a gate do there: they read a few of the host's letters each turn.
 """
 
 from __future__ import annotations

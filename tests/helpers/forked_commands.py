@@ -2,7 +2,8 @@
 
 Importing torch takes longer than most commands do. Each command has its own arguments, environment, folder and pipes,
 and its own end, as if a shell had started it; ranks that it starts are new programs, as ever, or forked too where that
-is asked for (forked_ranks.py). What depends on how Python itself starts (PYTHONPATH, what is imported when) is not seen
+is asked for (forked_ranks.py). What depends on how Python itself starts (PYTHONPATH, what is imported when) is
+not seen
 here: tests of that start the real program.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 from forked_ranks import NAME, bound_at, stand_in
 from forking_process import MOST_BYTES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FORKING_PROCESS = Path(__file__).parent / "forking_process.py"
 
 
@@ -253,8 +254,8 @@ class ForkedCommands:
 
 
 def running_processes() -> tuple[dict[int, list[int]], dict[int, int]]:
-    """The child processes of each process that has any, and what other processes stand for (forked_ranks.py), which
-    are their children, too. Zombies are left out."""
+    """The child processes of each process that has any, and what other processes stand for (forked_ranks.py),
+    which are their children, too. Zombies are left out."""
     children: dict[int, list[int]] = {}
     standing: dict[int, int] = {}
     for entry in Path("/proc").iterdir():

@@ -58,7 +58,7 @@ def _rank(path: Path) -> int:
 
 def _folder(path: Path) -> str:
     """The folder of `tests` that a file lies in."""
-    return path.relative_to(Path(__file__).parent).parts[0]
+    return path.relative_to(Path(__file__).parents[1]).parts[0]
 
 
 def _seconds(file: Places, paths: Sequence[Path]) -> float:

@@ -1,9 +1,9 @@
 """Ranks and engines that are forked from a process that has imported torch, where a command would start new programs.
 
-As a program, `forked_ranks.py ADDRESS PYTHON WORD…` is what mpirun, or the front of a server, starts in the place of
-`PYTHON WORD…`. It has the process at that address (forking_process.py) fork it, with its own environment, folder and
-standard streams, and stands for it: signals go on, killed it takes the other along, and it ends as the other does.
-Where that process says no, it becomes the program itself.
+As a program, `forked_ranks.py ADDRESS PYTHON WORD…` is what mpirun, or the front of a server, starts in the
+place of `PYTHON WORD…`. It has the process at that address (forking_process.py) fork it, with its own
+environment, folder and standard streams, and stands for it: signals go on, killed it takes the other along, and it ends
+as the other does. Where that process says no, it becomes the program itself.
 
 Tests of what the kernel does to ranks and engines whose parents die start new programs. Each process reads this file:
 it imports little.
