@@ -47,6 +47,7 @@ setup(
         "llguidance>=1.7,<2",  # grammars of guided output
         "huggingface_hub>=0.34,<3",  # finds models in its cache by name; tokenizers needs it, too
         "pydantic>=2.7,<3",
+        "typing-extensions>=4.6",  # `override` before Python 3.12; pydantic brings it
         "msgspec>=0.20",  # what ranks and the server tell each other, in bytes
         "PyYAML>=6",
         "jinja2>=3.1",  # chat templates
