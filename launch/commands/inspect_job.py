@@ -23,7 +23,7 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
     It also plans for hosts and GPUs that this machine does not have: what only they know is left open.
     """
     from launch.jobs.mpi.job import Job
-    from launch.jobs.plan.simulated_hosts import load_plan_config, place_on_made_up_hosts
+    from launch.jobs.plan.simulated_hosts import load_plan_config, place_on_simulated_hosts
     from launch.jobs.slurm.resources import read_resources
 
     arguments = ["run", "--config", str(config_path), *(word for value in overrides for word in ("--set", value))]
@@ -37,12 +37,12 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
 
         resources = read_resources(config_path, overrides)
         script = render_script(BatchJob(resources, arguments, Path.cwd()))
-        config, made_up_hosts = place_on_made_up_hosts(config_path, overrides, resources)
+        config, simulated_hosts = place_on_simulated_hosts(config_path, overrides, resources)
     else:
-        config, made_up_hosts = load_plan_config(config_path, overrides)
+        config, simulated_hosts = load_plan_config(config_path, overrides)
     from launch.jobs.plan.plan import make_plan, print_plan
 
-    print_plan(make_plan(Job(config, arguments), made_up_hosts, script), as_json)
+    print_plan(make_plan(Job(config, arguments), simulated_hosts, script), as_json)
     return 0
 
 

@@ -16,7 +16,7 @@ import click
 
 from launch.cli import guarded, leave
 from launch.commands.write_models import BuildOptions, make_folders_above, run_build
-from launch.compat.tensorrt_llm.quoting_fixes import PastedParser, naming_options
+from launch.compat.tensorrt_llm.quoting_fixes import LenientParser, naming_options
 from trtrun.configuration.engine_directory import Limits
 from trtrun.configuration.model_paths import find_model
 from trtrun.models.config import read_model_config
@@ -71,7 +71,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         click.UsageError: an option is unknown, lacks its value or is not supported.
     """
-    parser = PastedParser(prog="trtllm_build.py", description=__doc__, allow_abbrev=False)
+    parser = LenientParser(prog="trtllm_build.py", description=__doc__, allow_abbrev=False)
     help_ = "TensorRT-LLM's checkpoint, or Hugging Face's."
     parser.add_argument("--checkpoint_dir", "--model_dir", required=True, dest="checkpoint_dir", help=help_)
     parser.add_argument("--output_dir", default="engine_outputs", help="Of the engine.")
@@ -92,7 +92,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", nargs="?", const="", help="Taken, and not needed.")
     for name in UNSUPPORTED:
         parser.add_argument(f"--{name}", nargs="?", const="", help="Not supported.")
-    arguments = parser.parse_pasted(words)
+    arguments = parser.parse_mended(words)
     if arguments.max_beam_width != 1:
         raise click.UsageError(f"--max_beam_width {arguments.max_beam_width}: beam search is not supported")
     refused = next((name for name in UNSUPPORTED if getattr(arguments, name) is not None), None)

@@ -14,7 +14,7 @@ import click
 
 from launch.cli import guarded, leave
 from launch.commands.write_models import ConvertOptions, make_folders_above, run_conversion
-from launch.compat.tensorrt_llm.quoting_fixes import PastedParser, naming_options
+from launch.compat.tensorrt_llm.quoting_fixes import LenientParser, naming_options
 
 QUANTIZING = (
     "use_weight_only",
@@ -47,7 +47,7 @@ def parse_arguments(words: Sequence[str]) -> ConvertOptions:
         click.UsageError: an option is unknown, lacks its value or is not supported.
         ConfigError: a value is outside its range.
     """
-    parser = PastedParser(prog="convert_checkpoint.py", description=__doc__, allow_abbrev=False)
+    parser = LenientParser(prog="convert_checkpoint.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model_dir", required=True, help="A Hugging Face directory.")
     parser.add_argument("--output_dir", default="tllm_checkpoint", help="Of the TensorRT-LLM checkpoint.")
     parser.add_argument("--dtype", default="float16", help="float32, bfloat16, float16, or auto: the model's.")
@@ -60,7 +60,7 @@ def parse_arguments(words: Sequence[str]) -> ConvertOptions:
     for name in IDLE:
         parser.add_argument(f"--{name}", nargs="?", help="Taken, and not needed.")
     parser.add_argument("--force", action="store_true", help="Write over a checkpoint that is there.")
-    arguments = parser.parse_pasted(words)
+    arguments = parser.parse_mended(words)
     _check(arguments)
     return ConvertOptions(
         Path(arguments.model_dir),

@@ -15,7 +15,7 @@ import click
 
 from launch.cli import guarded, leave
 from launch.commands.write_models import make_folders_above, run_quantization
-from launch.compat.tensorrt_llm.quoting_fixes import PastedParser, naming_options
+from launch.compat.tensorrt_llm.quoting_fixes import LenientParser, naming_options
 from launch.quantize.options import QuantizeOptions, parse_device_names
 from trtrun.errors import nearest
 from trtrun.tools.quantizing.settings import QuantizingSettings
@@ -47,7 +47,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         click.UsageError: an option is unknown, lacks its value or is not supported.
     """
-    parser = PastedParser(prog="quantize.py", description=__doc__, allow_abbrev=False)
+    parser = LenientParser(prog="quantize.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model_dir", required=True, help="The plain checkpoint.")
     parser.add_argument("--output_dir", required=True, help="Of the quantized one.")
     parser.add_argument("--dtype", default="auto", help="Of what stays plain; auto keeps the checkpoint's.")
@@ -65,7 +65,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--device", default="cuda", choices=["cuda", "cpu"], help="cuda is the CPU where there is none."
     )
     parser.add_argument("--force", action="store_true", help="Begin anew where a checkpoint or another run is.")
-    arguments = parser.parse_pasted(words)
+    arguments = parser.parse_mended(words)
     if arguments.qformat not in FORMATS:
         raise click.UsageError(f"--qformat '{arguments.qformat}' is not supported{nearest(arguments.qformat, FORMATS)}")
     for name in ("pp_size", "cp_size"):

@@ -19,7 +19,7 @@ DASHES = "\u2013\u2014"
 OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
 
 
-class PastedParser(argparse.ArgumentParser):
+class LenientParser(argparse.ArgumentParser):
     """Errors as one line, like those of trtrun's commands."""
 
     def error(self, message: str) -> NoReturn:
@@ -30,7 +30,7 @@ class PastedParser(argparse.ArgumentParser):
         """
         raise click.UsageError(message)
 
-    def parse_pasted(self, words: Sequence[str]) -> argparse.Namespace:
+    def parse_mended(self, words: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; see `mend_words`.
 
         Raises:

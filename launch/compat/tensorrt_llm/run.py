@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from launch.cli import guarded, leave
-from launch.compat.tensorrt_llm.quoting_fixes import CLOSING_QUOTES, OPENING_QUOTES, PastedParser
+from launch.compat.tensorrt_llm.quoting_fixes import CLOSING_QUOTES, OPENING_QUOTES, LenientParser
 from launch.exit_codes import ExitCode
 from launch.jobs.mpi.job import Job
 from parallel.mpi_rank import find_mpi_rank
@@ -42,7 +42,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         click.UsageError: an option is unknown, lacks its value or is not supported.
     """
-    parser = PastedParser(prog="run.py", description=__doc__, allow_abbrev=False)
+    parser = LenientParser(prog="run.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--engine_dir", required=True, help="The target's engine, or model directory.")
     parser.add_argument("--draft_engine_dir", help="The draft's engine, or model directory.")
     parser.add_argument("--tokenizer_dir", help="Where the tokenizer is, if not beside the target.")
@@ -77,7 +77,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output_generation_logits", action="store_true", help="Print each token's log probability.")
     parser.add_argument("--num_beams", type=int, default=1, help="Only 1: beam search is not supported.")
     parser.add_argument("--use_py_session", action="store_true", help="Not supported.")
-    arguments = parser.parse_pasted(words)
+    arguments = parser.parse_mended(words)
     if arguments.num_beams > 1:
         raise click.UsageError(f"--num_beams {arguments.num_beams}: beam search is not supported with a draft model")
     if arguments.use_py_session:

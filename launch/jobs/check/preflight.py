@@ -101,7 +101,7 @@ def inspect_weights(spec: JobSpec, hosts_to_come: Collection[str] = ()) -> list[
 
     Args:
         spec: a job whose models `check_models` has passed.
-        hosts_to_come: made-up hosts; this one stands for them.
+        hosts_to_come: simulated hosts; this one stands for them.
     """
     reports, config, topology = [], spec.config, spec.topology
     for role, section in (("target", config.target), ("draft", config.draft), ("heads", config.heads)):

@@ -103,12 +103,12 @@ class JobPlan:
     notes: tuple[str, ...]
 
 
-def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = None) -> JobPlan:
+def make_plan(job: Job, simulated_hosts: Sequence[str] = (), script: str | None = None) -> JobPlan:
     """Work out what every rank would hold.
 
     Args:
         job: to plan.
-        made_up_hosts: hosts that stand for those of an allocation to come.
+        simulated_hosts: hosts that stand for those of an allocation to come.
         script: the job's batch script, to be shown with the plan.
 
     Raises:
@@ -117,16 +117,16 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     spec, config, topology = job.spec, job.config, job.topology
     check_models(spec)
     check_tokenizers(spec)
-    unseen = list(check_visible_weights(spec, made_up_hosts))
+    unseen = list(check_visible_weights(spec, simulated_hosts))
     memory = JobMemory.read(spec)
-    here = {host for host in topology.hosts if host not in made_up_hosts and is_local(host)}
+    here = {host for host in topology.hosts if host not in simulated_hosts and is_local(host)}
     absent = missing_devices(topology) if here else []
     ranks = [_plan_rank(rank, memory, here, bool(absent)) for rank in range(topology.world_size)]
     placed = [rank for rank in ranks if topology.slot(rank.rank) is not None]
     known = [rank.kv_tokens for rank in placed if rank.kv_tokens is not None]
     kv_tokens = min(known) if len(known) == len(placed) else None
     nccl, nccl_note = _expect_nccl(topology, bool(absent))
-    notes = [*_note_hosts(made_up_hosts), *unseen]
+    notes = [*_note_hosts(simulated_hosts), *unseen]
     if absent:
         be = "is" if len(absent) == 1 else "are"
         notes.append(f"warning: {', '.join(absent)} {be} not on this host: it has {describe_gpus()}")
@@ -243,11 +243,11 @@ def _expect_nccl(topology: Topology, gpus_absent: bool) -> tuple[bool, list[str]
     return True, []
 
 
-def _note_hosts(made_up_hosts: Sequence[str]) -> list[str]:
-    if not made_up_hosts:
+def _note_hosts(simulated_hosts: Sequence[str]) -> list[str]:
+    if not simulated_hosts:
         return []
-    names = ", ".join(made_up_hosts) if len(made_up_hosts) < 4 else f"{made_up_hosts[0]} to {made_up_hosts[-1]}"
-    stand = "stands for the host" if len(made_up_hosts) == 1 else "stand for the hosts"
+    names = ", ".join(simulated_hosts) if len(simulated_hosts) < 4 else f"{simulated_hosts[0]} to {simulated_hosts[-1]}"
+    stand = "stands for the host" if len(simulated_hosts) == 1 else "stand for the hosts"
     return [f"there is no allocation yet: {names} {stand} that it will have"]
 
 

@@ -21,10 +21,10 @@ from trtrun.errors import ConfigError
 
 
 def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfig, tuple[str, ...]]:
-    """The configuration of a job that is not started; its hosts are made up where counts ask for more than is here.
+    """The configuration of a job that is not started; its hosts are simulated where counts ask for more than is here.
 
     Returns:
-        The configuration, and the names of the made-up hosts; none where all hosts are real.
+        The configuration, and the names of the simulated hosts; none where all hosts are real.
 
     Raises:
         ConfigError: one line that names the file and the key.
@@ -36,10 +36,10 @@ def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfi
     except ConfigError as error:
         if in_allocation() or not _counts_devices(values):
             raise ConfigError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
-    return place_on_made_up_hosts(path, overrides, read_resources(path, overrides))
+    return place_on_simulated_hosts(path, overrides, read_resources(path, overrides))
 
 
-def place_on_made_up_hosts(
+def place_on_simulated_hosts(
     path: Path, overrides: Sequence[str], resources: SlurmResources
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """The configuration with its devices where a batch job will have them; otherwise like `load_plan_config`."""

@@ -22,7 +22,7 @@ from trtrun.errors import ConfigError
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.speculation.pacing import Pacer
-from trtrun.start import warm_up_rounds as rehearsed_rounds
+from trtrun.start import warm_up_rounds
 from trtrun.timing.spans import RankSpans
 from trtrun.wire.reports import RoundReport
 
@@ -281,7 +281,7 @@ def test_a_start_measures_rounds_and_leaves_no_trace(
         expected = tokens_of(llm.generate(prompts, SAMPLING))
     speculation = {"draft_len": MOST, "pacing": "measured", "method": method}
     plans.clear()
-    monkeypatch.setattr(rehearsed_rounds, "_MOST_SECONDS", 1e9)
+    monkeypatch.setattr(warm_up_rounds, "_MOST_SECONDS", 1e9)
     with make_llm(*models, speculation=speculation, scheduler={"max_batch_size": 6}) as llm:
         orchestrator = llm.engine.orchestrator
         assert orchestrator._pacer is not None and orchestrator._pacer._costs is not None

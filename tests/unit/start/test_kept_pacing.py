@@ -16,9 +16,8 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.speculation.acceptance import DraftRecord
 from trtrun.speculation.round_costs import RoundCosts
-from trtrun.start import policies
+from trtrun.start import policies, warm_up_rounds
 from trtrun.start import policies as kept_pacing
-from trtrun.start import warm_up_rounds as rehearsed_rounds
 from trtrun.start.policies import KeptPacing
 
 COSTS = RoundCosts({1: {0: 0.5, 4: 0.75}, 16: {0: 1.0, 1: 1.5}})
@@ -104,7 +103,7 @@ def test_a_second_start_measures_nothing_and_begins_with_what_the_first_saw(
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1)
     settings: dict[str, Any] = {"speculation": {"draft_len": 4, "pacing": "measured"}}
-    monkeypatch.setattr(rehearsed_rounds, "_MOST_SECONDS", 1e9)
+    monkeypatch.setattr(warm_up_rounds, "_MOST_SECONDS", 1e9)
     measure = policies.measure_round_costs
 
     def measured(*arguments: Any) -> RoundCosts:

@@ -14,8 +14,7 @@ from trtrun import SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.solo_ranks import SoloRanks
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.start import policies
-from trtrun.start import warm_up_rounds as rehearsed_rounds
+from trtrun.start import policies, warm_up_rounds
 from trtrun.start.policies import count_first_rounds
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -94,14 +93,14 @@ def test_a_prompt_that_fills_a_round_is_one_that_rounds_read(
 ) -> None:
     settings = {"scheduler": {"max_num_tokens": 2000}}
     limits = SchedulerLimits.of(configuration(make_checkpoint(tmp_path, seed=1), None, **settings), 9000, None, 9)
-    assert rehearsed_rounds._longest_prompt(replace(limits, **changes)) == length
+    assert warm_up_rounds._longest_prompt(replace(limits, **changes)) == length
 
 
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 64), (9, 512)])
 def test_rounds_that_are_measured_are_counted_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: list[RoundPlan], max_rows: int, max_tokens: int
 ) -> None:
-    monkeypatch.setattr(rehearsed_rounds, "_MOST_SECONDS", 1e9)
+    monkeypatch.setattr(warm_up_rounds, "_MOST_SECONDS", 1e9)
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1)
     scheduler = {"max_batch_size": max_rows, "max_num_tokens": max_tokens}
