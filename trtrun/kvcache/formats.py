@@ -152,7 +152,7 @@ class ByteKV(KVFormat):
 
     @override
     def check(self, dtype: torch.dtype, device_type: str) -> None:
-        """False on GPUs: texts were those of plain decoding in half precision alone."""
+        """Refuse float32 on GPUs, where texts were those of plain decoding in half precision alone."""
         name = str(dtype).removeprefix("torch.")
         if device_type == "cuda" and name not in ("bfloat16", "float16"):
             raise ConfigError(

@@ -146,7 +146,7 @@ class WaitingQueue:
         self._num_waiting = 0
         self._num_held = 0
         self._num_preempted = 0
-        self._coalescer, self._next_turns = count(), count()
+        self._arrivals, self._next_turns = count(), count()
 
     def __len__(self) -> int:
         return self._num_preempted + self._num_waiting
@@ -207,7 +207,7 @@ class WaitingQueue:
         if not owner.num_waiting and not owner.preempted:
             owner.turn = next(self._next_turns)
         owner.num_waiting += 1
-        completion.arrival = next(self._coalescer)
+        completion.arrival = next(self._arrivals)
         self._num_waiting += 1
         if is_held:
             group.held.append(completion)

@@ -18,7 +18,7 @@ from trtrun.tokens.text import Tokenizer
 
 PARSED_IN_LOOP_BYTES = 1 << 12
 """Bytes of a request that the event loop reads itself: its JSON, its lists, the tokens of its prompt. What is longer is
-read in other processes (`reading`)."""
+parsed by worker processes (`launch.serve.parsing`)."""
 
 SHORT_BODY = 1 << 16
 """Bytes of a body that is not counted among those that are read at once, and that waits for no longer one."""
