@@ -21,7 +21,6 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError, PlacementError
-from trtrun.start.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from trtrun.start.job_spec import JobSpec

@@ -29,7 +29,6 @@ from trtrun.configuration.config import RuntimeConfig, read_values
 from trtrun.configuration.topology import make_topology
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, nearest
-from trtrun.start.job_spec import JobSpec
 
 COMMANDS: dict[str, click.Command] = {
     "run": run,
@@ -181,6 +180,8 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
 
 def _check_serve(resources: SlurmResources) -> None:
     """Raise for what `trtrun serve` would refuse."""
+    from trtrun.start.job_spec import JobSpec
+
     check_extra()
     if resources.has_local_models:
         check_served(JobSpec(resources.config))
@@ -190,6 +191,7 @@ def _check_serve(resources: SlurmResources) -> None:
 def _check_training(inner: Inner, resources: SlurmResources) -> Path:
     """Raise for what `trtrun train-drafter --resume` would refuse; returns the file with a line for each step."""
     from launch.train.checks import check_training
+    from trtrun.start.job_spec import JobSpec
     from trtrun.tools.training.state import StateFile
 
     options = train_options({**inner.parameters, "resume": True})
@@ -201,6 +203,7 @@ def _check_training(inner: Inner, resources: SlurmResources) -> Path:
 def _check_weights(resources: SlurmResources) -> None:
     """Raise for weights that can be seen from here and that the job would refuse; tell those that it may refuse."""
     from launch.jobs.check.preflight import check_visible_weights
+    from trtrun.start.job_spec import JobSpec
 
     to_come = set(resources.hosts) - set(resources.named)
     for text in check_visible_weights(JobSpec(resources.config), to_come):

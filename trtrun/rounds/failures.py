@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from parallel import abort
-from parallel.control import ControlPlane, Report
 from parallel.mpi_rank import outlives_ranks
 from parallel.topology import Topology
-from parallel.watchdog.activity import Doing
-from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import RankFailedError
+
+if TYPE_CHECKING:  # commands import this module for its functions, and start no heartbeat
+    from parallel.control import ControlPlane, Report
+    from parallel.watchdog.activity import Doing
+    from parallel.watchdog.heartbeat_server import HeartbeatServer
 
 logger = logging.getLogger(__name__)
 

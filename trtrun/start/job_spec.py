@@ -2,7 +2,7 @@
 another tokenizer gets its tokens across.
 
 Each file is read when it is first asked for, and once in a process: what checks a job hands the same object to its
-start. Rank 0 sends the others what it has read, so that these open no config.json. It does not know weights or devices.
+start. Rank 0 sends the others what it has read, so that these open no config.json. It does not know devices.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_sections import ModelSection
 from trtrun.configuration.topology import make_topology
+from trtrun.errors import CheckpointError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.loading.model_settings import JobModels, read_target_heads
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.weights.rank_files import open_checkpoint
 
 if TYPE_CHECKING:
     from trtrun.tokens.translation import Vocabularies
@@ -31,11 +34,11 @@ class JobSpec:
 
     Attributes:
         config: with this host's model directories.
-        told: config.json of each model as rank 0 has read it, by role; None where this process reads them.
+        told: config.json of models as rank 0 has read it, by role. This process reads those that are not there.
     """
 
     config: RuntimeConfig
-    told: Mapping[str, Any] | None = field(default=None, repr=False)
+    told: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def topology(self) -> Topology:
@@ -94,9 +97,17 @@ class JobSpec:
         return model
 
     def tell_models(self) -> bytes:
-        """The models for other ranks, as `told_by` takes them."""
-        models = {"target": self.target, "draft": self.draft}
-        told = {role: model.to_values() for role, model in models.items() if model is not None}
+        """The models for other ranks, as `told_by` takes them.
+
+        A model whose weights are not on this host is left out, as they need be only where ranks hold them: headers of
+        weights say a part of what it is, such as whether scales of keys and values are there.
+        """
+        models = {"target": (self.target, self.config.target), "draft": (self.draft, self.config.draft)}
+        told = {
+            role: model.to_values()
+            for role, (model, section) in models.items()
+            if model is not None and section is not None and _has_weights(section.model)
+        }
         return json.dumps(told).encode()
 
     def told_by(self, message: bytes) -> JobSpec:
@@ -104,7 +115,16 @@ class JobSpec:
         return replace(self, told=json.loads(message))
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
-        return read_model_config(section.model) if self.told is None else ModelConfig.from_values(self.told[role])
+        return ModelConfig.from_values(self.told[role]) if role in self.told else read_model_config(section.model)
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether all weights of a model can be opened."""
+    try:
+        open_checkpoint(directory).close()
+    except CheckpointError:
+        return False
+    return True
 
 
 def read_draft_vocabularies(spec: JobSpec) -> Vocabularies:

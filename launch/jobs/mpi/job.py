@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from launch.jobs.mpi.drain import CONTROL_VARIABLE
 from launch.jobs.mpi.flavours import Flavour
@@ -37,11 +39,14 @@ from parallel import abort
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
 from trtrun.environment import settle
 from trtrun.errors import PlacementError
 from trtrun.rounds.failures import expendable_hosts, expendable_ranks
-from trtrun.start.job_spec import JobSpec
 from trtrun.threads import threads_per_slot
+
+if TYPE_CHECKING:
+    from trtrun.start.job_spec import JobSpec
 
 OWN_PREFIX = "TRTRUN_"
 """Of variables by which a parent tells its ranks something."""
@@ -56,7 +61,6 @@ class Job:
 
     Attributes:
         config: of the run.
-        spec: the configuration, its topology and its models.
         topology: of the ranks that are started.
         arguments: command line of `module`.
         module: the Python module that each rank runs.
@@ -71,12 +75,17 @@ class Job:
     nests: bool = False
     drains: bool = False
     is_check: bool = False
-    spec: JobSpec = field(init=False)
     topology: Topology = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", JobSpec(self.config))
-        object.__setattr__(self, "topology", self.spec.topology)
+        object.__setattr__(self, "topology", make_topology(self.config))
+
+    @cached_property
+    def spec(self) -> JobSpec:
+        """The configuration, its topology and its models."""
+        from trtrun.start.job_spec import JobSpec  # what it takes to read models is not imported before
+
+        return JobSpec(self.config)
 
     @property
     def threads(self) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import FakeEngine, Rule, own_link
 
-from tests.fakes import FakeEngine, Rule, own_link
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams

@@ -6,6 +6,7 @@ hash of its bytes: these open it again.
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 from checkpoints import ARCHITECTURES, make_checkpoint, make_draft
 from pipelines import configuration, prompt_of
 from quantized_checkpoints import make_pair
+from safetensors.torch import load_file, save_file
 
 from launch.jobs.check.preflight import check_job
 from parallel.groups import open_groups
@@ -99,3 +101,27 @@ def test_stored_quantizations_are_told_too(tmp_path: Path, name: str) -> None:
     assert found.stored is not None and read.stored is not None
     for part in (part for weight in read.weights for part in weight.parts):
         assert repr(found.stored(part.name)) == repr(read.stored(part.name))
+
+
+def test_a_model_whose_weights_rank_0_does_not_have_is_read_where_they_are(tmp_path: Path) -> None:
+    """Headers of weights say a part of what a model is, and weights are needed only where ranks hold them."""
+    values = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    whole = make_checkpoint(tmp_path / "whole")
+    stated = json.loads((whole / "config.json").read_text())
+    section = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": values}
+    (whole / "config.json").write_text(json.dumps({**stated, "quantization_config": section}))
+    weights = load_file(whole / "model.safetensors")
+    scales = {
+        f"model.layers.{index}.self_attn.{kind}_scale": torch.tensor([0.02])
+        for index in range(stated["num_hidden_layers"])
+        for kind in "kv"
+    }
+    save_file({**weights, **scales}, whole / "model.safetensors")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((whole / "config.json").read_bytes())
+    here, there = (JobSpec(configuration(path, None)) for path in (bare, whole))
+    assert here.target.kv_scheme is not None and not here.target.kv_scheme.has_scales
+    told = there.told_by(here.tell_models())
+    assert told.target.kv_scheme is not None and told.target.kv_scheme.has_scales
+    assert here.told_by(there.tell_models()).target.kv_scheme == there.target.kv_scheme

@@ -8,7 +8,6 @@ from __future__ import annotations
 from trtrun.configuration.drafting.draft_trees import ChoiceTree, DynamicTree
 from trtrun.configuration.drafting.head_methods import EagleSection
 from trtrun.errors import ConfigError
-from trtrun.speculation.ahead.heads import AheadEagleDrafter
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.drafters.eagle import ApartEagleDrafter, EagleDrafter
 
@@ -31,5 +30,7 @@ def make_eagle_drafter(place: DrafterContext) -> Drafter:
     if place.target is not None:
         return EagleDrafter(place.heads, section.draft_len, tree, section)
     if place.guess_space is not None and place.guess_space.most_guesses and tree is None:
+        from trtrun.speculation.ahead.heads import AheadEagleDrafter  # which imports this package
+
         return AheadEagleDrafter(place.heads, section.draft_len, section, most, place.guess_space, place.guess_steps)
     return ApartEagleDrafter(place.heads, section.draft_len, tree, section)
