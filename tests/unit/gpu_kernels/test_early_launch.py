@@ -40,8 +40,8 @@ def calls(node: ast.AST) -> set[str]:
 
 def test_they_are_found() -> None:
     assert {
-        "matmul.py:_product_kernel",
-        "attend_kernel.py:attend_kernel",
+        "matmul/dense.py:_product_kernel",
+        "attention/attend_kernel.py:attend_kernel",
         "fused.py:_silu_and_multiply_kernel",
     } <= set(KERNELS)
     assert set(STREAMED) <= set(ALL)
@@ -63,7 +63,7 @@ def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
 @pytest.mark.parametrize("name", STREAMED[:2])
 def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait(name: str) -> None:
     groups: dict[str, list[ast.stmt]] = {}
-    for file in ("fp8_stream/copying.py", name.partition(":")[0]):
+    for file in ("fp8_stream/product.py", name.partition(":")[0]):
         module = ast.parse((FOLDER / file).read_text(encoding="utf-8"))
         groups |= {node.name: node.body for node in module.body if isinstance(node, ast.FunctionDef)}
     begun = [statement for statement in ALL[name].body if "launch_next" in calls(statement)]
