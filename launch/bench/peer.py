@@ -14,10 +14,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.batch.options import BenchOptions, Workload
-from launch.bench.measure import Case
 from launch.exit_codes import FailedError
 from launch.jobs.mpi.job import Job
 from launch.jobs.mpi.mpirun import build_environment
@@ -28,6 +27,9 @@ from trtrun.configuration.engine_directory import is_engine
 from trtrun.environment import OURS
 from trtrun.errors import ConfigError, TrtrunError, one_line
 from trtrun.loading.model_settings import resolve_dtype_name
+
+if TYPE_CHECKING:
+    from launch.bench.measure import Case  # which imports torch
 
 PEER_SECONDS = 1800.0
 """How long a peer may take for one mode, its start included."""

@@ -95,6 +95,11 @@ def _partials(one: Any, other: Any, depth: int) -> bool:
     return _sequences(parts[0], parts[1], depth)
 
 
+def _has_slots(it: object) -> bool:
+    """Whether an object has attributes beside those of its dictionary. Protocol itself has slots, but no names in them."""
+    return any(vars(kind).get("__slots__") for kind in type(it).__mro__)
+
+
 def _is_instance(*kinds: type) -> Callable[[Any], bool]:
     return lambda it: isinstance(it, kinds)
 
@@ -108,5 +113,5 @@ _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, int], bool]], ...
     (lambda it: hasattr(it, "__func__"), _methods),  # which have what functions have, too
     (lambda it: hasattr(it, "__code__"), _functions),
     (lambda it: hasattr(it, "keywords") and hasattr(it, "args"), _partials),
-    (lambda it: hasattr(it, "__dict__") and not hasattr(it, "__slots__"), _objects),
+    (lambda it: hasattr(it, "__dict__") and not _has_slots(it), _objects),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -22,6 +22,19 @@ class Part:
 
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)
+
+
+class Promised(Protocol):
+    """What a class may name as its base, to say that it keeps to it."""
+
+    number: int
+
+
+class Promising(Promised):
+    """Has its attributes as any class has."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class Hidden:
@@ -155,3 +168,7 @@ def test_ranks_of_a_group_run_all_unless_all_agree(tmp_path: Path) -> None:
         assert model.has_like_layers
         model.shortens_first_runs = True
     assert layers_run(paged, first=True) == [2, 2] and layers_run(paged, first=False) == [4, 4]
+
+
+def test_a_class_may_name_the_protocol_that_it_keeps_to() -> None:
+    assert are_uniform([Promising(1), Promising(1)]) and not are_uniform([Promising(1), Promising(2)])

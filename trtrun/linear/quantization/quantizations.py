@@ -33,10 +33,6 @@ from trtrun.linear.quantization.base import (
 if TYPE_CHECKING:
     import torch
 
-
-if TYPE_CHECKING:
-    import torch
-
 BLOCK = 128
 """Output features of a block of `fp8_block`, and inputs."""
 

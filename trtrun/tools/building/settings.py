@@ -14,8 +14,6 @@ from pathlib import Path
 from trtrun.configuration.engine_directory import ENGINE_FILE, Limits, was_built
 from trtrun.configuration.engine_sections import MOST_ROWS, MOST_TOKENS
 from trtrun.errors import ConfigError, nearest, shorten_path
-from trtrun.tools.conversion import staged_output
-from trtrun.tools.conversion.staged_output import is_unfinished, staged
 from trtrun.weights.written_files import BESIDE, FOLDERS, MARKER
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -89,10 +87,14 @@ def check_output(output: Path, checkpoint: Path, is_forced: bool) -> None:
     Raises:
         ConfigError: something would be lost, or the directory cannot be made.
     """
+    from trtrun.tools.conversion import staged_output  # which reads checkpoints: commands import this module early
+
     staged_output.check_output(output, checkpoint, is_forced, _check_files)
 
 
 def _check_files(output: Path, is_forced: bool) -> None:
+    from trtrun.tools.conversion.staged_output import is_unfinished
+
     where, folder = shorten_path(output), output / FOLDER
     others = sorted(file for file in output.iterdir() if file != folder or not is_unfinished(folder))
     if not others or _was_killed(folder, others, is_forced):
@@ -127,5 +129,7 @@ def _is_folder(file: Path) -> bool:
 @contextmanager
 def building(output: Path, check: Callable[[], None]) -> Iterator[Path]:
     """A folder to write an engine to; see `staged`."""
+    from trtrun.tools.conversion.staged_output import staged
+
     with staged(output, check, FOLDER, (ENGINE_FILE, SHARDS)) as folder:
         yield folder
