@@ -96,7 +96,8 @@ def _partials(one: Any, other: Any, depth: int) -> bool:
 
 
 def _has_slots(it: object) -> bool:
-    """Whether an object has attributes beside those of its dictionary. Protocol itself has slots, but no names in them."""
+    """Whether an object has attributes beside those of its dictionary. Protocol itself has slots, but no names in
+    them."""
     return any(vars(kind).get("__slots__") for kind in type(it).__mro__)
 
 
