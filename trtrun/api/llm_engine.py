@@ -19,7 +19,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallel.mpi_rank import find_mpi_rank
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.api.adapter_loads import AdapterLoads
 from trtrun.api.adapters import AdapterTable, check_adapter
@@ -124,9 +123,7 @@ class LLMEngine:
         """
         spec = job if isinstance(job, JobSpec) else JobSpec(job)
         config = spec.config
-        place = find_mpi_rank()
-        if place is None or place.rank == 0:  # who tells the others
-            spec.read_models()
+        spec.read_models()  # on every rank: what is wrong with a directory is said before ranks wait for each other
         draft = None if config.draft is None or config.draft.is_translated else config.draft.model
         tokenizer = read_shared_tokenizer(config.tokenizer or config.target.model, draft)
         sampling = SamplingParams.from_mapping(sampling_defaults(config))

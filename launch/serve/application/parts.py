@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.routing import Route
 
 from launch.serve.admission.control import AdmissionControl, LogitsLimit
@@ -107,7 +108,9 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
         sampling_defaults=defaults,
         refuses_unseen_tools=section.tools_unseen == "refuse",
     )
-    parsers = Parsers(facts, section.max_body_bytes, RequestParser(facts, tokenizer))
+    # What the event loop parses itself is no chat: no template is compiled there.
+    in_loop = RequestParser(msgspec.structs.replace(facts, template=None, tool_template=None), tokenizer)
+    parsers = Parsers(facts, section.max_body_bytes, in_loop)
     frontend = Frontend(
         ServedModel(name, PromptReader(model, tokenizer), tokenizer, config.draft_len),
         admission,

@@ -17,13 +17,15 @@ import codecs
 import json
 import zlib
 from types import TracebackType
-
-from starlette.requests import Request
+from typing import TYPE_CHECKING
 
 from launch.serve.admission.limits import SHORT_BODY
 from launch.serve.admission.refusals import RETRY_SECONDS, Kind, Refusal
 from trtrun.core.values import unique_keys
 from trtrun.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request  # processes that parse bodies need it not
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """What is read, with zlib's word for each."""

@@ -6,7 +6,7 @@ file is written, it is run, and what it printed is told. So clients meet calls t
 come to an end. All else about the checkpoint is as usual; what a guide makes it write instead is whatever the guide
 allows. Of clients it knows the names of tools, and it knows no server.
 
-    cd scripts; python -m real_clients.chat_model FOLDER      writes FOLDER/target and FOLDER/draft in some minutes
+    python -m scripts.clients.real_clients.chat_model FOLDER      writes FOLDER/target and FOLDER/draft in some minutes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from scripts.clients.real_clients.task import CONTEXT, FOUND, LINE, NOT_RUN, PATCH, PICTURE, PRINTED, RUN, TOLD
 
-ASSETS = Path(__file__).resolve().parents[2] / "trtrun" / "assets" / "target"
+ASSETS = Path(__file__).resolve().parents[3] / "trtrun" / "assets" / "target"
 """The shipped pair's, for its tokenizer."""
 
 VOCABULARY = 4096
