@@ -48,17 +48,17 @@ MOST: dict[str, float] = {
     "circles": 0,
     "arrows_up": 0,
     "model_config_reads": 8,
-    "vague_docstrings": 615,
-    "largest_room": 19,
-    "long_parameter_lists": 84,
-    "words": 60_693,
+    "vague_docstrings": 0,
+    "largest_room": 16,
+    "long_parameter_lists": 76,
+    "words": 38_000,
     "config_way": 28,
-    "request_way": 31,
-    "files": 778,
-    "lines": 105_480,
-    "import_share": 0.133,
+    "request_way": 29,
+    "files": 600,
+    "lines": 104_000,
+    "import_share": 0.12,
 }
-LEAST: dict[str, float] = {"median_lines": 122}
+LEAST: dict[str, float] = {"median_lines": 170}
 """The bounds: set to what is reached, so that it does not get worse again."""
 
 MANY_PARAMETERS = 9
