@@ -51,7 +51,6 @@ def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
     assert len(one["speculative"]["tokens_per_s_runs"]) == 2
     for case in (one["plain"], one["speculative"], two["plain"], two["speculative"]):
         assert_parts_add_up(case)
-    assert one["plain"]["round_ms"]["drafting"] < one["speculative"]["round_ms"]["drafting"]
     assert "milliseconds of a round" in done.stdout and "runs, in order" not in done.stdout
     ratio = one["plain"]["tokens_per_s"] / one["transformers"]["plain_tokens_per_s"]
     assert one["ratios"]["plain_over_peer_plain"] == pytest.approx(ratio, rel=0.01)

@@ -244,6 +244,7 @@ def test_another_rank_that_exits_ends_the_job_with_its_status(start_job: StartJo
 
 def test_a_draft_rank_that_is_killed_in_the_start_ends_the_job(start_job: StartJob) -> None:
     job = start_job(kind="starts")
+    job.signal(1, signal.SIGKILL)
     status, errors = job.finish()
     where = f"process {job.ranks[1]} on {os.uname().nodename}"
     assert (status, errors) == (

@@ -6,7 +6,7 @@ by itself in the first draft rank, or for the last in the first target rank:
 
 - none: nothing.
 - raises: an exception after LOSS_TELL rounds.
-- starts: it is killed before it joins the heartbeat.
+- starts: it does not join the heartbeat, and waits to be killed.
 - elsewhere: nothing, but it gives itself out for a process of another host.
 - lingers: it does not end when the job does.
 - exits: the target rank exits with status 3 after LOSS_TELL rounds.
@@ -129,7 +129,7 @@ def work(control: ControlPlane, expendable: tuple[int, ...]) -> None:
     """A rank with a device, to the end."""
     activity = Activity()
     if WORLD.rank == TOPOLOGY.draft_leader and KIND == "starts":
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
     if WORLD.rank == TOPOLOGY.draft_leader and KIND == "elsewhere":
         parallel.watchdog.heartbeat.own_process = lambda: {"place": "another host", "number": os.getpid()}
     heartbeat = join_heartbeat(control, TOPOLOGY, activity, LIMIT, expendable)
