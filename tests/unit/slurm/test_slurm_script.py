@@ -188,6 +188,7 @@ def test_times_are_read_as_sbatch_reads_them(text: str, seconds: float | None) -
     ("words", "slurm", "launch", "said"),
     [
         (run(), {"time": "1"}, {}, "launch.slurm.time: with a limit of 1 the warning 120 s before the end"),
+        (run(), {"time": "2"}, {}, "launch.slurm.time: with a limit of 2 the warning 120 s before the end"),
         (run(), {"time": "soon"}, {}, "launch.slurm.time: 'soon' is no time limit"),
         (
             run(),
