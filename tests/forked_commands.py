@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forked_ranks import NAME
+from forked_ranks import NAME, stand_in
 from forking_process import MOST_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -275,6 +275,12 @@ def _environment_of(process: int) -> list[str]:
         return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def forked_words() -> list[str]:
+    """Words before those of a program of Python that have the shared process fork it, whoever starts it: what ranks of
+    a user's own mpirun are started by, or a shell's commands. In another environment it is a new program."""
+    return stand_in(shared_commands().address)
 
 
 @cache

@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +20,14 @@ from typing import Any
 import pytest
 from commands import (
     FOUR_RANKS,
+    MPIRUN,
     ONE_PROCESS,
     THREE_RANKS,
     Configs,
     Run,
     command_words,
     error_line,
+    forked_command_words,
     is_alive,
     with_fault,
 )
@@ -36,7 +37,6 @@ from medusa_heads import make_heads, write_heads
 Start = Callable[..., "subprocess.Popen[str]"]
 TWO_TARGETS = {"target": ["cpu:0", "cpu:1"]}
 PLAIN = {"speculation": {"method": "none"}}
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -138,7 +138,7 @@ def test_devices_too_small_are_told_for_every_rank(config: Configs, trtrun: Run,
 
 
 def test_a_world_of_the_wrong_size(config: Configs, trtrun: Run) -> None:
-    done = trtrun("check", "--config", config(FOUR_RANKS), words=[*MPIRUN, "-n", "3", *command_words()])
+    done = trtrun("check", "--config", config(FOUR_RANKS), words=[*MPIRUN, "-n", "3", *forked_command_words()])
     assert done.returncode == 2
     (line,) = own_lines(done)
     assert "the devices need 4 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 " in line
@@ -263,7 +263,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
 ) -> None:
     started = time.monotonic()
     file = config(THREE_RANKS, launch={"check_seconds": 30})
-    words = [*MPIRUN, "-n", "3", *command_words()] if by_own_mpirun else None
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if by_own_mpirun else None
     done = trtrun("check", "--config", file, env=with_fault(fault), words=words)
     assert (done.returncode, done.stdout) == (1, "")
     check_time(started, 30)

@@ -8,7 +8,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from commands import (
     FIXED,
+    MPIRUN,
     ONE_PROCESS,
     ONE_SLOT,
     ROOT,
@@ -27,6 +27,7 @@ from commands import (
     command_environment,
     command_words,
     error_line,
+    forked_command_words,
     parent_of,
     write_rows,
 )
@@ -51,7 +52,6 @@ be killed between them."""
 PROMPTS = [
     {"prompt": TEXTS[i % 8] * (1 + i // 8), "max_tokens": LENGTHS[i % 12], "ignore_eos": True} for i in range(20)
 ]
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 Victim = Callable[[int, dict[int, int]], int]
 
 VICTIMS: dict[str, Victim] = {
@@ -117,7 +117,7 @@ def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
 ) -> None:
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     prompts = write_rows(tmp_path / "prompts.jsonl", list(PROMPTS))
-    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else command_words()
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if starter == "mpirun" else command_words()
     arguments = ["run", "--config", str(PAIR), *FIXED, *TWO_SLOTS]
     arguments += ["--prompts", str(prompts), "--output", str(output)]
     kept = 0
@@ -168,7 +168,7 @@ def test_with_nothing_left_no_model_is_loaded(
     devices = ONE_PROCESS if starter == "one process" else THREE_RANKS
     model = poisoned(pair, tmp_path)
     file = config(devices, target={"model": str(model)})
-    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else None
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if starter == "mpirun" else None
 
     # The bad row is refused again, for which no model is needed either. A command that is no rank does not even look
     # at the model; ranks of a user's own mpirun are checked before they agree that there is nothing to load.
