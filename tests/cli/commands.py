@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forked_commands import forked_words
+from forked_commands import forked_words, running_processes
 from forking_process import FAULT, FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,8 +92,9 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def parent_of(process: int) -> int:
-    """Process id of the one that has started a process."""
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    """Process id of the one that has started a process; of a forked rank, mpirun's, as of any other."""
+    standing = {rank: other for other, rank in running_processes()[1].items()}
+    return int(Path(f"/proc/{standing.get(process, process)}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_alive(process: int) -> bool:
