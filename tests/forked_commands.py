@@ -113,6 +113,10 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+_asking = threading.Lock()
+"""Held from a request to its answer: threads of a test may ask at the same time."""
+
+
 def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -> tuple[int, int]:
     """Have the process at the other end fork; returns the new one's id, and where its exit status will be told.
 
@@ -122,9 +126,10 @@ def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -
         request: `words`, `environment`, `folder`, `new_session` and `ranks` as `forking_process.main` has them.
     """
     status, writer = os.pipe()
-    socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
-    os.close(writer)
-    answer = connection.recv(100)
+    with _asking:
+        socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
+        os.close(writer)
+        answer = connection.recv(100)
     assert answer, "the process that forks commands has ended"
     return int(answer), status
 

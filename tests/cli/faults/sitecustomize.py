@@ -1,6 +1,6 @@
 """Makes one rank of a real job misbehave: Python imports this module by itself where it stands on PYTHONPATH.
 
-TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
+TRTRUN_TEST_FAULT is "RANK KIND", or "alone KIND" for a job of one process, with one of these kinds:
 
     corrupt    the rank flips one bit of every MPI message of 4096 bytes that it sends
     wrong-sum  the rank adds 1 to the last element of every sum over MPI
@@ -150,7 +150,7 @@ class BreakingFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if rank and os.environ.get("OMPI_COMM_WORLD_RANK") == rank:
+if rank and os.environ.get("OMPI_COMM_WORLD_RANK", "alone") == rank:
     for name in BREAKERS.keys() & sys.modules.keys():  # of a rank that was forked from a process that has them
         BREAKERS[name](sys.modules[name])
     sys.meta_path.insert(0, BreakingFinder())
