@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forked_ranks import NAME
+from forked_ranks import NAME, stand_in
 from forking_process import MOST_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,6 +113,10 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+_asking = threading.Lock()
+"""Held from a request to its answer: threads of a test may ask at the same time."""
+
+
 def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -> tuple[int, int]:
     """Have the process at the other end fork; returns the new one's id, and where its exit status will be told.
 
@@ -122,9 +126,10 @@ def fork_by(connection: socket.socket, outputs: Sequence[int], **request: Any) -
         request: `words`, `environment`, `folder`, `new_session` and `ranks` as `forking_process.main` has them.
     """
     status, writer = os.pipe()
-    socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
-    os.close(writer)
-    answer = connection.recv(100)
+    with _asking:
+        socket.send_fds(connection, [json.dumps(request).encode()], [*outputs, writer])
+        os.close(writer)
+        answer = connection.recv(100)
     assert answer, "the process that forks commands has ended"
     return int(answer), status
 
@@ -275,6 +280,12 @@ def _environment_of(process: int) -> list[str]:
         return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def forked_words() -> list[str]:
+    """Words before those of a program of Python that have the shared process fork it, whoever starts it: what ranks of
+    a user's own mpirun are started by, or a shell's commands. In another environment it is a new program."""
+    return stand_in(shared_commands().address)
 
 
 @cache

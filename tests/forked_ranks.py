@@ -38,12 +38,12 @@ def standing_for(address: str, command: list[str]) -> list[str]:
     size = 1 + len(PROGRAM)
     for place in range(len(command) - size):
         if tuple(command[place : place + size]) == (sys.executable, *PROGRAM):
-            return [*command[:place], *_itself(address), *command[place:]]
+            return [*command[:place], *stand_in(address), *command[place:]]
     return command
 
 
-def _itself(address: str) -> list[str]:
-    """Words before those of what it stands for."""
+def stand_in(address: str) -> list[str]:
+    """Words before those of what this program stands for."""
     return [sys.executable, "-I", "-S", __file__, address]
 
 
@@ -54,7 +54,7 @@ def fork_ranks(address: str) -> None:
 
     ending_with_parent = supervise.ending_with_parent
     supervise.ending_with_parent = lambda command: ending_with_parent(standing_for(address, list(command)))
-    keeper.ending_with_parent = lambda command: ending_with_parent([*_itself(address), *command])
+    keeper.ending_with_parent = lambda command: ending_with_parent([*stand_in(address), *command])
 
 
 def can_be_forked(environment: dict[str, str], own: dict[str, str]) -> bool:

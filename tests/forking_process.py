@@ -36,6 +36,9 @@ TAKE_LONG = (
 )  # fmt: skip
 """Modules that commands and their ranks import, with all that these import."""
 
+TAKE_LONG_FOR = {"train-drafter": ("transformers.models.llama.modeling_llama", "matplotlib.figure")}
+"""More of one command: they are imported when it is first asked for."""
+
 
 class Forking:
     """Forks for each request, until nobody is left to ask.
@@ -69,14 +72,15 @@ class Forking:
                     request: dict[str, Any] = json.loads(data or "null")
                     if ready in self._ranks and not (request and can_be_forked(request["environment"], self._own)):
                         self._refuse(ready, descriptors)
-                    elif self._fork(ready, descriptors):
+                    elif self._fork(ready, descriptors, request["words"]):
                         return request
                 elif ready in self._ranks:
                     self._kill(ready)
 
-    def _fork(self, asking: socket.socket, descriptors: Sequence[int]) -> bool:
-        """Whether this is the new process."""
+    def _fork(self, asking: socket.socket, descriptors: Sequence[int], words: Sequence[str]) -> bool:
+        """Whether this is the new process, which is to do what these words say."""
         *streams, status = descriptors
+        import_more(words)
         process = os.fork()
         if process == 0:
             for number, descriptor in enumerate(streams, start=3 - len(streams)):
@@ -126,6 +130,13 @@ class Forking:
         for asking in [asking for asking, of_rank in self._ranks.items() if of_rank == descriptor]:
             del self._ranks[asking]
             asking.close()
+
+
+def import_more(words: Sequence[str]) -> None:
+    """What takes long of a command with these words alone, for all that come behind it."""
+    for word in TAKE_LONG_FOR.keys() & set(words):
+        for name in TAKE_LONG_FOR[word]:
+            importlib.import_module(name)
 
 
 def be_python(words: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked_commands import forked_words, running_processes
 from forking_process import FAULT, FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,12 +26,18 @@ FIXED = ("--set", "speculation.pacing=fixed", "--set", "speculation.ahead=off")
 """For runs of the shipped pair whose rows are compared: how much is drafted does not follow from times."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
 def command_words() -> list[str]:
     """The installed console script, or the module it calls."""
     script = Path(sys.executable).parent / "trtrun"
     return [str(script)] if script.exists() else [sys.executable, "-m", "launch.cli"]
+
+
+def forked_command_words() -> list[str]:
+    """The same, forked: for ranks that a user's own mpirun starts. Tests of how those begin start the real program."""
+    return [*forked_words(), sys.executable, "-m", "launch.cli"]
 
 
 def command_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -85,8 +92,9 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def parent_of(process: int) -> int:
-    """Process id of the one that has started a process."""
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    """Process id of the one that has started a process; of a forked rank, mpirun's, as of any other."""
+    standing = {rank: other for other, rank in running_processes()[1].items()}
+    return int(Path(f"/proc/{standing.get(process, process)}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_alive(process: int) -> bool:

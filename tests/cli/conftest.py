@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, make_draft
 from commands import ROOT, Configs, Run, command_environment, command_words, faulty_environment
-from forked_commands import ForkedCommands, ForkedProcess, shared_commands
+from forked_commands import ForkedCommands, ForkedProcess, forked_words, shared_commands
 from forking_process import FAULT
 
 
@@ -56,13 +56,15 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
             return forked_commands.run(texts, command_environment(env), ROOT, timeout, words)
         command = [*(words or command_words()), *texts]
         environment = command_environment(env)
+        if FAULT in environment and forked_words()[-1] not in command:
+            environment = faulty_environment(environment)
         for _ in range(2):
             done = subprocess.run(
                 command,
                 capture_output=True,
                 text=True,
                 timeout=timeout,
-                env=faulty_environment(environment) if FAULT in environment else environment,
+                env=environment,
                 cwd=ROOT,
                 check=False,
             )

@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +20,14 @@ from typing import Any
 import pytest
 from commands import (
     FOUR_RANKS,
+    MPIRUN,
     ONE_PROCESS,
     THREE_RANKS,
     Configs,
     Run,
     command_words,
     error_line,
+    forked_command_words,
     is_alive,
     with_fault,
 )
@@ -36,7 +37,6 @@ from medusa_heads import make_heads, write_heads
 Start = Callable[..., "subprocess.Popen[str]"]
 TWO_TARGETS = {"target": ["cpu:0", "cpu:1"]}
 PLAIN = {"speculation": {"method": "none"}}
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -138,7 +138,7 @@ def test_devices_too_small_are_told_for_every_rank(config: Configs, trtrun: Run,
 
 
 def test_a_world_of_the_wrong_size(config: Configs, trtrun: Run) -> None:
-    done = trtrun("check", "--config", config(FOUR_RANKS), words=[*MPIRUN, "-n", "3", *command_words()])
+    done = trtrun("check", "--config", config(FOUR_RANKS), words=[*MPIRUN, "-n", "3", *forked_command_words()])
     assert done.returncode == 2
     (line,) = own_lines(done)
     assert "the devices need 4 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 " in line
@@ -239,7 +239,7 @@ def check_time(started: float, seconds: float) -> None:
     assert time.monotonic() - started < 2 * seconds
 
 
-LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
+LATE = "trtrun: the check did not end within 15 s (launch.check_seconds): "
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
     config: Configs, trtrun: Run, fault: str, by_own_mpirun: bool, said: str
 ) -> None:
     started = time.monotonic()
-    file = config(THREE_RANKS, launch={"check_seconds": 30})
-    words = [*MPIRUN, "-n", "3", *command_words()] if by_own_mpirun else None
+    file = config(THREE_RANKS, launch={"check_seconds": 15})
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if by_own_mpirun else None
     done = trtrun("check", "--config", file, env=with_fault(fault), words=words)
     assert (done.returncode, done.stdout) == (1, "")
-    check_time(started, 30)
+    check_time(started, 15)
     (line,) = own_lines(done)
     assert re.fullmatch(re.escape(LATE) + said, line), line
     assert "--- main thread of " in done.stderr  # where each rank is that can answer
@@ -277,13 +277,13 @@ def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs
     done = trtrun("run", "--config", file, "--prompt", "x", env=with_fault("2 sleep"))
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = own_lines(done)
-    late = LATE.replace("30 s", "10 s")
+    late = LATE.replace("15 s", "10 s")
     assert line == f"{late}target rank 2 (cpu:1): in the step 'reading the models' configurations'"
 
 
 def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun: Start) -> None:
     started = time.monotonic()
-    file = config(THREE_RANKS, launch={"check_seconds": 30})
+    file = config(THREE_RANKS, launch={"check_seconds": 20})
     process = start_trtrun("check", "--config", file, forks_ranks=False)
     while 2 not in (ranks := ranks_below(process.pid)):
         assert process.poll() is None
@@ -292,7 +292,7 @@ def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun
     os.kill(ranks[2], signal.SIGSTOP)
     output, errors = process.communicate(timeout=90)
     done = subprocess.CompletedProcess([], process.returncode, output, errors)
-    check_time(started, 30)
+    check_time(started, 20)
     assert (done.returncode, done.stdout) == (1, "")
     assert "target rank 2 (cpu:1)" in error_line(done)
     assert "rank 1" not in errors

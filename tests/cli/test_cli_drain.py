@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from commands import (
     FIXED,
+    MPIRUN,
     ONE_PROCESS,
     ONE_SLOT,
     ROOT,
@@ -22,6 +22,7 @@ from commands import (
     Run,
     command_environment,
     command_words,
+    forked_command_words,
     is_alive,
     write_rows,
 )
@@ -34,7 +35,6 @@ ONE_AND_THREE = [
     pytest.param(ONE_PROCESS, id="one-process"),
     pytest.param(THREE_RANKS, id="three-ranks"),
 ]
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 DONE, DRAINED, ROWS_REFUSED = 0, 3, 4
 pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -104,7 +104,7 @@ def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     arguments += ["--prompts", write_rows(tmp_path / "prompts.jsonl", list(CHAIN)), "--resume", "--output"]
     done: set[int] = set()
     for target, number in signals:
-        process = start_trtrun(*arguments, output, words=[*before, *command_words()] if before else None)
+        process = start_trtrun(*arguments, output, words=[*before, *forked_command_words()] if before else None)
 
         def has_passed_a_long_row() -> bool:
             now = written_indexes(working)
@@ -275,7 +275,7 @@ def test_a_signal_to_a_users_own_mpirun_before_anything_runs(
     config: Configs, start_trtrun: Start, tmp_path: Path
 ) -> None:
     arguments = endless_run(config, tmp_path, THREE_RANKS, drain_seconds=5)
-    process = start_trtrun(*arguments, words=[*MPIRUN, "-n", "3", *command_words()])
+    process = start_trtrun(*arguments, words=[*MPIRUN, "-n", "3", *forked_command_words()])
     wait_until(lambda: handles(rank_of(process.pid, 0) or 0, signal.SIGTERM), process, "rank 0's handlers")
     ranks = ranks_below(process.pid)
     os.kill(ranks[0], signal.SIGTERM)

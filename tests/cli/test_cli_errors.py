@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint, make_tokenizer
 from commands import (
+    MPIRUN,
     ONE_PROCESS,
     ROOT,
     THREE_RANKS,
@@ -19,6 +20,7 @@ from commands import (
     command_environment,
     command_words,
     error_line,
+    forked_command_words,
     write_rows,
 )
 
@@ -137,14 +139,7 @@ def test_nan_weights_found_while_ranks_load_end_the_job_with_one_line(
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     # The user's own mpirun runs the console script, without mpi4py's guard against ranks that hang.
-    mpirun = [
-        str(Path(sys.executable).parent / "mpirun"),
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-    ]
-    words = [*mpirun, "-n", "3", *command_words()] if starter == "mpirun" else None
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if starter == "mpirun" else None
     done = trtrun("run", "--config", config(THREE_RANKS, target={"model": str(copy)}), "--prompt", "x", words=words)
     lines = [line for line in done.stderr.splitlines() if line.startswith("trtrun: ")]
     assert done.returncode == 2
@@ -172,7 +167,7 @@ def test_a_text_prompt_without_a_tokenizer(config: Configs, trtrun: Run, tmp_pat
 def test_a_world_of_the_wrong_size_ends_with_the_right_command(config: Configs, run_ranks) -> None:  # type: ignore[no-untyped-def]
     file = config(THREE_RANKS)
     for size in (1, 2):
-        done = run_ranks(size, "-m", "launch.cli", "run", "--config", str(file), "--prompt", "x", timeout=30)
+        done = run_ranks(size, *forked_command_words()[1:], "run", "--config", str(file), "--prompt", "x", timeout=30)
         lines = [line for line in done.stderr.splitlines() if "trtrun:" in line]
         assert done.returncode == 2
         assert len(lines) == 1
@@ -188,7 +183,7 @@ def test_a_mistake_that_ranks_find_before_they_start_mpi_ends_a_users_own_mpirun
     # Open MPI's mpirun crashes, or hangs, if one rank ends while another one connects to it.
     file = config(THREE_RANKS, target={"model": str(tmp_path / "nowhere")})
     for _ in range(4):
-        done = run_ranks(2, "-m", "launch.cli", "run", "--config", str(file), "--prompt", "x", timeout=30)
+        done = run_ranks(2, *forked_command_words()[1:], "run", "--config", str(file), "--prompt", "x", timeout=30)
         lines = [line for line in done.stderr.splitlines() if "trtrun:" in line]
         assert done.returncode == 2, done.stderr
         assert len(lines) == 1

@@ -15,12 +15,13 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import FIXED, ROOT, Run, command_environment, command_words, is_alive, parent_of, write_rows
+from commands import FIXED, ROOT, Run, is_alive, parent_of, write_rows
 from drains import PATIENCE, wait_until, written_indexes
 from forked_commands import ranks_below
 from output_rows import read_rows, without_drafting
@@ -37,7 +38,7 @@ NEEDED = (None, 0, 2)
 """What a run cannot do without: mpirun, and the ranks beside the draft's."""
 
 ROWS_WITHOUT_DRAFTS = 3
-START_SECONDS = 3.0
+START_SECONDS = 0.5
 """Kills of ranks that only start come within this time after all of them are there."""
 
 PROMPTS = [
@@ -48,7 +49,7 @@ PROMPTS = [
         "temperature": 0.5,
         "seed": index,
     }
-    for index in range(120)
+    for index in range(30 * RUNS)
 ]
 KILLED = 128 + signal.SIGKILL
 
@@ -92,50 +93,45 @@ def goes_on_without(draft: int, process: subprocess.Popen[str], working: Path, k
     return True
 
 
-def run_and_kill(words: list[str], working: Path, kill: Kill) -> tuple[int, str]:
-    """Start a run, kill one of its processes while it lives, and see all of them end; exit status and stderr."""
-    with subprocess.Popen(
-        words, env=command_environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            wanted = len(written_indexes(working)) + kill.num_rows
-            wait_until(lambda: len(ranks_below(process.pid)) == SIZE, process, "all ranks", pause=0.05)
-            wait_until(lambda: len(written_indexes(working)) >= wanted, process, f"{wanted} rows")
-            ranks = ranks_below(process.pid)
-            assert sorted(ranks) == list(range(SIZE))
-            with pytest.raises(subprocess.TimeoutExpired):  # else it ended by itself, and nothing is killed
-                process.wait(timeout=kill.delay)
-            watched = [os.pidfd_open(rank) for rank in ranks.values()]
-            if not kill.after_draft or goes_on_without(ranks[DRAFT], process, working, kill):
-                victim = parent_of(ranks[0]) if kill.victim is None else ranks[kill.victim]
-                assert is_alive(victim)
-                os.kill(victim, signal.SIGKILL)
-            _, errors = process.communicate(timeout=PATIENCE)
-            for rank in watched:
-                ended, _, _ = select.select([rank], [], [], PATIENCE)
-                assert ended, "a rank outlived its job"
-                os.close(rank)
-        except BaseException:
-            process.kill()  # the kernel takes its ranks along
-            raise
+def kill_one(process: subprocess.Popen[str], working: Path, kill: Kill) -> tuple[int, str]:
+    """Kill one process of a run that has begun, and see all of them end; exit status and stderr."""
+    wanted = len(written_indexes(working)) + kill.num_rows
+    wait_until(lambda: len(ranks_below(process.pid)) == SIZE, process, "all ranks", pause=0.05)
+    wait_until(lambda: len(written_indexes(working)) >= wanted, process, f"{wanted} rows")
+    ranks = ranks_below(process.pid)
+    assert sorted(ranks) == list(range(SIZE))
+    with pytest.raises(subprocess.TimeoutExpired):  # else it ended by itself, and nothing is killed
+        process.wait(timeout=kill.delay)
+    watched = [os.pidfd_open(rank) for rank in ranks.values()]
+    if not kill.after_draft or goes_on_without(ranks[DRAFT], process, working, kill):
+        victim = parent_of(ranks[0]) if kill.victim is None else ranks[kill.victim]
+        assert is_alive(victim)
+        os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=PATIENCE)
+    for rank in watched:
+        ended, _, _ = select.select([rank], [], [], PATIENCE)
+        assert ended, "a rank outlived its job"
+        os.close(rank)
     return process.returncode, errors
 
 
 @pytest.mark.timeout(1200)
-def test_kills_at_random_moments_lose_no_row_and_repeat_none(trtrun: Run, tmp_path: Path) -> None:
+def test_kills_at_random_moments_lose_no_row_and_repeat_none(
+    trtrun: Run, start_trtrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     seed = int(os.environ.get("TRTRUN_TEST_SEED") or random.SystemRandom().randrange(10**6))
     print(f"TRTRUN_TEST_SEED={seed}")
     generator = random.Random(seed)
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     prompts = str(write_rows(tmp_path / "prompts.jsonl", list(PROMPTS)))
     arguments = ["run", "--config", str(PAIR), "--prompts", prompts]
-    words = [*command_words(), *arguments, *THREE_RANKS, "--output", str(output)]
+    words = [*arguments, *THREE_RANKS, "--output", str(output)]
     kept: set[int] = set()
     statuses: Counter[int] = Counter()
     runs_with_progress = 0
     for number in range(RUNS):
         kill = Kill.draw(generator, number)
-        status, errors = run_and_kill([*words, *(["--resume"] if number else [])], working, kill)
+        status, errors = kill_one(start_trtrun(*words, *(["--resume"] if number else [])), working, kill)
         now = written_indexes(working)
         print(f"{number}: {kill}: status {status}, {len(now)} rows: {errors.strip()}")
         assert status != 0 and not output.exists()

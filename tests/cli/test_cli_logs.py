@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import ONE_PROCESS, THREE_RANKS, Configs, Run, error_line, write_rows
+from commands import MPIRUN, ONE_PROCESS, THREE_RANKS, Configs, Run, error_line, write_rows
+from forked_commands import forked_words
 from output_rows import read_rows
 
 HOST = socket.gethostname()
@@ -113,14 +114,7 @@ def test_what_the_user_got_wrong_is_said_once_and_is_in_the_log(config: Configs,
 
 
 def test_a_defect_is_in_that_ranks_file_with_its_traceback(config: Configs, trtrun: Run, tmp_path: Path) -> None:
-    mpirun = [
-        str(Path(sys.executable).parent / "mpirun"),
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-    ]
-    words = [*mpirun, "-n", "3", sys.executable, "-m", "mpi4py", "-c", DEFECT]
+    words = [*MPIRUN, "-n", "3", *forked_words(), sys.executable, "-m", "mpi4py", "-c", DEFECT]
     logs = tmp_path / "logs"
     done = trtrun(
         "run", "--config", config(THREE_RANKS), "--prompt", "x", "--log-dir", logs,

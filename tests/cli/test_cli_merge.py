@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from commands import FIXED, ONE_PROCESS, THREE_RANKS, Configs, Run, error_line, write_rows
+from commands import (
+    FIXED,
+    MPIRUN,
+    ONE_PROCESS,
+    THREE_RANKS,
+    Configs,
+    Run,
+    error_line,
+    forked_command_words,
+    write_rows,
+)
 from output_rows import read_rows, without_times
 
 pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy
@@ -92,8 +101,7 @@ def test_a_part_without_rows_is_done_without_a_model(
     prompts, output = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
     words = None
     if starter == "mpirun":
-        mpirun = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe"]
-        words = [*mpirun, "--bind-to", "none", "-n", "3", sys.executable, "-m", "launch.cli"]
+        words = [*MPIRUN, "-n", "3", *forked_command_words()]
         model = pair / "target"
     else:
         model = Path(shutil.copytree(pair / "target", tmp_path / "target"))

@@ -8,8 +8,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from commands import (
     FIXED,
+    MPIRUN,
     ONE_PROCESS,
     ONE_SLOT,
     ROOT,
@@ -25,11 +24,12 @@ from commands import (
     Configs,
     Run,
     command_environment,
-    command_words,
     error_line,
+    forked_command_words,
     parent_of,
     write_rows,
 )
+from drains import wait_until
 from forked_commands import ForkedCommands, ranks_below
 from output_rows import read_rows, without_drafting
 
@@ -51,7 +51,6 @@ be killed between them."""
 PROMPTS = [
     {"prompt": TEXTS[i % 8] * (1 + i // 8), "max_tokens": LENGTHS[i % 12], "ignore_eos": True} for i in range(20)
 ]
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 Victim = Callable[[int, dict[int, int]], int]
 
 VICTIMS: dict[str, Victim] = {
@@ -65,31 +64,20 @@ def whole_lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def kill_when(words: list[str], working: Path, num_rows: int, victim: Victim) -> None:
-    """Start a run, kill one of its processes as soon as the working file has `num_rows` rows, and wait for the rest."""
-    with subprocess.Popen(
-        words, env=command_environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        deadline = time.monotonic() + 60
-        while whole_lines(working) < num_rows:
-            assert time.monotonic() < deadline
-            try:
-                process.wait(timeout=0.005)
-            except subprocess.TimeoutExpired:
-                continue
-            pytest.fail(f"the run ended before it could be killed: {process.stderr.read()}")
-        ranks = ranks_below(process.pid)
-        watched = [os.pidfd_open(rank) for rank in ranks.values()]
-        os.kill(victim(process.pid, ranks), signal.SIGKILL)
-        process.communicate(timeout=30)
-        assert process.returncode != 0
-        for rank in watched:
-            ended, _, _ = select.select([rank], [], [], 30)
-            if not ended:
-                signal.pidfd_send_signal(rank, signal.SIGKILL)
-                pytest.fail("a rank outlived its job")
-            os.close(rank)
+def kill_when(process: subprocess.Popen[str], working: Path, num_rows: int, victim: Victim) -> None:
+    """Kill one process of a run as soon as the working file has `num_rows` rows, and wait for the rest."""
+    wait_until(lambda: whole_lines(working) >= num_rows, process, f"{num_rows} rows")
+    ranks = ranks_below(process.pid)
+    watched = [os.pidfd_open(rank) for rank in ranks.values()]
+    os.kill(victim(process.pid, ranks), signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    for rank in watched:
+        ended, _, _ = select.select([rank], [], [], 30)
+        if not ended:
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+            pytest.fail("a rank outlived its job")
+        os.close(rank)
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +101,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, forked_commands: Forke
     ],
 )
 def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
-    trtrun: Run, tmp_path: Path, undisturbed: list[dict[str, Any]], starter: str, victims: list[str]
+    trtrun: Run,
+    start_trtrun: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    undisturbed: list[dict[str, Any]],
+    starter: str,
+    victims: list[str],
 ) -> None:
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     prompts = write_rows(tmp_path / "prompts.jsonl", list(PROMPTS))
-    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else command_words()
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if starter == "mpirun" else None
     arguments = ["run", "--config", str(PAIR), *FIXED, *TWO_SLOTS]
     arguments += ["--prompts", str(prompts), "--output", str(output)]
     kept = 0
     for round_, name in enumerate(victims):
         resume = ["--resume"] if round_ else []
-        kill_when([*words, *arguments, *resume], working, kept + 2, VICTIMS[name])
+        # What ends the ranks of a command that is killed is the kernel: those are new programs.
+        process = start_trtrun(*arguments, *resume, words=words, forks_ranks=name != "the command")
+        kill_when(process, working, kept + 2, VICTIMS[name])
         assert not output.exists()
         assert whole_lines(working) >= kept + 2
         kept = whole_lines(working)
@@ -168,7 +163,7 @@ def test_with_nothing_left_no_model_is_loaded(
     devices = ONE_PROCESS if starter == "one process" else THREE_RANKS
     model = poisoned(pair, tmp_path)
     file = config(devices, target={"model": str(model)})
-    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else None
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if starter == "mpirun" else None
 
     # The bad row is refused again, for which no model is needed either. A command that is no rank does not even look
     # at the model; ranks of a user's own mpirun are checked before they agree that there is nothing to load.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ONE_PROCESS, THREE_RANKS, Configs, Run, command_words, write_rows
+from commands import MPIRUN, ONE_PROCESS, THREE_RANKS, Configs, Run, command_words, write_rows
 from output_rows import read_rows
 
 PROMPTS = ["def main(", "import os\n", "x", "The quick brown fox", "\u00e4\u4f60\u597d \U0001f600"]
@@ -77,9 +76,8 @@ def test_rows_are_what_transformers_writes(
 def test_started_by_mpirun_the_command_takes_its_roles(
     config: Configs, trtrun: Run, tmp_path: Path, reference: list[list[int]]
 ) -> None:
-    mpirun = str(Path(sys.executable).parent / "mpirun")
     output = tmp_path / "out.jsonl"
-    words = [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3", *command_words()]
+    words = [*MPIRUN, "-n", "3", *command_words()]
     done = trtrun(
         "run", "--config", config(THREE_RANKS), "--prompts", prompts_file(tmp_path), "--output", output, words=words
     )

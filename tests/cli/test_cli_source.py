@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ONE_PROCESS, THREE_RANKS, Configs, Run, command_words, write_rows
+from commands import MPIRUN, ONE_PROCESS, THREE_RANKS, Configs, Run, forked_command_words, write_rows
 from output_rows import read_rows
 
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 OTHER_HOST = "240.0.0.1"
 
 
@@ -35,7 +33,7 @@ def per_rank(tmp_path: Path) -> list[str]:
         'exec "$@"\n'
     )
     script.chmod(0o755)
-    return [*MPIRUN, "-n", "3", str(script), *command_words()]
+    return [*MPIRUN, "-n", "3", str(script), *forked_command_words()]
 
 
 def texts(done_rows: Path) -> list[list[int]]:
@@ -102,7 +100,7 @@ def test_a_host_outside_the_slurm_job_is_refused_before_a_rank_starts(
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "alpha,beta"}
     devices = {"target": ["alpha/cpu:0", "gamma/cpu:0"], "draft": ["alpha/cpu:1"]}
     file = config(devices)
-    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else None
+    words = [*MPIRUN, "-n", "3", *forked_command_words()] if starter == "mpirun" else None
     environment = job if starter == "trtrun" else {}
     if words is not None:
         for name, value in job.items():

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, Run
+from commands import MPIRUN, ROOT, Run
+from forked_commands import forked_words
 
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "run.py")]
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "-n", "1", "--allow-run-as-root"]
 
 
 def test_the_documented_command_line(pair: Path, trtrun: Run) -> None:
@@ -53,7 +53,7 @@ def test_under_mpirun_with_one_rank_and_as_a_web_page_prints_it(pair: Path, trtr
         *("\u2013draft_target_model_config", "=", "\u201c[10,[0,1],[0,1],", "False]\u201d"),
         *("--kv_cache_free_gpu_memory_fraction=0.1", "--max_output_len=8", "--kv_cache_enable_block_reuse"),
         *("--input_text", "first", "second prompt"),
-        words=[*MPIRUN, *SCRIPT],
+        words=[*MPIRUN, "-n", "1", *forked_words(), *SCRIPT],
     )
     assert done.returncode == 0, done.stderr
     assert 'Input [Text 1]: "second prompt"' in done.stdout

@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import ONE_PROCESS, Configs, Run, command_words, error_line, write_rows
+from commands import MPIRUN, ONE_PROCESS, Configs, Run, error_line, forked_command_words, write_rows
 from drains import wait_until
 from engines import build_engine
 from output_rows import read_rows, without_drafting
@@ -26,7 +25,6 @@ PROMPTS = [{"prompt": TEXTS[index % 8] * (1 + index // 8)} for index in range(16
 PARD_TOKEN = 256
 """Of the pair's vocabulary of 260 the tokenizer knows 257: this is its end of text, which no text holds."""
 
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 TWO_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 SMALL = (
     *("--num-tokens", 3, "--batch-size", 4, "--micro-batch-size", 2, "--max-length", 64, "--heldout-rows", 2),
@@ -171,7 +169,7 @@ def test_an_eagle3_head_that_is_trained_on_two_ranks_drafts(
 def test_ranks_tell_the_parent_that_they_have_started(data: Path, config: Configs, trtrun: Run, tmp_path: Path) -> None:
     """One that does not hear it ends a run of more than launch.start_seconds as one whose start hangs."""
     train = ("--method", "medusa", "--data", data, *SMALL, "--steps", 1, "--output", tmp_path / "heads")
-    by_hand = [*MPIRUN, "-n", "2", *command_words()]
+    by_hand = [*MPIRUN, "-n", "2", *forked_command_words()]
     done = trtrun("train-drafter", "--config", config(TWO_RANKS), *train, env={VARIABLE: "1"}, words=by_hand)
     assert done.returncode == 0, done.stderr
     watch = StartWatch(str, 2, 0, "the start")

@@ -3,6 +3,9 @@
 Three are not what a reader does. Ports of the server are free ones, as others may run here. `trtrun submit` shows its
 script (the README's own --dry-run), as there need be no Slurm. scripts/demo.sh and scripts/test.sh install, and the
 second runs all of these tests: here they are looked at alone; test_cli_bench.py runs the demo behind the first.
+
+The first `trtrun run`, the server and the program of Python are new programs, and so are their ranks. The shell finds
+another `trtrun` for the other commands: it is forked from a process that has imported torch (forked_commands.py).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from commands import ROOT, command_environment
+from commands import ROOT, command_environment, forked_command_words
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(kind, text) for kind, text in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
@@ -26,20 +29,31 @@ LINES = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlin
 SCRIPTS = [line for line in LINES if line.startswith("scripts/")]
 SERVE = [line for line in LINES if line.startswith("trtrun serve")]
 COMMANDS = [line for line in LINES if line.startswith("trtrun ") and line not in SERVE]
+RUN = next(line for line in COMMANDS if line.startswith("trtrun run"))
 CURLS = [line for line in LINES if line.startswith("curl ")]
 PREPARATIONS = [line for line in LINES if line.startswith("echo ")]
 PATIENCE = 150.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """As of other commands, with `trtrun` on PATH, which is this checkout's."""
-    folder = tmp_path_factory.mktemp("bin")
+def environment_with(command: list[str], folder: Path) -> dict[str, str]:
+    """As of other commands, with `trtrun` on PATH, which is what `command` starts."""
     script = folder / "trtrun"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m launch.cli "$@"\n', encoding="utf-8")
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
     script.chmod(0o755)
     return command_environment({"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"})
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where `trtrun` is a new program, of this checkout."""
+    return environment_with([sys.executable, "-m", "launch.cli"], tmp_path_factory.mktemp("bin"))
+
+
+@pytest.fixture(scope="module")
+def forking_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where it is forked."""
+    return environment_with(forked_command_words(), tmp_path_factory.mktemp("forking"))
 
 
 @pytest.fixture
@@ -76,8 +90,9 @@ def test_the_scripts_can_be_run(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.split()[1])
-def test_commands(line: str, folder: Path, environment: dict[str, str]) -> None:
+def test_commands(line: str, folder: Path, environment: dict[str, str], forking_environment: dict[str, str]) -> None:
     words = shlex.split(line, comments=True)
+    environment = environment if line == RUN else forking_environment
     assert words[1] != "submit" or "--dry-run" in words, "what would need a Slurm shows its script"
     assert type_into_shell(line, folder, environment).strip() or "--output" in words
     if words[1] == "run" and "--output" in words:

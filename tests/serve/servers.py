@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from forked_commands import ForkedProcess, ranks_below, running_processes, shared_commands
+from forked_commands import ForkedProcess, forked_words, ranks_below, running_processes, shared_commands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -47,9 +47,9 @@ class Server:
         config: its configuration.
         arguments: of the command, behind that.
         environment: variables beside this process's.
-        launcher: words before the command; it is a new program then.
+        launcher: words of a user's own mpirun, whose ranks the command is.
         program: of Python.
-        is_forked: whether it is no new program.
+        is_forked: whether it is no new program, nor its ranks.
 
     Attributes:
         process: the front.
@@ -73,7 +73,8 @@ class Server:
             python = [sys.executable, *program]
             self.process = shared_commands().start(words, values, ROOT, python, ranks=True)
         else:
-            python = [sys.executable, *(("-m", "mpi4py") if launcher else ()), *program]
+            begin = [*(forked_words() if is_forked else ()), sys.executable]
+            python = [*begin, *(("-m", "mpi4py") if launcher else ()), *program]
             self.process = subprocess.Popen(
                 [*launcher, *python, *words], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=values
             )

@@ -65,10 +65,10 @@ def check_whole(server: Server, llm: LLM, logs: Path) -> None:
 def test_odd_requests_are_answered_in_one_line(server: Server, llm: LLM, logs: Path) -> None:
     for endpoint in openai_endpoints("pair"):
         url = server.metrics_url.removesuffix("/metrics") if endpoint.is_metrics else server.url
-        _, fault = try_endpoint(endpoint, url, 60 if endpoint.body is not None else 10, 1)
+        _, fault = try_endpoint(endpoint, url, 24 if endpoint.body is not None else 4, 1)
         assert fault is None, endpoint.path
     for endpoint in kserve_endpoints():
-        _, fault = try_endpoint(endpoint, server.url, 12 if endpoint.body is not None else 2, 1)
+        _, fault = try_endpoint(endpoint, server.url, 6 if endpoint.body is not None else 2, 1)
         assert fault is None, endpoint.path
     check_whole(server, llm, logs)
 
@@ -76,7 +76,7 @@ def test_odd_requests_are_answered_in_one_line(server: Server, llm: LLM, logs: P
 def test_odd_calls_are_answered_with_a_status_in_one_line(server: Server, llm: LLM, logs: Path) -> None:
     with grpc.insecure_channel(server.grpc_address) as channel:
         for method in METHODS:
-            statuses, fault = try_method(channel, method, 120 if "Infer" in method else 6, 1)
+            statuses, fault = try_method(channel, method, 48 if "Infer" in method else 6, 1)
             assert fault is None, method
             assert statuses.total() >= 6
     for data in ODD_BYTES:

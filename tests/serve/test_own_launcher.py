@@ -65,7 +65,8 @@ def test_rank_0_serves_the_same_texts_and_drains(pair: Path, tmp_path: Path, llm
 @pytest.mark.parametrize("victim", ["target rank", "mpirun"])
 def test_a_kill_ends_the_server_and_every_stream(pair: Path, tmp_path: Path, victim: str) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
-    with serving(config, launcher=mpirun(3)) as server:
+    # What the end of mpirun is to its ranks is the kernel's word: those are new programs.
+    with serving(config, launcher=mpirun(3), is_forked=victim != "mpirun") as server:
         processes = [own_rank(server, rank) for rank in range(3)]
         victims = {"target rank": processes[2], "mpirun": server.process.pid}
         stream = Streamed(server, "def f(", LONG | {"n": 4})

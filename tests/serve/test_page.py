@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ SLOW = 120_000.0
 
 
 @pytest.fixture(scope="module")
-def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there no engine starts: one that is forked is back sooner than the page asks for it."""
+    return tmp_path_factory.mktemp("hold") / "hold"
+
+
+@pytest.fixture(scope="module")
+def server(pair: Path, hold: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("page")
     (folder / "keys").write_text(KEY)
     config = write_config(
@@ -43,8 +50,8 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         speculation={"pacing": "fixed"},  # every round drafts, however slow the machine is
         server={"api_key_file": str(folder / "keys"), "max_restarts": 10},
     )
-    # An engine that is forked is back sooner than the page asks whether it is gone.
-    with serving(config, is_forked=False) as server:
+    program = ["tests/serve/programs/held_engine.py"]
+    with serving(config, program=program, environment={"HOLD": str(hold)}) as server:
         yield server
 
 
@@ -56,8 +63,8 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def page(browser: Any, server: Server) -> Iterator[Any]:
+@contextmanager
+def opened(browser: Any, server: Server) -> Iterator[Any]:
     """The page, with its key given; nothing may be logged as wrong or asked of another host."""
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.set_default_timeout(SLOW)
@@ -81,6 +88,20 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
     # Refusals are logged by the browser itself.
     assert [text for text in problems if not text.startswith("Failed to load resource")] == []
     assert hosts == {server.url.split("/")[2]}
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    """A page of the test's own."""
+    with opened(browser, server) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def looked_at(browser: Any, server: Server) -> Iterator[Any]:
+    """A page for tests that only look at it."""
+    with opened(browser, server) as page:
+        yield page
 
 
 def generate(page: Any, prompt: str, max_tokens: int = 48) -> None:
@@ -125,44 +146,6 @@ def test_a_text_is_shown_by_how_its_tokens_came_and_compared(page: Any, llm: LLM
     playwright.expect(page.locator("#compare")).to_have_text("Decode plainly and compare")
     playwright.expect(page.locator("#news")).to_have_text(re.compile("^Done"))
     assert float(page.locator("[data-run=speculative] b").text_content()) > 0
-
-
-TELL_RATIOS = """async () => {
-  const { SpeedView, Run } = await import(new URL("page/speeds.js", document.baseURI));
-  const run = (seconds) => Object.assign(new Run(), {
-    first: 1, last: 1 + 1000 * seconds, numFirst: 1, tokens: [1, 2, 3], isWhole: true,
-  });
-  return [1 / 3, 1, 1.004, 1 / 0.94, 0.8].map((seconds) => {
-    const view = new SpeedView(document.querySelector(".speeds"), document.createElement("p"));
-    view.set("plain", run(1));
-    view.set("speculative", run(seconds));
-    return view.verdict.querySelector("b").textContent;
-  });
-}"""
-
-
-def test_a_ratio_is_told_as_what_it_is(page: Any) -> None:
-    told = page.evaluate(TELL_RATIOS)
-    same = "As fast as plain decoding"
-    assert told == ["3.00 times as fast", same, same, "6 % slower", "25 % faster"]
-
-
-READ_LINES = """async () => {
-  const { Line } = await import(new URL("page/engine.js", document.baseURI));
-  const svg = document.querySelector("#running-line");
-  return [1, 3, 7, 0].map((number) => {
-    new Line(svg).add(number, 8);
-    const [area, path] = svg.querySelectorAll("path");
-    const y = Number(path.getAttribute("d").split(",")[1]);
-    const top = svg.querySelector("text").textContent;
-    return [top, (Number(top) * (svg.clientHeight - 1.5 - y)) / (svg.clientHeight - 3)];
-  });
-}"""
-
-
-def test_a_count_stands_where_its_lines_scale_says(page: Any) -> None:
-    tops, numbers = zip(*page.evaluate(READ_LINES), strict=True)
-    assert tops == ("2", "4", "8", "8") and numbers == pytest.approx((1, 3, 7, 0), abs=0.1)
 
 
 def test_columns_end_together_and_lines_have_scales(page: Any) -> None:
@@ -212,8 +195,8 @@ def test_texts_are_never_html_and_refusals_are_told(page: Any) -> None:
 def test_a_chat_a_stop_and_a_phone(page: Any, server: Server) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
-    cards = page.evaluate("() => [...document.querySelectorAll('main h2')].map((title) => title.textContent.trim())")
-    assert cards[:4] == ["Prompt", "Text", "Speed", "Rounds"], "what compares stands under the text"
+    for place, title in enumerate(("Prompt", "Text", "Speed", "Rounds")):  # what compares stands under the text
+        playwright.expect(page.locator("main h2").nth(place)).to_have_text(title)
     for control in page.locator("main button, main input:visible, #theme").all():
         if control.get_attribute("type") not in ("radio", "checkbox"):  # their labels are what a finger meets
             assert control.bounding_box()["height"] >= 43.5, control
@@ -232,30 +215,17 @@ def test_a_chat_a_stop_and_a_phone(page: Any, server: Server) -> None:
     server.wait_idle()
 
 
-def test_ranks_and_schemes(page: Any) -> None:
-    ranks = page.locator("#ranks")
-    for role in ("orchestrator", "draft", "target"):
-        playwright.expect(ranks.get_by_label(f"{role} ranks")).to_contain_text("cpu:0")
-    for role in ("draft", "target"):
-        playwright.expect(ranks.get_by_label(f"{role} ranks")).to_contain_text(f"model {role}")
-    playwright.expect(page.locator("#running")).to_have_text("0 of 4")
-    playwright.expect(page.locator("#kv")).to_have_text("0.0 %")
-    grounds = []
-    for _ in range(3):
-        grounds.append(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
-        page.locator("#theme").click()
-    assert len(set(grounds)) == 2
-
-
-def test_a_text_goes_on_behind_a_lost_engine(page: Any, server: Server, llm: LLM) -> None:
+def test_a_text_goes_on_behind_a_lost_engine(page: Any, server: Server, hold: Path, llm: LLM) -> None:
     (completion,) = llm.generate([PROMPT], SamplingParams(max_tokens=200))[0].completions
     page.get_by_label("Prompt", exact=True).fill(PROMPT)
     page.get_by_label("Tokens, at most").fill("200")
     page.locator("#go").click()
     playwright.expect(page.locator("#text .token").nth(8)).to_be_attached()
+    hold.touch()
     os.kill(server.engine(), signal.SIGKILL)
     playwright.expect(page.locator("#state")).to_have_text("the engine is starting")
     playwright.expect(page.locator("#ranks li.starting")).to_have_count(3)
+    hold.unlink()
     playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
     assert page.locator("#text").text_content() == PROMPT + completion.text
     playwright.expect(page.locator("#version")).to_contain_text("restarts of the engine: 1")
@@ -277,26 +247,28 @@ def show_or_hide(page: Any, is_visible: bool) -> None:
     )
 
 
-def lose_engine(server: Server) -> None:
+def lose_engine(server: Server, hold: Path) -> None:
+    hold.touch()
     os.kill(server.engine(), signal.SIGKILL)
     wait_until(lambda: server.get("/health").status_code == 503 or None, "the loss of the engine")
+    hold.unlink()
 
 
-def test_a_hidden_page_knows_which_of_its_texts_an_engine_was_lost_in(page: Any, server: Server) -> None:
+def test_a_hidden_page_knows_which_of_its_texts_an_engine_was_lost_in(page: Any, server: Server, hold: Path) -> None:
     """It does not ask how the server stands while nobody looks."""
     show_or_hide(page, False)
     page.get_by_label("Prompt", exact=True).fill(PROMPT)
     page.get_by_label("Tokens, at most").fill("200")
     page.locator("#go").click()
     playwright.expect(page.locator("#text .token").nth(8)).to_be_attached()
-    lose_engine(server)
+    lose_engine(server, hold)
     playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
     first = page.locator("[data-run=speculative] .first")
     playwright.expect(first).to_contain_text("started again meanwhile")
     page.locator("#compare").click()
     playwright.expect(page.locator("#verdict")).to_have_text("The same text, token for token (200).")
     # The next loss is before the next text, and none of its business.
-    lose_engine(server)
+    lose_engine(server, hold)
     wait_until(lambda: server.get("/health").is_success or None, "an engine")
     show_or_hide(page, True)
     page.locator("#go").click()
@@ -309,39 +281,6 @@ def test_a_hidden_page_knows_which_of_its_texts_an_engine_was_lost_in(page: Any,
             r"The same text, token for token \(200\)\.$"
         )
     )
-
-
-def test_a_server_that_is_gone_is_shown_as_gone(page: Any) -> None:
-    playwright.expect(page.locator("#running")).to_have_text("0 of 4")
-    page.route("**/status", lambda route: route.abort())
-    playwright.expect(page.locator("#state")).to_have_text("no answer")
-    for number in ("#running", "#waiting", "#kv"):
-        playwright.expect(page.locator(number)).to_have_text("–")
-    playwright.expect(page.locator("#ranks li.unknown")).to_have_count(3)
-    page.unroute("**/status")
-    playwright.expect(page.locator("#running")).to_have_text("0 of 4")
-    playwright.expect(page.locator("#ranks li.up")).to_have_count(3)
-
-
-def test_a_draft_tree_is_shown_as_one(page: Any) -> None:
-    def answer(route: Any) -> None:
-        status = route.fetch().json()
-        status["speculation"] |= {"method": "medusa", "draft_nodes": 6, "draft_parents": [-1, -1, 0, 1, 1, 3]}
-        route.fulfill(json=status)
-
-    playwright.expect(page.locator("#method")).to_have_text("a draft model, up to 4 draft tokens a round")
-    page.route("**/status", answer)
-    said = "Medusa heads, trees of up to 6 draft tokens a round, 4 deep"
-    playwright.expect(page.locator("#method")).to_have_text(said)
-    tree = page.get_by_role("img", name="A draft: a tree of 6 tokens, 2, 3, 1 by depth")
-    playwright.expect(tree.locator("circle:not(.root)")).to_have_count(6)
-    ends = tree.locator("line").evaluate_all(
-        "lines => lines.map((line) => ['x1', 'y1', 'x2', 'y2'].map((name) => +line.getAttribute(name)))"
-    )
-    places = [(x, y) for _, _, x, y in ends]
-    assert [ends[node][:2] for node in (2, 3, 4, 5)] == [list(places[parent]) for parent in (0, 1, 1, 3)]
-    assert len(set(places)) == 6 and [y for _, y in places] == [27, 27, 49, 49, 49, 71]
-    page.unroute_all(behavior="wait")
 
 
 def test_the_form_follows_a_server_that_comes_back_with_other_limits(page: Any) -> None:
@@ -359,3 +298,89 @@ def test_the_form_follows_a_server_that_comes_back_with_other_limits(page: Any) 
     playwright.expect(page.get_by_label("Completion")).to_be_checked()
     generate(page, PROMPT, 8)
     page.unroute_all(behavior="wait")  # else a page that is closed takes the answer from one that is just on its way
+
+
+TELL_RATIOS = """async () => {
+  const { SpeedView, Run } = await import(new URL("page/speeds.js", document.baseURI));
+  const run = (seconds) => Object.assign(new Run(), {
+    first: 1, last: 1 + 1000 * seconds, numFirst: 1, tokens: [1, 2, 3], isWhole: true,
+  });
+  return [1 / 3, 1, 1.004, 1 / 0.94, 0.8].map((seconds) => {
+    const view = new SpeedView(document.querySelector(".speeds"), document.createElement("p"));
+    view.set("plain", run(1));
+    view.set("speculative", run(seconds));
+    return view.verdict.querySelector("b").textContent;
+  });
+}"""
+
+
+def test_a_ratio_is_told_as_what_it_is(looked_at: Any) -> None:
+    told = looked_at.evaluate(TELL_RATIOS)
+    same = "As fast as plain decoding"
+    assert told == ["3.00 times as fast", same, same, "6 % slower", "25 % faster"]
+
+
+READ_LINES = """async () => {
+  const { Line } = await import(new URL("page/engine.js", document.baseURI));
+  const svg = document.querySelector("#running-line");
+  return [1, 3, 7, 0].map((number) => {
+    new Line(svg).add(number, 8);
+    const [area, path] = svg.querySelectorAll("path");
+    const y = Number(path.getAttribute("d").split(",")[1]);
+    const top = svg.querySelector("text").textContent;
+    return [top, (Number(top) * (svg.clientHeight - 1.5 - y)) / (svg.clientHeight - 3)];
+  });
+}"""
+
+
+def test_a_count_stands_where_its_lines_scale_says(looked_at: Any) -> None:
+    tops, numbers = zip(*looked_at.evaluate(READ_LINES), strict=True)
+    assert tops == ("2", "4", "8", "8") and numbers == pytest.approx((1, 3, 7, 0), abs=0.1)
+
+
+def test_ranks_and_schemes(looked_at: Any) -> None:
+    ranks = looked_at.locator("#ranks")
+    for role in ("orchestrator", "draft", "target"):
+        playwright.expect(ranks.get_by_label(f"{role} ranks")).to_contain_text("cpu:0")
+    for role in ("draft", "target"):
+        playwright.expect(ranks.get_by_label(f"{role} ranks")).to_contain_text(f"model {role}")
+    playwright.expect(looked_at.locator("#running")).to_have_text("0 of 4")
+    playwright.expect(looked_at.locator("#kv")).to_have_text("0.0 %")
+    grounds = []
+    for _ in range(3):
+        grounds.append(looked_at.evaluate("() => getComputedStyle(document.body).backgroundColor"))
+        looked_at.locator("#theme").click()
+    assert len(set(grounds)) == 2
+
+
+def test_a_server_that_is_gone_is_shown_as_gone(looked_at: Any) -> None:
+    playwright.expect(looked_at.locator("#running")).to_have_text("0 of 4")
+    looked_at.route("**/status", lambda route: route.abort())
+    playwright.expect(looked_at.locator("#state")).to_have_text("no answer")
+    for number in ("#running", "#waiting", "#kv"):
+        playwright.expect(looked_at.locator(number)).to_have_text("–")
+    playwright.expect(looked_at.locator("#ranks li.unknown")).to_have_count(3)
+    looked_at.unroute("**/status")
+    playwright.expect(looked_at.locator("#running")).to_have_text("0 of 4")
+    playwright.expect(looked_at.locator("#ranks li.up")).to_have_count(3)
+
+
+def test_a_draft_tree_is_shown_as_one(looked_at: Any) -> None:
+    def answer(route: Any) -> None:
+        status = route.fetch().json()
+        status["speculation"] |= {"method": "medusa", "draft_nodes": 6, "draft_parents": [-1, -1, 0, 1, 1, 3]}
+        route.fulfill(json=status)
+
+    playwright.expect(looked_at.locator("#method")).to_have_text("a draft model, up to 4 draft tokens a round")
+    looked_at.route("**/status", answer)
+    said = "Medusa heads, trees of up to 6 draft tokens a round, 4 deep"
+    playwright.expect(looked_at.locator("#method")).to_have_text(said)
+    tree = looked_at.get_by_role("img", name="A draft: a tree of 6 tokens, 2, 3, 1 by depth")
+    playwright.expect(tree.locator("circle:not(.root)")).to_have_count(6)
+    ends = tree.locator("line").evaluate_all(
+        "lines => lines.map((line) => ['x1', 'y1', 'x2', 'y2'].map((name) => +line.getAttribute(name)))"
+    )
+    places = [(x, y) for _, _, x, y in ends]
+    assert [ends[node][:2] for node in (2, 3, 4, 5)] == [list(places[parent]) for parent in (0, 1, 1, 3)]
+    assert len(set(places)) == 6 and [y for _, y in places] == [27, 27, 49, 49, 49, 71]
+    looked_at.unroute_all(behavior="wait")

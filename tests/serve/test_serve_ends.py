@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from served.processes import ROOT
+from forked_commands import shared_commands
+from served.processes import ROOT, server_environment
 from servers import ONE_PROCESS, PATIENCE, PLAIN, THREE_RANKS, Server, serving, write_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -141,11 +140,8 @@ def test_keys_tls_and_the_time_of_a_request(pair: Path, tmp_path: Path, certific
 
 def run_refused(*arguments: object, environment: dict[str, str] | None = None) -> str:
     """The one line of a server that does not start."""
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", "serve", *map(str, arguments)],
-        env={**os.environ, **(environment or {})},
-        capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False,
-    )  # fmt: skip
+    words = ["serve", *map(str, arguments)]
+    done = shared_commands().run(words, server_environment(environment), ROOT, PATIENCE)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     return line

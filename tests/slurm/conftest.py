@@ -6,12 +6,21 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from batch import Rows, Run, Start, command_environment, command_words, make_prompts, read_rows
+from batch import (
+    Rows,
+    Run,
+    Start,
+    command_environment,
+    command_words,
+    make_folder,
+    read_rows,
+    run_command,
+    write_config,
+    write_prompts,
+)
 from cluster import Cluster, missing
-from forked_commands import shared_commands
 
 
 @pytest.fixture(scope="session")
@@ -30,20 +39,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a test's files lie and its jobs run; its name has what a shell and sbatch must not trip over."""
-    place = tmp_path / "it's a $(folder) #1"
-    place.mkdir()
-    return place
+    """Where a test's files lie and its jobs run."""
+    return make_folder(tmp_path)
 
 
 @pytest.fixture
 def trtrun(cluster: Cluster, folder: Path) -> Run:
-    """Return run(*arguments): the command on the cluster's login node, which is this host, captured; it is forked."""
-
-    def run(*arguments: object, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-        return shared_commands().run(list(map(str, arguments)), command_environment(cluster), folder, timeout)
-
-    return run
+    """Return run(*arguments): as `run_command`."""
+    return lambda *arguments, **options: run_command(cluster, folder, arguments, **options)
 
 
 @pytest.fixture
@@ -68,39 +71,14 @@ def start_trtrun(cluster: Cluster, folder: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def config(folder: Path) -> Callable[..., Path]:
-    """Return make(nodes, slurm={…}, **sections) -> a YAML file for the shipped pair, one CPU slot of the target a node.
-
-    The file is JSON, which is YAML.
-    """
-
-    def make(nodes: int, slurm: dict[str, Any] | None = None, **sections: Any) -> Path:
-        values: dict[str, Any] = {
-            "target": {"model": "asset:target", "devices": {"nodes": nodes, "cpus_per_node": 1}},
-            "draft": {"model": "asset:draft", "devices": {"nodes": 1, "cpus_per_node": 1}},
-            "threads": 1,
-            "speculation": {"pacing": "fixed"},  # runs that are compared draft alike
-            **sections,
-        }
-        # A limit, because a job that hangs must not outlive the tests.
-        values["launch"] = {**values.get("launch", {}), "slurm": {"time": "10:00", **(slurm or {})}}
-        file = folder / f"run {len(list(folder.glob('*.yaml')))}.yaml"
-        file.write_text(json.dumps(values), encoding="utf-8")
-        return file
-
-    return make
+    """Return make(nodes, slurm={…}, **sections): as `write_config`."""
+    return lambda *arguments, **sections: write_config(folder, *arguments, **sections)
 
 
 @pytest.fixture
 def prompts(folder: Path) -> Callable[..., Path]:
-    """Return write(count, max_tokens) -> a prompts file."""
-
-    def write(count: int, max_tokens: int) -> Path:
-        file = folder / "prompts.jsonl"
-        lines = [json.dumps(row) for row in make_prompts(count, max_tokens)]
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return file
-
-    return write
+    """Return write(count, max_tokens): as `write_prompts`."""
+    return lambda *arguments: write_prompts(folder, *arguments)
 
 
 @pytest.fixture(scope="session")
@@ -120,10 +98,9 @@ def local_rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rows]:
                 "speculation": {"pacing": "fixed"},
             }
             (folder / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
-            lines = [json.dumps(row) for row in make_prompts(count, max_tokens)]
-            (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_prompts(folder, count, max_tokens)
             words = ["run", "--config", "run.yaml", "--prompts", "prompts.jsonl", "--output", "out.jsonl"]
-            done = shared_commands().run(words, command_environment(None), folder, 170)
+            done = run_command(None, folder, words, 170)
             assert done.returncode == 0, done.stderr
             known[count, max_tokens, targets] = read_rows(folder / "out.jsonl")
         return known[count, max_tokens, targets]

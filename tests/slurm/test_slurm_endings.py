@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batch import ONE_PROCESS, ROOT, Rows, Run, count_lines, read_rows
+from batch import (
+    ONE_PROCESS,
+    ROOT,
+    Rows,
+    Run,
+    count_lines,
+    make_folder,
+    read_rows,
+    run_command,
+    write_config,
+    write_prompts,
+)
 from cluster import Cluster, wait_for
 
 from launch.slurm.client import ENDED
@@ -22,9 +34,12 @@ Local = Callable[[int, int], Rows]
 pytestmark = pytest.mark.timeout(600)
 ONE_BY_ONE = {"max_batch_size": 1}
 """Rows that run one after another finish one after another, so that some are left at any moment."""
-SLOW = f'[ -e hurry ] || export PYTHONPATH="{ROOT}/tests/cli/faults:$PYTHONPATH" TRTRUN_TEST_FAULT="2 slow"'
-"""What a job does first: its target sleeps in each round, however fast the machine is, until `hurry` says that it need
-not. A row of 80 tokens takes 0.7 s at least, and hardly any of a core."""
+SLOW, SLOW_ALONE = (
+    f'[ -e hurry ] || export PYTHONPATH="{ROOT}/tests/cli/faults:$PYTHONPATH" TRTRUN_TEST_FAULT="{rank} slow"'
+    for rank in ("2", "alone")
+)
+"""What a job of three ranks, or of one process, does first: its target sleeps in each round, however fast the machine
+is, until `hurry` says that it need not. A row of 80 tokens takes 0.7 s at least, and hardly any of a core."""
 
 
 def hurry(folder: Path) -> None:
@@ -35,16 +50,15 @@ def hurry(folder: Path) -> None:
 class Jobs:
     """Submits the same run again and again, as a user does who wants its rows."""
 
-    def __init__(self, cluster: Cluster, trtrun: Run, folder: Path, file: Path, prompts: Path) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, file: Path, prompts: Path) -> None:
         self._cluster = cluster
-        self._trtrun = trtrun
         self._folder = folder
         self._file = file
         self._arguments = ("--config", file, "--", "run", "--prompts", prompts, "--output", "out.jsonl")
 
     def submit(self, *options: object) -> int:
         """Return the job's number, which is all that standard output holds."""
-        done = self._trtrun("submit", *options, *self._arguments)
+        done = run_command(self._cluster, self._folder, ["submit", *options, *self._arguments])
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
@@ -86,21 +100,59 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(cluster: Cluster, trtrun: Run, folder: Path, prompts: Prompts) -> Callable[..., Jobs]:
+def jobs(cluster: Cluster, folder: Path, prompts: Prompts) -> Callable[..., Jobs]:
     """Return make(config, count, max_tokens)."""
 
     def make(file: Path, count: int, max_tokens: int) -> Jobs:
-        return Jobs(cluster, trtrun, folder, file, prompts(count, max_tokens))
+        return Jobs(cluster, folder, file, prompts(count, max_tokens))
 
     return make
 
 
+@pytest.fixture(scope="module")
+def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, local_rows: Local) -> Iterator[Future[None]]:
+    """What becomes of a job that reaches its time limit, from the first test on: Slurm looks at limits every half
+    minute, and other tests need not wait for that."""
+    folder = make_folder(tmp_path_factory.mktemp("limited"))
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(reach_a_time_limit, cluster, folder, local_rows)
+
+
+def reach_a_time_limit(cluster: Cluster, folder: Path, local_rows: Local) -> None:
+    """A job drains, is requeued and completes."""
+    slurm = {"requeue": True, "signal_seconds": 120, "setup": [SLOW_ALONE]}
+    count = 64
+    file = write_config(folder, 1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5}, **ONE_PROCESS)
+    run = Jobs(cluster, folder, file, write_prompts(folder, count, 80))
+    job = run.submit()
+    run.wait_for_rows(job, 2)
+    # Slurm counts limits in minutes and looks at them every half minute, in which less than the 64 rows get done. From
+    # now on the end is near enough for the warning, and more than a minute away.
+    minutes = int(cluster.show(job)["RunTime"].split(":")[1])
+    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
+    shown = run.wait_for_state(job, "PENDING")
+    assert shown["JobState"] == "PENDING", run.log(job)
+    kept = count_lines(folder / "out.jsonl.partial")
+    assert 2 <= kept < count
+    hurry(folder)
+    run.change(scheduler={"max_batch_size": 32})
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    ended = run.wait_for_state(job)
+    log = run.log(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+    assert "trtrun: SIGUSR1: no more prompts are begun" in log
+    assert "trtrun: the job goes back into the queue, for the rows that are left\n" in log
+    assert "start 2\n" in log
+    assert f"{kept} rows were done before" in log
+    assert read_rows(folder / "out.jsonl") == local_rows(count, 80)
+
+
 def test_a_cancelled_job_drains_and_the_next_one_goes_on(
-    trtrun: Run, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
+    trtrun: Run, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local, limited: Future[None]
 ) -> None:
     # It would be requeued after Slurm's warning, but not when a user wants it to end.
-    slurm = {"requeue": True, "signal_seconds": 60, "setup": [SLOW]}
-    run = jobs(config(1, slurm, scheduler=ONE_BY_ONE), 8, 100)
+    slurm = {"requeue": True, "signal_seconds": 60, "setup": [SLOW_ALONE]}
+    run = jobs(config(1, slurm, scheduler=ONE_BY_ONE, **ONE_PROCESS), 8, 100)
     job = run.submit()
     run.wait_for_rows(job, 1)
     done = trtrun("cancel", job)
@@ -126,35 +178,6 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(
     assert cluster.show(job)["JobState"] == "CANCELLED"
 
 
-def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
-    cluster: Cluster, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
-) -> None:
-    slurm = {"requeue": True, "signal_seconds": 120, "setup": [SLOW]}
-    count = 64
-    run = jobs(config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5}), count, 80)
-    job = run.submit()
-    run.wait_for_rows(job, 2)
-    # Slurm counts limits in minutes and looks at them every half minute, in which less than the 64 rows get done. From
-    # now on the end is near enough for the warning, and more than a minute away.
-    minutes = int(cluster.show(job)["RunTime"].split(":")[1])
-    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
-    shown = run.wait_for_state(job, "PENDING")
-    assert shown["JobState"] == "PENDING", run.log(job)
-    kept = count_lines(folder / "out.jsonl.partial")
-    assert 2 <= kept < count
-    hurry(folder)
-    run.change(**ONE_PROCESS, scheduler={"max_batch_size": 32})
-    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    ended = run.wait_for_state(job)
-    log = run.log(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
-    assert "trtrun: SIGUSR1: no more prompts are begun" in log
-    assert "trtrun: the job goes back into the queue, for the rows that are left\n" in log
-    assert "start 2\n" in log
-    assert f"{kept} rows were done before" in log
-    assert read_rows(folder / "out.jsonl") == local_rows(count, 80)
-
-
 def test_a_job_that_gets_no_further_is_not_requeued(
     cluster: Cluster, config: Config, jobs: Callable[..., Jobs]
 ) -> None:
@@ -168,9 +191,10 @@ def test_a_job_that_gets_no_further_is_not_requeued(
     assert "trtrun: no rows were finished, nor would many be in the next start: not requeued" in run.log(job)
 
 
-def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
+def test_a_killed_rank_ends_the_job_and_what_is_done_stays(
     cluster: Cluster, trtrun: Run, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
 ) -> None:
+    """The next job would go on as behind one that is cancelled."""
     run = jobs(config(1, {"setup": [SLOW]}, scheduler=ONE_BY_ONE), 8, 100)
     job = run.submit()
     run.wait_for_rows(job, 1)
@@ -180,8 +204,8 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "137:0"), run.log(job)
     assert "target rank 2 (n1 cpu:0)" in run.log(job)
     assert f"job {job} FAILED" in trtrun("status", job).stdout
-    hurry(folder)
-    run.finish(local_rows(8, 100))
+    kept = read_rows(folder / "out.jsonl.partial")
+    assert kept and kept == local_rows(8, 100)[: len(kept)]
 
 
 def test_a_job_whose_node_is_set_down_starts_again_when_it_is_back(
@@ -250,3 +274,8 @@ def test_processes_that_srun_leaves_alone_say_so_and_fail(
     assert "srun" in done.stdout
     assert "do not know each other" in done.stdout or "MPI sees a world of 1" in done.stdout
     assert not (folder / "out.jsonl").exists()
+
+
+def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(limited: Future[None]) -> None:
+    """Which it has done beside the tests above."""
+    limited.result()

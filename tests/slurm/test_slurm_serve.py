@@ -64,10 +64,8 @@ def stream(url: str, begun: threading.Event) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("way", ["the warning", "trtrun cancel"])
-def test_a_server_is_found_used_and_drained(
-    cluster: Cluster, trtrun: Run, config: Config, folder: Path, way: str
-) -> None:
+def test_a_server_is_found_used_and_drained(cluster: Cluster, trtrun: Run, config: Config, folder: Path) -> None:
+    """By `trtrun cancel`, which the job's script takes as it takes Slurm's warning (test_slurm_endings.py)."""
     job = submit(trtrun, config(1, kv_cache={"max_tokens": 4096}))
     url = find_url(cluster, trtrun, job)
     begun = threading.Event()
@@ -78,10 +76,7 @@ def test_a_server_is_found_used_and_drained(
         engine, _ = cluster.ranks(job)[0]
         os.kill(engine, signal.SIGSTOP)
         try:
-            if way == "trtrun cancel":
-                assert trtrun("cancel", job).returncode == 0
-            else:
-                cluster.call("scancel", "--batch", "--signal=USR1", str(job))  # as Slurm sends it
+            assert trtrun("cancel", job).returncode == 0
             log = folder / f"trtrun-{job}.log"
             told = "trtrun: SIGUSR1: no more requests are let in, the 1 in work have 30 s"
             wait_for(lambda: told in log.read_text(encoding="utf-8"), 60, told)

@@ -1,6 +1,6 @@
 """Makes one rank of a real job misbehave: Python imports this module by itself where it stands on PYTHONPATH.
 
-TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
+TRTRUN_TEST_FAULT is "RANK KIND", or "alone KIND" for a job of one process, with one of these kinds:
 
     corrupt    the rank flips one bit of every MPI message of 4096 bytes that it sends
     wrong-sum  the rank adds 1 to the last element of every sum over MPI
@@ -10,7 +10,8 @@ TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
     torch      the rank has another version of torch
     raise      the rank's third verification of a round raises ZeroDivisionError
     endless    the rank never returns from its third verification
-    endless-step   the rank never returns from its fourth step of a training run
+    endless-step   the rank never returns from its fourth step of a training run, where ranks may stand still for three
+                   times launch.heartbeat_seconds, not ten
     raise-in-step  the rank's fourth step of a training run raises MemoryError
     slow       the rank sleeps 0.05 s before each verification, and leaves its core to others
 
@@ -112,7 +113,14 @@ def break_training(module: Any) -> None:
     module.Eagle3Method.losses = changed
 
 
+def break_training_watch(module: Any) -> None:
+    """Less patience: a rank that waits for another one keeps a core busy."""
+    if kind == "endless-step":
+        module.STILL_FACTOR = 3
+
+
 BREAKERS = {
+    "launch.train.watch": break_training_watch,
     "trtrun.training.methods.eagle3": break_training,
     "trtrun.engine.runner": break_engine,
     "parallel.transports.mpi": break_mpi,
@@ -142,7 +150,7 @@ class BreakingFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if rank and os.environ.get("OMPI_COMM_WORLD_RANK") == rank:
+if rank and os.environ.get("OMPI_COMM_WORLD_RANK", "alone") == rank:
     for name in BREAKERS.keys() & sys.modules.keys():  # of a rank that was forked from a process that has them
         BREAKERS[name](sys.modules[name])
     sys.meta_path.insert(0, BreakingFinder())
