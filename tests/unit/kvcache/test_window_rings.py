@@ -14,6 +14,7 @@ from launch.placement.memory import JobMemory
 from trtrun import SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
+from trtrun.kvcache.segments import ContextGroup
 from trtrun.models.config import read_model_config
 from trtrun.start.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
 from trtrun.start.window_rings import describe_rings, most_chunk, ring_space
@@ -114,3 +115,14 @@ def test_where_there_are_no_rings(tmp_path: Path) -> None:
         config = configuration(target, None, kv_cache=cache, scheduler={"max_batch_size": 8, **scheduler})
         assert (ring_space(config, model) is not None) is is_there
         assert (most_chunk(config, model, None) is not None) is is_there
+
+
+def test_a_window_shows_a_query_its_own_token_and_those_right_before_it() -> None:
+    """Padding sees the first token alone."""
+    positions = torch.tensor([[0, 5, 7], [2, -1, -1]])
+    group = ContextGroup(None, torch.tensor([[1, 2], [3, 4]]), positions, block_size=4)
+    seen = group.mask(3)[:, 0, 0] == 0
+    assert [[of_query.nonzero().flatten().tolist() for of_query in of_row] for of_row in seen] == [
+        [[0], [3, 4, 5], [5, 6, 7]],
+        [[0, 1, 2], [0], [0]],
+    ]
