@@ -35,11 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["plans_ahead=0", "plans_ahead=1"])
-def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """A speculating LLM."""
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    """A speculating LLM that sends plans ahead."""
     settings: dict[str, Any] = {
-        "scheduler": {"max_batch_size": 8, "max_num_tokens": 128, "plans_ahead": request.param},
+        "scheduler": {"max_batch_size": 8, "max_num_tokens": 128, "plans_ahead": 1},
         "speculation": {"draft_len": 4},
         "kv_cache": {"max_tokens": 2048, "block_size": 8},
     }

@@ -2,13 +2,16 @@
 
 It runs kernels of GPUs where there is none. Before each call it gives the builtins of the language a meaning in numpy,
 and looks through every name of the language for them: milliseconds, where most calls take microseconds. Which names
-those are never changes. It does not know trtrun's kernels.
+those are never changes, and a function that a kernel calls finds done what was done for the kernel. It does not know
+trtrun's kernels.
 """
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
+
+PARTS = ("_patch_builtin", "_patch_attr", "_patch_lang", "_LangPatchScope", "_get_np_dtype")
 
 
 def remember_builtins() -> None:
@@ -17,7 +20,7 @@ def remember_builtins() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    if not hasattr(interpreter, "_patch_builtin") or not hasattr(interpreter, "_patch_attr"):
+    if not all(hasattr(interpreter, name) for name in PARTS):
         return
     search = interpreter._patch_builtin
     holders = [tl, tl.core, tl.math, tl.tensor, getattr(tl.core, "tensor_descriptor_base", tl.core)]
@@ -36,3 +39,43 @@ def remember_builtins() -> None:
                 interpreter._patch_attr(holder, name, member, *others)
 
     interpreter._patch_builtin = patch
+    _patch_once(interpreter, [tl, tl.core])
+    _remember_dtypes(interpreter)
+
+
+def _patch_once(interpreter: Any, modules: list[Any]) -> None:
+    """Give the language its meaning for a kernel, and not again for the functions that it calls."""
+    patch_for = interpreter._patch_lang
+    of_kernel = interpreter._LangPatchScope()  # what is restored behind the kernel that runs, empty while none does
+    patched: list[Any] = []  # the modules that have their meaning for it
+    visible: dict[Any, list[Any]] = {}
+
+    def patch(function: Any) -> Any:
+        nonlocal of_kernel
+        if function not in visible:
+            there = function.__globals__.values()
+            visible[function] = [module for module in modules if any(value is module for value in there)]
+        seen = visible[function]
+        if not of_kernel._changes:
+            of_kernel = patch_for(function)
+            patched[:] = seen
+            return of_kernel
+        if any(module not in patched for module in seen):  # as of functions that come with the language
+            of_kernel._changes += patch_for(function)._changes
+            patched.extend(seen)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch
+
+
+def _remember_dtypes(interpreter: Any) -> None:
+    """Look numpy's dtypes up by the names of the language's."""
+    look_up, found = interpreter._get_np_dtype, dict[str, Any]()
+
+    def np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in found:
+            found[name] = look_up(dtype)
+        return found[name]
+
+    interpreter._get_np_dtype = np_dtype

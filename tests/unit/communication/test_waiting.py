@@ -7,11 +7,11 @@ import pytest
 from parallel import waiting
 from parallel.waiting import LONGEST_NAP_S, LONGEST_SPIN_S, QUICK_TRIES, WAITS_WITHOUT_CORE, Waiter, wait_until
 
-TRY_S = 2e-6
+TRY_S = 4e-6
 
 
 class Time:
-    """A clock that a try moves on by 2 µs and a sleep by its length and 10 µs; it keeps the sleeps of the last wait.
+    """A clock that a try moves on by 4 µs and a sleep by its length and 10 µs; it keeps the sleeps of the last wait.
 
     The first try after `lost_at` takes a millisecond.
     """

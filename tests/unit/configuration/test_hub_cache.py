@@ -188,8 +188,7 @@ print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
-@pytest.mark.parametrize("offline", ["0", "1"])
+@pytest.mark.parametrize(("variable", "offline"), [("HF_HOME", "0"), ("HF_HUB_CACHE", "1")])
 def test_the_variables_of_the_cache_without_network_and_torch(
     variable: str, offline: str, model: Path, tmp_path: Path
 ) -> None:

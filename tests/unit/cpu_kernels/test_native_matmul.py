@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -96,12 +98,18 @@ def test_values_that_are_not_numbers_come_through() -> None:
     assert bool(found[1].isnan().all())
 
 
+@cache
+def compiled_for(name: str, processor: str) -> Callable[..., None]:
+    """The product with what a processor of that name gets to prefetch, compiled once for any number of threads."""
+    return compile_kernels(matmul_module(prefetch_for(name), FORMS[processor]), KERNEL)[KERNEL]
+
+
 @pytest.mark.parametrize("name", ["znver5", "sapphirerapids"])
 def test_every_way_to_prefetch_gives_the_same(name: str, processor: str) -> None:
     """What other processors get runs here too."""
     weight, x = numbers(1000, 688, seed=1), numbers(8, 688, seed=2)
     own, other = BlockedMatmul(weight, None), BlockedMatmul(weight, None)
-    other._kernel = compile_kernels(matmul_module(prefetch_for(name), FORMS[processor]), KERNEL)[KERNEL]
+    other._kernel = compiled_for(name, processor)
     for rows in (1, 6, 8):
         assert torch.equal(other(x[:rows]), own(x[:rows]))
 

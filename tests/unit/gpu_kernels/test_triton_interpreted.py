@@ -88,10 +88,9 @@ def test_copies_within_the_store(dtype: torch.dtype) -> None:
     [
         (1, 600, None, torch.float16),
         (5, 250, None, torch.float32),
-        (5, 600, 300, torch.float16),
+        (3, 300, 30, torch.float16),
         (3, 1, 20, torch.float32),
-        (34, 200, None, torch.float16),
-        (34, 100, 60, torch.float32),
+        (18, 245, 60, torch.float32),
     ],
 )
 def test_attention_is_right_and_the_same_alone(
@@ -191,8 +190,7 @@ def test_the_small_operations(dtype: torch.dtype) -> None:
     assert difference(silu_and_multiply(fused), gated) < BOUNDS[dtype]
 
 
-@DTYPES
-@pytest.mark.parametrize("at_once", [1, 4, 16])
+@pytest.mark.parametrize(("dtype", "at_once"), [(torch.float32, 1), (torch.float16, 4), (torch.float32, 16)], ids=str)
 def test_rotating_on_the_way_to_the_store_has_the_same_bits(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,9 +294,9 @@ def test_a_model_whose_norms_and_activations_round_is_the_same_model(
     assert rounded == [8] * model.models[0].config.num_layers
 
 
-@pytest.mark.parametrize("rounds", [True, False])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(("features", "inputs"), [(70, 130), (3, 64)])
+@pytest.mark.parametrize(
+    ("features", "inputs", "with_bias", "rounds"), [(70, 130, True, True), (70, 130, False, False), (3, 64, True, True)]
+)
 def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, rounds: bool) -> None:
     from trtrun.kernels.torch.fp8 import TorchFp8Matmul, quantize
     from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
@@ -309,7 +307,7 @@ def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, roun
     product = TritonFp8Matmul(*arguments, rounds_activations=rounds)
     found = product(x)
     assert difference(found, TorchFp8Matmul(*arguments, rounds_activations=rounds)(x)) < 1e-4
-    for rows in (0, 1, 6, 16, 17, 40, 65):
+    for rows in (0, 1, 6, 17, 65):
         some = product(x[:rows])
         # The interpreter's sums are numpy's, whose order shows where the numbers are not all codes.
         assert torch.equal(some, found[:rows]) if rounds or not rows else difference(some, found[:rows]) < 1e-4

@@ -14,6 +14,7 @@ from launch.placement.memory import JobMemory
 from trtrun import SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError
+from trtrun.kvcache.segments import ContextGroup
 from trtrun.models.config import read_model_config
 from trtrun.start.memory_requirements import kv_bytes_in_rings, kv_bytes_per_block
 from trtrun.start.window_rings import describe_rings, most_chunk, ring_space
@@ -31,18 +32,18 @@ CHAIN, TREE = {"draft_len": 3}, {"method": "ngram", "prompt_lookup_min": 1, "dra
 @pytest.mark.parametrize(("kind", "name"), [(ALL, "plain"), (SOME, "int8")], ids=["all layers", "some layers"])
 def test_texts_are_those_of_layers_that_keep_all(tmp_path: Path, kind: dict[str, Any], name: str) -> None:
     """Of prompts several times as long as a ring, read in chunks; plain, with chains, with trees, after preemption."""
-    more = {"dtype": torch.bfloat16, "max_position_embeddings": 1024}
-    target = make_checkpoint(tmp_path / "target", seed=1, **kind, **more)
+    more = {"dtype": torch.bfloat16, "max_position_embeddings": 1024, "num_hidden_layers": 2}
+    target = make_checkpoint(tmp_path / "target", seed=1, **{**kind, **more})
     draft = noisy_copy(tmp_path / "draft", target, 0.02)
-    prompts = [prompt_of(length, seed=length) for length in (3, 500, 130, 60, 700, 47, 300, 210)]
+    prompts = [prompt_of(length, seed=length) for length in (3, 400, 130, 60, 500, 47)]
     sampling = [
-        SamplingParams(max_tokens=60, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(8)
+        SamplingParams(max_tokens=60, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(6)
     ]
     texts, preempted, accepted = [], 0, 0
     for reuses, model, speculation in ((True, None, {}), (False, None, {}), (False, draft, CHAIN), (False, None, TREE)):
         settings: dict[str, Any] = {
             "scheduler": {"max_batch_size": 3, "max_num_tokens": 256},
-            "kv_cache": {"max_tokens": 900, "block_size": 4, "enable_block_reuse": reuses, "dtype": name},
+            "kv_cache": {"max_tokens": 600, "block_size": 4, "enable_block_reuse": reuses, "dtype": name},
         }
         config = configuration(target, model, speculation=speculation, **settings)
         assert (ring_space(config, read_model_config(target)) is None) is reuses
@@ -114,3 +115,14 @@ def test_where_there_are_no_rings(tmp_path: Path) -> None:
         config = configuration(target, None, kv_cache=cache, scheduler={"max_batch_size": 8, **scheduler})
         assert (ring_space(config, model) is not None) is is_there
         assert (most_chunk(config, model, None) is not None) is is_there
+
+
+def test_a_window_shows_a_query_its_own_token_and_those_right_before_it() -> None:
+    """Padding sees the first token alone."""
+    positions = torch.tensor([[0, 5, 7], [2, -1, -1]])
+    group = ContextGroup(None, torch.tensor([[1, 2], [3, 4]]), positions, block_size=4)
+    seen = group.mask(3)[:, 0, 0] == 0
+    assert [[of_query.nonzero().flatten().tolist() for of_query in of_row] for of_row in seen] == [
+        [[0], [3, 4, 5], [5, 6, 7]],
+        [[0, 1, 2], [0], [0]],
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, make_checkpoint
+from checkpoints import make_checkpoint
 from native import PATHS, PROCESSORS, compute_as, leave_to_torch
 from paged import PagedModel, straight
 from pipelines import make_llm
@@ -66,8 +66,15 @@ def tokens_of(seed: int) -> list[int]:
     return torch.randint(199, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [
+        ("LlamaForCausalLM", "odd"),
+        ("LlamaForCausalLM", "wide"),
+        ("Qwen2ForCausalLM", "wide"),
+        ("Qwen3ForCausalLM", "odd"),
+    ],
+)
 def test_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str, dtype: torch.dtype) -> None:
     path = make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape])
     check_chunks(PagedModel(path, dtype, block_size=16))
@@ -94,8 +101,9 @@ def check_chunks(model: PagedModel) -> None:
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "tp_size"), [("LlamaForCausalLM", 1), ("Qwen2ForCausalLM", 2), ("Qwen3ForCausalLM", 1)]
+)
 def test_tokens_that_nobody_asks_for_end_in_the_last_layer(
     tmp_path: Path, architecture: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 MAX_LEN = 40
 P_VALUE = 1e-4
 """Of a chi-square test: below it a distribution is another one."""
-COUNT = 200_000 if HAS_GPU else 250
+COUNT = 200_000 if HAS_GPU else 100
 # The interpreter is slow at searching: a filter without a search there.
 CUT: dict[str, object] = {"top_p": 0.95} if HAS_GPU else {"min_p": 0.06}
 TARGET_LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.4, 0.0, 1.0])

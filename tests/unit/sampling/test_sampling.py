@@ -12,6 +12,7 @@ from sampling_reference import VOCAB, admission, chi_square_p_value, random_case
 
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.sampling import filters
+from trtrun.sampling.filters import nucleus, top_k_top_p
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 
@@ -299,3 +300,10 @@ def test_ranking_rows_in_parts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     whole = sampling.process(logits, range(11), lengths, token_ids, drafts)
     monkeypatch.setattr(filters, "_CPU_CHUNK", 1900)  # three rows of 2 x 300
     assert torch.equal(sampling.process(logits, range(11), lengths, token_ids, drafts), whole)
+
+
+def test_a_nucleus_that_is_reached_exactly_has_no_token_more() -> None:
+    """Four tokens that are equally likely, of which two are half of all."""
+    scaled, share = torch.zeros(1, 1, 4), torch.tensor([0.5])
+    for kept in (nucleus(scaled, share), top_k_top_p(scaled, torch.tensor([4]), 4, share)):
+        assert int(kept.isfinite().sum()) == 2

@@ -59,8 +59,7 @@ def test_noise_is_that_of_sampling_random() -> None:
         torch.testing.assert_close(-negative, exact, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("positions", [1, 2])
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("positions", "ties"), [(1, True), (2, False)])
 def test_mixed_rows_match_the_slow_reference(positions: int, ties: bool) -> None:
     """Every parameter in every combination, rows in any order: the same tokens are left, equally likely."""
     generator = python_random.Random(positions * 2 + ties)
@@ -153,7 +152,7 @@ def test_lines_of_every_shape_are_cut_as_torch_cuts_them(kind: str, count: int) 
     logits = LINES[kind](count)
     settings = [(0, 0.9, 0.7), (50, 0.6, 1.3), (7, 1.0, 0.8), (count - 9, 1.0, 1.0), (0, 1e-9, 1.0), (0, 0.999, 1.0)]
     settings += [(200, 0.95, 50.0)]
-    left = [cut_like_torch(logits, *values) for values in settings[: len(settings) if HAS_GPU else 3]]
+    left = [cut_like_torch(logits, *values) for values in settings[: len(settings) if HAS_GPU else 2]]
     assert max(left) > 1 or kind in ("one", "peak", "wide")
 
 
@@ -212,7 +211,7 @@ def test_choices_follow_the_distribution() -> None:
     assert chi_square_p_value(torch.bincount(tokens, minlength=6), exact) > P_VALUE
 
 
-@pytest.mark.parametrize(("count", "steps"), [(1, 2), (4, 2), (1, 5)])
+@pytest.mark.parametrize(("count", "steps"), [(4, 2), (1, 5)])
 def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(
     count: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,12 +53,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory, target: Path, heads: dict[
 @pytest.mark.parametrize(
     ("layout", "dtype", "block_size", "plans_ahead", "options"),
     [
-        ("speculators", "float32", 8, 0, {}),
-        ("speculators", "bfloat16", 16, 1, {}),
+        ("speculators", "bfloat16", 16, 0, {}),
         ("speculators dspark", "float32", 2, 1, {}),
-        ("speculators dspark", "bfloat16", 16, 1, {}),
         ("speculators", "float32", 8, 1, WITH_TEXTS),
-        ("speculators dspark", "float32", 8, 1, WITH_TEXTS),
     ],
 )
 def test_texts_are_plain_decodings(
@@ -81,8 +78,7 @@ def test_texts_are_plain_decodings(
     check_texts(target, folders[layout], section, settings, SAMPLING, least_accepted=40, with_texts=bool(options))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize(("layout", "plans_ahead"), [(LAYOUTS[0], 1), (LAYOUTS[1], 0)])
 def test_the_store_is_right_whatever_befell_the_row(
     target: Path,
     folders: dict[str, Path],

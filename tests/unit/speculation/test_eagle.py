@@ -58,13 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path, head: Eagle) 
 @pytest.mark.parametrize(
     ("dtype", "block_size", "plans_ahead", "options"),
     [
-        ("float32", 8, 1, CHAIN),
-        ("bfloat16", 16, 1, {}),
         ("float32", 8, 1, WITH_TEXTS),
         ("float32", 2, 0, STATIC),
-        ("float32", 4, 1, DYNAMIC),
-        ("bfloat16", 16, 1, DYNAMIC),
-        ("bfloat16", 4, 1, {"eagle_choices": "mc_sim_7b_63"}),
+        ("bfloat16", 16, 1, {}),
+        ("bfloat16", 4, 1, DYNAMIC),
     ],
 )
 def test_texts_are_plain_decodings(
@@ -83,14 +80,7 @@ def test_texts_are_plain_decodings(
 
 @pytest.mark.parametrize(
     ("plans_ahead", "with_graphs", "options"),
-    [
-        (0, False, CHAIN),
-        (1, True, CHAIN),
-        (1, False, STATIC),
-        (0, True, STATIC),
-        (1, False, WIDE),
-        (1, True, DYNAMIC),
-    ],
+    [(1, True, CHAIN), (0, True, STATIC), (1, False, WIDE)],
 )
 def test_drafts_are_the_references_whatever_befell_the_row(
     target: Path,
@@ -134,20 +124,6 @@ def test_drafts_are_the_references_whatever_befell_the_row(
         assert check_trees(seen, target, head, options) > 40
 
 
-@pytest.mark.parametrize("options", [CHAIN, DYNAMIC])
-def test_rounds_that_draft_less_or_nothing_leave_the_store_whole(
-    target: Path, folder: Path, head: Eagle, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of different draft lengths in one batch, some of none, some that are not followed."""
-    few = [SamplingParams(max_tokens=16, draft_len=index % 4, seed=index) for index in range(len(PROMPTS))]
-    seen = Proposals(monkeypatch, EagleDrafter)
-    with make_llm(target, heads=folder, speculation=eagle(**options), scheduler=SCHEDULER) as llm:
-        llm.generate(PROMPTS, few)
-    assert {wanted for *_, wanted in seen.seen} >= {0, 1, 2, 3}
-    check = check_proposals(seen, target, head) if options is CHAIN else check_trees(seen, target, head, options)
-    assert check > 20
-
-
 def test_trees_keep_more_than_chains_and_both_more_than_chance(tmp_path: Path, target: Path) -> None:
     """With a head that is often wrong, but not by much."""
     chance = make_eagle_head(target, features=224)
@@ -156,11 +132,11 @@ def test_trees_keep_more_than_chains_and_both_more_than_chance(tmp_path: Path, t
         write_eagle_head(tmp_path / f"head{place}", one, "vllm", target) for place, one in enumerate((chance, fair))
     ]
     kept = []
-    for path, options in ((paths[0], {}), (paths[1], {}), (paths[1], STATIC), (paths[1], WIDE)):
+    for path, options in ((paths[0], {}), (paths[1], {}), (paths[1], WIDE)):
         with make_llm(target, heads=path, speculation=eagle(**options), scheduler=SCHEDULER) as llm:
             llm.generate(PROMPTS, SAMPLING)
             kept.append(llm.statistics()["num_accepted_draft_tokens"] / llm.statistics()["num_rounds"])
-    assert kept[1] > 3 * kept[0] and min(kept[2:]) > 1.2 * kept[1]
+    assert kept[1] > 3 * kept[0] and kept[2] > 1.2 * kept[1]
 
 
 def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path) -> None:

@@ -34,11 +34,13 @@ WITH_TEXTS = {
 }
 SAMPLING = mixed_sampling(COUNT)
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 40}
+BOUNDARIES = (1, 2, 3)
+"""Of a target of four layers."""
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("eagle3") / "target", seed=1, num_hidden_layers=7)
+    return make_checkpoint(tmp_path_factory.mktemp("eagle3") / "target", seed=1, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def plain(target: Path) -> list[list[tuple[int, ...]]]:
 @pytest.fixture(scope="module")
 def head(target: Path, plain: list[list[tuple[int, ...]]]) -> Eagle3:
     """A head that knows the texts by and large, and 150 of the target's 199 tokens."""
-    return fitted(make_head(target, num_tokens=150), target, whole_texts(plain))
+    return fitted(make_head(target, boundaries=BOUNDARIES, num_tokens=150), target, whole_texts(plain))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path, head: Eagle3)
 
 @pytest.mark.parametrize(
     ("dtype", "block_size", "plans_ahead", "options"),
-    [("float32", 8, 0, {}), ("float32", 2, 1, {}), ("bfloat16", 16, 1, {}), ("float32", 8, 1, WITH_TEXTS)],
+    [("bfloat16", 16, 0, {}), ("float32", 8, 1, WITH_TEXTS)],
 )
 def test_texts_are_plain_decodings(
     target: Path, folder: Path, dtype: str, block_size: int, plans_ahead: int, options: dict[str, Any]
@@ -75,7 +77,7 @@ def test_texts_are_plain_decodings(
     check_texts(target, folder, eagle3(**options), settings, SAMPLING, least_accepted=60, with_texts=bool(options))
 
 
-@pytest.mark.parametrize(("plans_ahead", "with_graphs"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("plans_ahead", "with_graphs"), [(0, False), (1, True)])
 def test_the_store_is_right_whatever_befell_the_row(
     target: Path, folder: Path, head: Eagle3, plans_ahead: int, with_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +211,7 @@ def test_where_drafts_do_not_pay_rows_are_left_and_are_fed_no_more(
 
 def test_a_head_knows_more_than_chance(tmp_path: Path, target: Path, folder: Path) -> None:
     accepted = []
-    chance = write_head(tmp_path / "chance", make_head(target), "reference", target)
+    chance = write_head(tmp_path / "chance", make_head(target, boundaries=BOUNDARIES), "reference", target)
     for path in (chance, folder):
         with make_llm(target, heads=path, speculation=eagle3(), scheduler=SCHEDULER) as llm:
             llm.generate(PROMPTS[:5], SAMPLING[:5])
@@ -301,8 +303,8 @@ def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path, kv_for
         drafted, whole = memory.shard_bytes(0)
         assert rank.shard_bytes == drafted + whole and drafted > 0
         assert rank.kv_bytes % memory.block_bytes(0) == 0
-        # One layer beside the target's seven, with as many heads of the same size.
-        assert 7 * memory.block_bytes(0) == 8 * without.block_bytes(0)
+        # One layer beside the target's four, with as many heads of the same size.
+        assert 4 * memory.block_bytes(0) == 5 * without.block_bytes(0)
         assert rank.working_bytes == memory.working_bytes(0) > without.working_bytes(0)
 
 

@@ -39,13 +39,12 @@ STATIC: dict[str, Any] = {
     ]
 }
 DYNAMIC: dict[str, Any] = {"eagle_topk": 3, "max_total_draft_tokens": 10, "draft_len": 4}
-WIDE: dict[str, Any] = {"eagle_topk": 3, "max_total_draft_tokens": 26, "draft_len": 4}  # deep nodes are kept, too
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 90}
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("trees") / "target", seed=1, num_hidden_layers=7)
+    return make_checkpoint(tmp_path_factory.mktemp("trees") / "target", seed=1, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def plain(target: Path) -> list[list[tuple[int, ...]]]:
 @pytest.fixture(scope="module")
 def head(target: Path, plain: list[list[tuple[int, ...]]]) -> Eagle3:
     """A head of two layers that knows the texts by and large, and 150 of the target's 199 tokens."""
-    return fitted(make_head(target, num_tokens=150, num_layers=2), target, whole_texts(plain))
+    return fitted(make_head(target, boundaries=(1, 2, 3), num_tokens=150, num_layers=2), target, whole_texts(plain))
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path, head: Eagle3)
 @pytest.mark.parametrize(
     ("dtype", "block_size", "plans_ahead", "options"),
     [
-        ("float32", 8, 0, STATIC),
         ("float32", 2, 1, DYNAMIC),
-        ("bfloat16", 16, 1, DYNAMIC),
-        ("bfloat16", 4, 1, {"eagle_choices": "mc_sim_7b_63"}),
+        ("bfloat16", 4, 0, {"eagle_choices": "mc_sim_7b_63"}),
     ],
 )
 def test_texts_are_plain_decodings(
@@ -87,9 +84,7 @@ def test_texts_are_plain_decodings(
     check_texts(target, folder, eagle3(**options), settings, SAMPLING, least_accepted=130)
 
 
-@pytest.mark.parametrize(
-    ("plans_ahead", "with_graphs", "options"), [(0, False, STATIC), (1, False, WIDE), (1, True, DYNAMIC)]
-)
+@pytest.mark.parametrize(("plans_ahead", "with_graphs", "options"), [(0, False, STATIC), (1, True, DYNAMIC)])
 def test_nodes_are_the_references_whatever_befell_the_row(
     target: Path,
     folder: Path,
@@ -121,7 +116,7 @@ def test_nodes_are_the_references_whatever_befell_the_row(
         assert heads.num_graphs == made and bool(made) == with_graphs
     of_all = [one.statistics for output in outputs for one in output.completions]
     assert sum(one.num_preemptions for one in of_all) > 0
-    assert sum(one.num_accepted_draft_tokens for one in of_all) > 20
+    assert sum(one.num_accepted_draft_tokens for one in of_all) > 15
     assert check_trees(seen, target, head, options) > 40
 
 
@@ -129,13 +124,14 @@ def test_trees_keep_more_than_chains(target: Path, folder: Path) -> None:
     kept = []
     for options in ({"draft_len": 4}, STATIC, DYNAMIC):
         with make_llm(target, heads=folder, speculation=eagle3(**options), scheduler=SCHEDULER) as llm:
-            llm.generate(PROMPTS, SAMPLING)
+            llm.generate(PROMPTS[:6], SAMPLING[:6])
             kept.append(llm.statistics()["num_accepted_draft_tokens"] / llm.statistics()["num_rounds"])
     assert min(kept[1:]) > 1.2 * kept[0]
 
 
-@pytest.mark.parametrize("options", [STATIC, DYNAMIC])
-@pytest.mark.parametrize("penalty", [1.0, 1.02], ids=["at once", "node by node"])
+@pytest.mark.parametrize(
+    ("penalty", "options"), [(1.0, STATIC), (1.02, DYNAMIC)], ids=["at once", "node by node, by bounds"]
+)
 def test_sampled_rows_rank_with_the_targets_random_numbers(
     target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, penalty: float, options: dict[str, Any]
 ) -> None:
@@ -269,11 +265,11 @@ def test_plans_and_ranks_count_the_same_bytes(
         store: Any = llm.engine.orchestrator._ranks._worker.drafter._heads._store
         assert rank.kv_bytes == (store.data.shape[2] - space.num_blocks) * memory.block_bytes(0)
     assert rank.working_bytes == memory.working_bytes(0)
-    # Two blocks, of parents and of nodes, for each node that is fed at once; the head has two of nine layers.
+    # Two blocks, of parents and of nodes, for each node that is fed at once; the head has two of six layers.
     assert space.num_blocks == 2 * 3 * (3 if options is DYNAMIC else 2) * space.blocks_per_path
     monkeypatch.setattr(memory_requirements, "head_space", lambda *_: replace(space, most_fed=0))
     without = JobMemory.read(config, make_topology(config)).working_bytes(0)
-    assert 9 * (rank.working_bytes - without) == 2 * space.num_blocks * memory.block_bytes(0)
+    assert 6 * (rank.working_bytes - without) == 2 * space.num_blocks * memory.block_bytes(0)
 
 
 @needs_gpu

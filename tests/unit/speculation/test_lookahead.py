@@ -268,12 +268,12 @@ def speculation(*sizes: int, **options: Any) -> dict[str, Any]:
     return {"method": "lookahead", "lookahead_config": list(sizes), **options}
 
 
-@pytest.mark.parametrize(("plans_ahead", "sizes"), [(0, (3, 3, 2)), (1, (3, 3, 2)), (0, (4, 2, 3))])
+@pytest.mark.parametrize(("plans_ahead", "sizes"), [(0, (3, 3, 2)), (1, (4, 2, 3))])
 def test_lossless_greedy_equals_transformers(target: Path, plans_ahead: int, sizes: tuple[int, ...]) -> None:
     check_greedy(target, speculation(*sizes), plans_ahead)
 
 
-@pytest.mark.parametrize(("plans_ahead", "sizes"), [(0, (3, 3, 2)), (1, (2, 4, 1))])
+@pytest.mark.parametrize(("plans_ahead", "sizes"), [(1, (2, 4, 1))])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     target: Path, plans_ahead: int, sizes: tuple[int, ...]
 ) -> None:

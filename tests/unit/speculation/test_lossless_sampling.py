@@ -121,15 +121,10 @@ def test_the_parameters_do_something(plain: list[RequestOutput]) -> None:
     ("kind", "draft_len", "plans_ahead"),
     [
         ("noisy", 1, 0),
-        ("noisy", 3, 1),
-        ("noisy", 8, 0),
-        # Drafts that are always right, or hardly ever: each length, with and without a plan ahead between the three.
-        ("target", 1, 1),
+        ("noisy", 8, 1),
+        # Drafts that are always right, or hardly ever.
         ("target", 3, 0),
-        ("target", 8, 1),
-        ("useless", 1, 0),
         ("useless", 3, 1),
-        ("useless", 8, 0),
     ],
 )
 def test_with_a_seed_token_mode_is_identical_to_the_target_alone(
@@ -149,21 +144,13 @@ def test_with_a_seed_token_mode_is_identical_to_the_target_alone(
     assert low <= share <= high
 
 
-def test_the_same_llm_with_speculation_off_is_the_target_alone(folder: Path, plain: list[RequestOutput]) -> None:
-    with make_llm(folder / "target", folder / "noisy") as llm:
-        llm.set_speculation(False)
-        assert_identical(everything(llm), plain)
-        assert llm.statistics()["num_draft_tokens"] == 0
-        llm.check_idle()
-
-
 # Distribution, with draft_probs and without, of the whole pipeline.
 
 VOCAB, P_VALUE = 12, 1e-4
 # A wrong rule moves a table of two places by w = sqrt(sum((wrong - right)² / right)): 0.74 where all drafts are
 # accepted, 0.28 where the recovered token is drawn from the target's whole distribution. With the 53 cells that are
-# possible, a w of 0.125 is found in 99 of 100 runs with 98 / w² = 6,272 draws (noncentral chi-square).
-DRAWS = 6_400
+# possible, a w of 0.2 is found in 99 of 100 runs with 98 / w² = 2,450 draws (noncentral chi-square).
+DRAWS = 2_560
 PROMPT = [3, 7, 1, 3]
 SETTINGS: dict[str, Any] = {"temperature": 0.9, "top_k": 9, "top_p": 0.95, "repetition_penalty": 1.15}
 PLACES = 4  # output tokens looked at; with draft_len 2 the first is prefill's, then come drafted ones and a bonus
@@ -234,12 +221,7 @@ def test_the_small_distribution_is_worth_testing(exact: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "use_logits", "draft_len", "quantization"),
-    [
-        ("noisy", True, 2, "none"),
-        ("useless", True, 2, "none"),
-        (None, False, 1, "none"),
-        ("noisy", True, 2, "int8"),
-    ],
+    [("noisy", True, 2, "int8"), ("useless", True, 2, "none"), (None, False, 1, "none")],
 )
 def test_sampled_output_of_the_pipeline_follows_the_target(
     small: Path, exact: torch.Tensor, kind: str | None, use_logits: bool, draft_len: int, quantization: str

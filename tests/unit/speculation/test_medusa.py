@@ -69,12 +69,9 @@ def test_a_whole_model_drafts_from_its_own_directory(
 @pytest.mark.parametrize(
     ("dtype", "block_size", "plans_ahead", "options"),
     [
-        ("float32", 8, 0, {}),
         ("float32", 8, 1, WITH_TEXTS),
         ("float32", 2, 1, {"medusa_choices": TREE}),
-        ("bfloat16", 16, 1, {}),
         ("bfloat16", 16, 0, {"medusa_choices": "mc_sim_7b_63"}),
-        ("bfloat16", 4, 1, {"medusa_choices": TREE}),
     ],
 )
 def test_texts_are_plain_decodings(

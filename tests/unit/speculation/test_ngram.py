@@ -140,7 +140,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("architecture", "plans_ahead", "max_paths"),
-    [(name, *[(0, 1), (1, 1), (0, 2), (1, 3)][place % 4]) for place, name in enumerate(ARCHITECTURES)],
+    [(ARCHITECTURES[0], 0, 1), (ARCHITECTURES[-1], 1, 3)],
 )
 def test_lossless_greedy_equals_transformers(
     targets: dict[str, Path], architecture: str, plans_ahead: int, max_paths: int
@@ -148,7 +148,7 @@ def test_lossless_greedy_equals_transformers(
     check_greedy(targets[architecture], {**SHORT, "max_paths": max_paths}, plans_ahead)
 
 
-@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(1, 1), (0, 2)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     targets: dict[str, Path], plans_ahead: int, max_paths: int
 ) -> None:

@@ -90,9 +90,9 @@ def run(llm: LLM, greedy: bool = True) -> tuple[list[list[tuple[int, ...]]], dic
         return texts, llm.statistics()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "greedy", "use_logits"), [("float32", True, False), ("float32", False, True), ("bfloat16", False, False)]
+)
 def test_shuffled_ids_change_nothing(folder: Path, dtype: str, greedy: bool, use_logits: bool) -> None:
     """With `intersection`: what is drafted, accepted and written is what the same draft in the target's ids gives."""
     settings: dict[str, Any] = {
@@ -117,7 +117,7 @@ def plain(folder: Path) -> list[list[list[tuple[int, ...]]]]:
 
 @pytest.mark.parametrize(
     ("draft", "way", "plans_ahead"),
-    [("permuted", "intersection", 1), ("permuted", "text", 0), ("few", "intersection", 0), ("few", "text", 1)],
+    [("permuted", "text", 0), ("few", "intersection", 0), ("few", "text", 1)],
 )
 def test_texts_are_the_targets_own(
     folder: Path, plain: list[list[list[tuple[int, ...]]]], draft: str, way: str, plans_ahead: int
@@ -182,8 +182,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     yield found
 
 
-@pytest.mark.parametrize(("draft", "way"), [("few", "text"), ("few", "intersection"), ("permuted", "text")])
-def test_the_draft_says_what_it_would_of_the_text_so_far(folder: Path, seen: Seen, draft: str, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_draft_says_what_it_would_of_the_text_so_far(folder: Path, seen: Seen, way: str) -> None:
     """Its keys and values are those of the text as it is spelled for it, after rejected drafts, texts that are spelled
     otherwise than a moment ago, preemption, and beginnings that rows share."""
     sections: dict[str, Any] = {
@@ -193,12 +193,12 @@ def test_the_draft_says_what_it_would_of_the_text_so_far(folder: Path, seen: See
     }
     shared = prompt_of(50, seed=5, vocab_size=VOCABULARY)
     asked = [[*shared, number] for number in range(40, 44)] + prompts()
-    with translated_llm(folder, draft, way, **sections) as llm:
+    with translated_llm(folder, "few", way, **sections) as llm:
         for _ in range(2):
             llm.generate(asked, GREEDY)
-    reference = Reference(folder / draft)
+    reference = Reference(folder / "few")
     assert len(seen) > 200
-    for context, drafted, choices in seen[:: len(seen) // 150]:
+    for context, drafted, choices in seen[:: len(seen) // 100]:
         logits = reference.logits([*context, *drafted])[len(context) - 1 : -1].clone()
         logits[:, [token for token in range(logits.shape[1]) if token not in choices]] = -torch.inf
         assert logits.argmax(dim=1).tolist() == drafted

@@ -113,12 +113,12 @@ def test_one_request_is_kept_where_no_more_may_be(target: Path) -> None:
         assert [rounds(prompts[index]) <= FEW for index in (0, 1, 0, 0, 1)] == [False, False, False, True, False]
 
 
-@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 1), (0, 3)])
+@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(1, 1), (0, 3)])
 def test_lossless_greedy_equals_transformers(target: Path, plans_ahead: int, max_paths: int) -> None:
     check_greedy(target, {**CACHED, "max_paths": max_paths}, plans_ahead)
 
 
-@pytest.mark.parametrize(("plans_ahead", "max_tokens"), [(0, 65536), (1, 100)])
+@pytest.mark.parametrize(("plans_ahead", "max_tokens"), [(1, 100)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     target: Path, plans_ahead: int, max_tokens: int
 ) -> None:

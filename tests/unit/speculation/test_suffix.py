@@ -103,12 +103,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("suffix") / "target", seed=1, num_hidden_layers=2)
 
 
-@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 1), (0, 3), (1, 2)])
+@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 3)])
 def test_lossless_greedy_equals_transformers(target: Path, plans_ahead: int, max_paths: int) -> None:
     check_greedy(target, {"method": "suffix", "max_paths": max_paths}, plans_ahead)
 
 
-@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(1, 2)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     target: Path, plans_ahead: int, max_paths: int
 ) -> None:

@@ -120,12 +120,11 @@ def check_both_drafted(statistics: dict[str, Any]) -> None:
     assert 0 < kept < found < drafted and kept < accepted
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
-def test_lossless_greedy_equals_transformers(target: Path, draft: Path, plans_ahead: int) -> None:
-    check_both_drafted(check_greedy(target, SHORT, plans_ahead, draft=draft))
+def test_lossless_greedy_equals_transformers(target: Path, draft: Path) -> None:
+    check_both_drafted(check_greedy(target, SHORT, plans_ahead=0, draft=draft))
 
 
-@pytest.mark.parametrize(("plans_ahead", "cached"), [(0, 0), (1, 20)])
+@pytest.mark.parametrize(("plans_ahead", "cached"), [(1, 20)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     target: Path, draft: Path, plans_ahead: int, cached: int
 ) -> None:

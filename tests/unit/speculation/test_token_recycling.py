@@ -204,22 +204,21 @@ def recycling(**options: Any) -> dict[str, Any]:
     return {"method": "token_recycling", **options}
 
 
-@pytest.mark.parametrize(("plans_ahead", "nodes"), [(0, None), (1, None), (0, 11), (1, 8)])
+@pytest.mark.parametrize(("plans_ahead", "nodes"), [(0, None), (1, 8)])
 def test_lossless_greedy_equals_transformers(target: Path, plans_ahead: int, nodes: int | None) -> None:
     check_greedy(target, recycling(token_recycling_nodes=nodes), plans_ahead)
 
 
-@pytest.mark.parametrize(("plans_ahead", "nodes"), [(0, None), (1, 11)])
+@pytest.mark.parametrize(("plans_ahead", "nodes"), [(1, 11)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     target: Path, plans_ahead: int, nodes: int | None
 ) -> None:
     check_sampled(target, recycling(token_recycling_nodes=nodes), plans_ahead)
 
 
-@pytest.mark.parametrize("nodes", [None, 20])
-def test_texts_in_bfloat16_are_plain_decodings(target: Path, nodes: int | None) -> None:
+def test_texts_in_bfloat16_are_plain_decodings(target: Path) -> None:
     sampling, texts = mixed_sampling(30), []
-    for speculation in ({}, recycling(token_recycling_nodes=nodes)):
+    for speculation in ({}, recycling(token_recycling_nodes=20)):
         scheduler = {"max_batch_size": 3, "max_num_tokens": 200}
         with make_llm(target, dtype="bfloat16", speculation=speculation, scheduler=scheduler) as llm:
             texts.append(tokens_of(llm.generate(PROMPTS, sampling)))
