@@ -22,7 +22,7 @@ PROGRAM = ("-m", "mpi4py")
 LOADED_WITH = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONWARNINGS")
 """Variables that are read when a program starts, or loads libraries: a rank with others is not forked."""
 
-OWN_LIBRARIES = f"{sys.prefix}/lib"
+OWN_LIBRARIES = os.path.realpath(f"{sys.prefix}/lib")
 """Which Open MPI's mpirun adds to where libraries are looked for; those of this Python are found without."""
 
 NAME = "for "
@@ -38,12 +38,12 @@ def standing_for(address: str, command: list[str]) -> list[str]:
     size = 1 + len(PROGRAM)
     for place in range(len(command) - size):
         if tuple(command[place : place + size]) == (sys.executable, *PROGRAM):
-            return [*command[:place], *_itself(address), *command[place:]]
+            return [*command[:place], *stand_in(address), *command[place:]]
     return command
 
 
-def _itself(address: str) -> list[str]:
-    """Words before those of what it stands for."""
+def stand_in(address: str) -> list[str]:
+    """This program, before the words of what it stands for."""
     return [sys.executable, "-I", "-S", __file__, address]
 
 
@@ -54,7 +54,7 @@ def fork_ranks(address: str) -> None:
 
     ending_with_parent = supervise.ending_with_parent
     supervise.ending_with_parent = lambda command: ending_with_parent(standing_for(address, list(command)))
-    keeper.ending_with_parent = lambda command: ending_with_parent([*_itself(address), *command])
+    keeper.ending_with_parent = lambda command: ending_with_parent([*stand_in(address), *command])
 
 
 def can_be_forked(environment: dict[str, str], own: dict[str, str]) -> bool:
@@ -66,7 +66,8 @@ def can_be_forked(environment: dict[str, str], own: dict[str, str]) -> bool:
 
 def _words(value: str | None) -> list[str]:
     """Of a variable, such as the folders of a path."""
-    return [word for word in dict.fromkeys((value or "").split(os.pathsep)) if word not in ("", OWN_LIBRARIES)]
+    words = dict.fromkeys(filter(None, (value or "").split(os.pathsep)))
+    return [word for word in words if os.path.realpath(word) != OWN_LIBRARIES]
 
 
 def main() -> None:

@@ -18,12 +18,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # what tests share
 from pipelines import configuration, prompt_of
 
 from parallel.watchdog.addresses import listen
