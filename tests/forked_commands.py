@@ -165,12 +165,16 @@ class ForkedPrograms:
 class ForkedCommands:
     """Starts commands.
 
+    Args:
+        environment: of the process that they are forked from.
+        modules: that it imports, beside what commands import.
+
     Attributes:
         descriptor: of the socket by which they are asked for.
         address: where ranks and engines ask.
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], modules: Sequence[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = f"trtrun-tests-{secrets.token_hex(8)}"
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -178,7 +182,7 @@ class ForkedCommands:
             listener.listen()
             descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address],
+                [sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address, *modules],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env=environment,
