@@ -90,8 +90,8 @@ def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def run_ranks() -> RunRanks:
     """Return run(size, *python_arguments, env=…, timeout=…): python under mpirun, from a test that is under none.
 
-    With `forked=True` the ranks are forked where they can be (forked_ranks.py). A job that outlasts `timeout` seconds is
-    killed, and the test fails.
+    With `forked=True` the ranks are forked where they can be (forked_ranks.py). A job that outlasts `timeout` seconds
+    is killed, and the test fails.
     """
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if mpirun is None:

@@ -1,5 +1,5 @@
-"""Has pytest's ranks forked, for scripts/test.sh: of all its parts under mpirun, from one process that has imported what
-they import, in the place of a Python that does so for each rank.
+"""Has pytest's ranks forked, for scripts/test.sh: those of all its parts under mpirun, from one process that has
+imported what they import.
 
     python forked_phases.py
 

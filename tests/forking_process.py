@@ -3,8 +3,8 @@
     python forking_process.py COMMANDS RANKS ADDRESS [MODULE…]
 
 COMMANDS and RANKS are descriptors: of its end of the socket by which commands are asked for (forked_commands.py), and
-of the one that listens where ranks ask (forked_ranks.py), at ADDRESS; MODULEs are imported beside TAKE_LONG. It knows no
-test.
+of the one that listens where ranks ask (forked_ranks.py), at ADDRESS; MODULEs are imported beside TAKE_LONG. It knows
+no test.
 """
 
 from __future__ import annotations

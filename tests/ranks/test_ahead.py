@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from jobs import COUNT, HERE, SIZE, alone, job_configuration, prompts, run_job, sampling
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 
@@ -93,8 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             noisy_copy(path / name, target, 0.05)
         config = json.loads((path / "short" / "config.json").read_text())
         (path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": DRAFT_CONTEXT}))
-    shared: Path = MPI.COMM_WORLD.bcast(path)
-    return shared
+    return from_rank_0(path)
 
 
 def use(llm: LLM) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from checkpoints import make_checkpoint, overflow_on
 from eagle3_heads import Ways, check_proposals, check_trees, make_head, write_head
 from jobs import HERE, alone, configuration, prompts, run_job, sampling
 from medusa_heads import Proposals
+from meeting import meet
 from mpi4py import MPI
 from pipelines import Reference, tokens_of
 from test_ahead import Bend, as_it_is, every_guess_is_wrong, foreseen, no_guess_matches, no_patience
@@ -79,7 +80,7 @@ def make_case(folder: Path, name: str, method: str, layout: str, dtype: str, **s
         taught = zip([*prompts(), *prompts()[2:4]], plain["texts"], strict=True)
         head = teach(head, target, [[*prompt, *text] for prompt, found in taught for text in found])
         write(path, head, layout, target)
-    MPI.COMM_WORLD.barrier()
+    meet()
     return plain, head, path
 
 
@@ -220,7 +221,7 @@ def test_a_head_drafts_ahead_what_its_own_states_say(folder: Path, name: str, mo
     head, path = make_head(folder / "target", boundaries=(0, 1, 2)), folder / "apart random"
     if MPI.COMM_WORLD.rank == 0:
         write_head(path, head, "specforge", folder / "target")
-    MPI.COMM_WORLD.barrier()
+    meet()
     sections = {
         "devices": HERE[name],
         "speculation": KINDS["eagle3"][3](ahead="on", draft_len=3),
@@ -243,7 +244,7 @@ def test_failed_rows_and_drafts_that_came_with_requests(folder: Path, name: str,
     if MPI.COMM_WORLD.rank == 0:
         overflow_on(make_checkpoint(target, seed=1, num_hidden_layers=2), poison)
         write_head(path, make_head(target, boundaries=(0, 1, 2)), "specforge", target)
-    MPI.COMM_WORLD.barrier()
+    meet()
     healthy = [[token if token != poison else 8 for token in prompt] for prompt in prompts()]
     asked = [[poison] * 20, healthy[1], [*healthy[3], poison], *healthy[2:]]
     plain: list[Any] = []

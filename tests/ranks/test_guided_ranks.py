@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import noisy_copy, tokens_of
 
@@ -42,8 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = tmp_path_factory.mktemp("guided")
         target = make_checkpoint(path / "target", seed=1, num_hidden_layers=2, tokenizer=True, eos_token_id=0)
         noisy_copy(path / "noisy", target, 0.05)
-    shared: Path = MPI.COMM_WORLD.bcast(path)
-    return shared
+    return from_rank_0(path)
 
 
 def use(llm: LLM) -> dict[str, Any]:

@@ -103,7 +103,8 @@ def test_an_exception_at_the_orchestrator_reaches_the_program_and_ends_the_job(
 
 
 def test_a_program_that_never_closes_its_llm_ends_all_the_same(run_ranks: RunRanks, models: dict[str, str]) -> None:
-    done = run_ranks(3, PROGRAM, env={**models, "JOB_FAILS": "nothing", "JOB_STYLE": "forgotten"}, timeout=TIMEOUT, forked=True)
+    environment = {**models, "JOB_FAILS": "nothing", "JOB_STYLE": "forgotten"}
+    done = run_ranks(3, PROGRAM, env=environment, timeout=TIMEOUT, forked=True)
     assert done.returncode == 0, done.stderr
 
 

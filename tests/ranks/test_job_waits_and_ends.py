@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from jobs import HERE, SIZE, job_configuration, place, prompts, run_job
+from meeting import meet
 from mpi4py import MPI
 from pipelines import configuration, interrupt_call, noisy_copy, prompt_of, tokens_of
 
@@ -146,7 +147,7 @@ def test_a_model_that_cannot_be_loaded_is_said_once_and_lets_all_ranks_go(folder
     if MPI.COMM_WORLD.rank == 0:
         noisy_copy(path / "draft", folder / "target", 0.01)
         (path / "draft" / "model.safetensors").write_bytes(b"broken")
-    MPI.COMM_WORLD.Barrier()
+    meet()
     config = configuration(folder / "target", path / "draft", devices=HERE[name])
     if MPI.COMM_WORLD.rank == 0:
         with pytest.raises(Exception, match=r"draft.*model\.safetensors") as caught:

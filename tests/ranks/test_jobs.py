@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from jobs import COUNT, HERE, LENGTHS, SIZE, alone, job_configuration, prompts, run_job, sampling
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import Reference, configuration, run_alone, tokens_of
 
@@ -202,7 +203,7 @@ def looked_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tupl
         (path / "corpus.jsonl").write_text("".join(f'{{"token_ids": {prompt}}}\n' for prompt in prompts()))
         reference = Reference(path)
         texts = [reference.greedy(prompt, COUNT) for prompt in prompts()]
-    return MPI.COMM_WORLD.bcast(path), texts
+    return from_rank_0(path), texts
 
 
 @pytest.mark.mpi(min_size=3)

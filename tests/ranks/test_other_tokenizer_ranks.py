@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, make_tokenizer
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
+from meeting import from_rank_0
 from mpi4py import MPI
 from permuted import permuted_copy
 from pipelines import noisy_copy, tokens_of
@@ -37,8 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = make_checkpoint(path / "target", seed=1, num_hidden_layers=2, tokenizer=True, vocab_size=283)
         make_tokenizer(target, merges=26)
         permuted_copy(path / "permuted", noisy_copy(path / "noisy", target, 0.05))
-    shared: Path = MPI.COMM_WORLD.bcast(path)
-    return shared
+    return from_rank_0(path)
 
 
 def settled(config: RuntimeConfig, way: str) -> RuntimeConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from branching import Branching, branching_method
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
+from meeting import from_rank_0, meet
 from mpi4py import MPI
 from own_drafters import Recalling, check_watched, own_methods
 from own_family import PlainReference, make_own_checkpoint, own_family
@@ -43,7 +44,7 @@ def test_hidden_states_are_transformers_on_every_rank_of_a_split_target(folder: 
     with own_methods():
         config = job_configuration(folder, HERE[name], speculation=speculation, kv_cache=kv_cache)
         found = run_job(config, lambda llm: tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))))
-        texts = MPI.COMM_WORLD.bcast(found)
+        texts = from_rank_0(found)
         reference = Reference(folder / "target")
         tokens = {index: [*prompt, *text] for index, (prompt, (text,)) in enumerate(zip(prompts(), texts, strict=True))}
         assert bool(Recalling.watched) == (MPI.COMM_WORLD.rank > 0)
@@ -60,7 +61,7 @@ def test_texts_are_plain_decodings_for_random_trees_on_a_split_target(folder: Pa
     def use(llm: LLM) -> tuple[list[object], float]:
         return tokens_of(llm.generate(prompts(), sampling())), llm.statistics()["num_accepted_draft_tokens"]
 
-    plain = MPI.COMM_WORLD.bcast(alone(solo, use)[0] if MPI.COMM_WORLD.rank == 0 else None)
+    plain = from_rank_0(alone(solo, use)[0] if MPI.COMM_WORLD.rank == 0 else None)
     with branching_method():
         Branching.texts = [[*prompt, *text] for prompt, (text, *_) in zip(prompts(), plain, strict=True)]
         scheduler = {"max_num_tokens": 512, "max_batch_size": 3}
@@ -76,7 +77,7 @@ def test_a_family_of_ones_own_runs_wherever_the_products_do(folder: Path, name: 
     with own_family():
         if MPI.COMM_WORLD.rank == 0 and not own.exists():
             noisy_copy(own / "noisy", make_own_checkpoint(own / "target"), 0.05)
-        MPI.COMM_WORLD.barrier()
+        meet()
         config = job_configuration(own, HERE[name])
         found = run_job(config, lambda llm: tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))))
     if found is not None:

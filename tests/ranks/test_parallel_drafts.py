@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import Reference, noisy_copy, tokens_of
 
@@ -34,8 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         draft = noisy_copy(path / "parallel", make_checkpoint(path / "target", seed=1, num_hidden_layers=2), 0.05)
         config = json.loads((draft / "config.json").read_text())
         (draft / "config.json").write_text(json.dumps(config | {"pard_token": 198}))
-    shared: Path = MPI.COMM_WORLD.bcast(path)
-    return shared
+    return from_rank_0(path)
 
 
 def use(llm: LLM) -> dict[str, Any]:

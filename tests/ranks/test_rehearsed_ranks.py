@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import Reference, configuration, noisy_copy, prompt_of, tokens_of
 
@@ -36,8 +37,7 @@ def test_requests_find_ranks_as_if_no_round_had_been_run(
     if MPI.COMM_WORLD.rank == 0:
         folder = tmp_path_factory.mktemp("rehearsed")
         noisy_copy(folder / "draft", make_checkpoint(folder / "target", seed=1, num_hidden_layers=2), 0.05)
-    folder = MPI.COMM_WORLD.bcast(folder)
-    assert folder is not None
+    folder = from_rank_0(folder)
     noted: list[int] = []
     note = Orchestrator._note_draft
 

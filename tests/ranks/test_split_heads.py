@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from jobs import HERE, configuration, prompts, run_job, sampling
 from medusa_heads import SHARED, fitted, make_heads, write_heads
+from meeting import meet
 from mpi4py import MPI
 from pipelines import tokens_of
 
@@ -57,7 +58,7 @@ def test_texts_are_plain_decodings_on_a_split_target(
         texts = [[*prompt, *text] for prompt, found in zip(prompts(), plain[0], strict=True) for text in found]
         heads = make_heads(target, shared=layout in SHARED)
         write_heads(path, heads if layout in SHARED else fitted(heads, target, texts), layout)
-    MPI.COMM_WORLD.barrier()
+    meet()
     speculation = {"method": "medusa"} | ({} if choices is None else {"medusa_choices": choices})
     found = run_job(
         configuration(target, None, heads=path, devices=HERE[name], speculation=speculation, **sections), use

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import configuration, noisy_copy, prompt_of
 from traces import assert_rounds_follow, assert_whole, spans_named
@@ -40,8 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if MPI.COMM_WORLD.rank == 0:
         folder = tmp_path_factory.mktemp("traces")
         noisy_copy(folder / "draft", make_checkpoint(folder / "target", seed=1, num_hidden_layers=2), 0.05)
-    path: Path = MPI.COMM_WORLD.bcast(folder)
-    return path
+    return from_rank_0(folder)
 
 
 def traced_run(llm: LLM) -> tuple[list[RankSpans], list[RoundPlan]]:
