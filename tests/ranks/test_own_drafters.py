@@ -19,7 +19,8 @@ from trtrun import LLM, SamplingParams
 
 pytestmark = pytest.mark.mpi
 SPLIT = [name for name, devices in HERE.items() if not devices[0] and len(devices[1]) > 1]
-NAMES = [name for name, devices in HERE.items() if devices[0] and not set(devices[0]) & set(devices[1])]
+NAMES = [name for name in ("1+1", "2+1") if name in HERE]
+"""A draft on one rank, and on two."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,7 +72,7 @@ def test_texts_are_plain_decodings_for_random_trees_on_a_split_target(folder: Pa
         assert found[0] == plain and found[1] > 20
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [name for name in ("one slot", "1+1", "ab+ba") if name in HERE])
 def test_a_family_of_ones_own_runs_wherever_the_products_do(folder: Path, name: str) -> None:
     own = folder / "own"
     with own_family():
