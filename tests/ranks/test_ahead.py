@@ -79,7 +79,7 @@ BENT: list[Bend] = [
 def cases(bends: list[Bend]) -> list[tuple[str, Bend]]:
     """All of them of three ranks. Of four, where one drafts for two, only what comes in time is another matter; where
     two draft for one, what both do with the same guess. Of five, where two draft for two, nothing is bent."""
-    others = {"1+2": [no_patience, as_it_is], "2+1": [every_guess_is_wrong, as_it_is], "2+2": [as_it_is]}
+    others = {"1+2": [no_patience], "2+1": [every_guess_is_wrong, as_it_is], "2+2": [as_it_is]}
     return [(name, bend) for name in NAMES for bend in bends if bend in others.get(name, bends)]
 
 
@@ -206,7 +206,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(folder: Path, name: str, d
         assert totals["num_accepted_draft_tokens"] == totals["num_draft_tokens"] > 200
 
 
-@pytest.mark.parametrize(("name", "bend"), cases([no_patience, as_it_is] if SIZE < 5 else []))
+@pytest.mark.parametrize(("name", "bend"), cases([no_patience, as_it_is] if SIZE == 3 else []))
 def test_rows_are_preempted_and_outgrow_the_drafts_context(
     folder: Path, expected: dict[str, Any], name: str, bend: Bend, monkeypatch: Patch
 ) -> None:
@@ -219,7 +219,9 @@ def test_rows_are_preempted_and_outgrow_the_drafts_context(
     assert bend is no_patience or foreseen(found) > 10
 
 
-@pytest.mark.parametrize(("name", "bend"), cases([no_guess_matches, no_patience, as_it_is]))
+@pytest.mark.parametrize(
+    ("name", "bend"), cases([no_guess_matches, no_patience, as_it_is] if SIZE == 3 else [as_it_is])
+)
 def test_with_draft_probs_the_texts_are_those_of_one_process(
     folder: Path, expected_with_probs: dict[str, Any], name: str, bend: Bend, monkeypatch: Patch
 ) -> None:

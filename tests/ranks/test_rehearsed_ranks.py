@@ -20,7 +20,6 @@ from trtrun.start import policies
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
 PLACES = {
     3: {"apart": (("cpu:0",), ("cpu:1",)), "beside": (("cpu:0",), ("cpu:0", "cpu:1"))},
-    4: {"apart": (("cpu:0",), ("cpu:1", "cpu:2"))},
 }
 HERE = PLACES.get(SIZE, {})
 

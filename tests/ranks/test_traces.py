@@ -67,8 +67,10 @@ def traced_run(llm: LLM) -> tuple[list[RankSpans], list[RoundPlan]]:
     return trace, traced
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
-@pytest.mark.parametrize("clocks", ["one clock", "clocks apart"])
+@pytest.mark.parametrize(
+    ("clocks", "plans_ahead"),
+    [("one clock", 0), ("clocks apart", 0), ("one clock", 1), ("clocks apart", 1)][0 if SIZE == 3 else -1 :],
+)
 @pytest.mark.parametrize("name", list(HERE))
 def test_spans_of_all_ranks_are_whole_and_causes_come_first(
     folder: Path, name: str, clocks: str, plans_ahead: int, monkeypatch: pytest.MonkeyPatch
