@@ -8,23 +8,22 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, make_draft
+import two_hosts
+from checkpoints import make_checkpoint
 from hub_caches import COMMIT, OTHER_COMMIT, fill_cache
-from network import Network, missing_parts, start_network
+from network import Network
+from two_hosts import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 150.0
 ONE_OF_SOUTH = {"south": ["cpu:0"]}
 """Where it is the same for any number of ranks: each takes seconds of a core to start."""
 
-pytestmark = [pytest.mark.skipif(bool(missing_parts()), reason=missing_parts()), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @dataclass
@@ -57,19 +56,12 @@ class Site:
 
     def trtrun(self, *words: object, variables: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """Run the command on north, with variables such as "HF_HOME=/a" beside."""
-        command = [sys.executable, "-m", "launch.cli", *(str(word) for word in words)]
-        return self.network["north"].run(
-            "env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *variables, *command, timeout=PATIENCE, cwd=ROOT
-        )
+        return self.network.trtrun(words, dict(variable.split("=") for variable in variables), PATIENCE)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    pair, folder = tmp_path_factory.mktemp("pair"), tmp_path_factory.mktemp("hosts")
-    make_checkpoint(pair / "target", tokenizer=True)
-    make_draft(pair / "draft", pair / "target", num_layers=1)
-    with start_network(folder) as network:
-        yield Site(network, pair, tmp_path_factory.mktemp("configs"))
+def site(shared_site: two_hosts.Site, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(shared_site.network, shared_site.pair, tmp_path_factory.mktemp("configs"))
 
 
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:

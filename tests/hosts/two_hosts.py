@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import output_rows
-from network import Host, Network, wait_for
+from network import ROOT, Host, Network, wait_for
 from output_rows import without_drafting
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 150.0
 """Seconds for one job; other work may keep the machine busy."""
 
@@ -96,8 +95,9 @@ class Site:
         return [*before, sys.executable, "-m", "launch.cli", *(str(argument) for argument in arguments)]
 
     def trtrun(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """Run the command on north to its end."""
-        return run(self.words(*arguments))
+        """Run the command on north to its end, forked, as its ranks are."""
+        variables = {"TMPDIR": str(self.private), **self.environment}
+        return self.network.trtrun(arguments, variables, PATIENCE)
 
     def remote_processes(self) -> dict[str, list[str]]:
         """Command lines of what runs on the hosts beside their own first processes, by host; hosts without are left
