@@ -23,11 +23,12 @@ PLACES = {
 }
 HERE = PLACES.get(SIZE, {})
 
+WAYS = [("apart", "auto"), ("apart", "off"), ("beside", "off")]
+
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("ahead", ["auto", "off"])
-@pytest.mark.parametrize("name", list(HERE))
+@pytest.mark.parametrize(("name", "ahead"), [(name, ahead) for name, ahead in WAYS if name in HERE])
 def test_requests_find_ranks_as_if_no_round_had_been_run(
     tmp_path_factory: pytest.TempPathFactory, name: str, ahead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
