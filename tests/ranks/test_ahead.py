@@ -76,11 +76,11 @@ BENT: list[Bend] = [
 ]  # fmt: skip
 
 
-def cases(bends: list[Bend]) -> list[tuple[str, Bend]]:
-    """All of them of three ranks. Of four, where one drafts for two, only what comes in time is another matter; where
-    two draft for one, what both do with the same guess. Of five, where two draft for two, nothing is bent."""
-    others = {"1+2": [no_patience], "2+1": [every_guess_is_wrong, as_it_is], "2+2": [as_it_is]}
-    return [(name, bend) for name in NAMES for bend in bends if bend in others.get(name, bends)]
+def cases(bends: list[Bend], others: dict[str, Bend] | None = None) -> list[tuple[str, Bend]]:
+    """All of them of three ranks, and one in other placements. Where one rank drafts for two, only what comes in time
+    is another matter; where two draft for one, what both do with the same guess."""
+    ways = {"1+1": bends, **{name: [bend] for name, bend in (others or {}).items()}}
+    return [(name, bend) for name in NAMES for bend in ways.get(name, [])]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def foreseen(found: dict[str, Any]) -> int:
     return sum(found["totals"]["foresight"]["foreseen_by_place"])
 
 
-@pytest.mark.parametrize(("name", "bend"), cases(BENT))
+@pytest.mark.parametrize(("name", "bend"), cases(BENT, {"1+2": no_patience, "2+1": every_guess_is_wrong}))
 def test_guesses_change_no_text(
     folder: Path, expected: dict[str, Any], name: str, bend: Bend, monkeypatch: Patch
 ) -> None:
@@ -206,7 +206,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(folder: Path, name: str, d
         assert totals["num_accepted_draft_tokens"] == totals["num_draft_tokens"] > 200
 
 
-@pytest.mark.parametrize(("name", "bend"), cases([no_patience, as_it_is] if SIZE == 3 else []))
+@pytest.mark.parametrize(("name", "bend"), cases([no_patience, as_it_is]))
 def test_rows_are_preempted_and_outgrow_the_drafts_context(
     folder: Path, expected: dict[str, Any], name: str, bend: Bend, monkeypatch: Patch
 ) -> None:
@@ -220,7 +220,7 @@ def test_rows_are_preempted_and_outgrow_the_drafts_context(
 
 
 @pytest.mark.parametrize(
-    ("name", "bend"), cases([no_guess_matches, no_patience, as_it_is] if SIZE == 3 else [as_it_is])
+    ("name", "bend"), cases([no_guess_matches, no_patience, as_it_is], {"2+1": as_it_is, "2+2": as_it_is})
 )
 def test_with_draft_probs_the_texts_are_those_of_one_process(
     folder: Path, expected_with_probs: dict[str, Any], name: str, bend: Bend, monkeypatch: Patch
