@@ -70,8 +70,9 @@ def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 def test_every_link_of_two_hosts_is_tried(site: Site) -> None:
     """Each host may have a model in its own place."""
-    site.network["south"].run("cp", "-r", str(site.pair / "target"), str(site.private / "own"), check=True)
-    paths = {"south": str(site.private / "own"), "default": str(site.pair / "target")}
+    for host, name in (("south", "own"), ("north", "usual")):
+        site.network[host].run("cp", "-r", str(site.pair / "target"), str(site.private / name), check=True)
+    paths = {"south": str(site.private / "own"), "default": str(site.private / "usual")}
     file = site.config("good", target={"model": paths})
     done = site.trtrun("check", "--config", file, "--json")
     assert done.returncode == 0, done.stderr

@@ -100,10 +100,12 @@ def test_ranks_sit_where_the_plan_says_and_get_variables_by_name_only(
 def test_a_configuration_that_only_the_host_of_rank_0_has(
     two_hosts: Site, prompts: Path, folder: Path, reference: list[dict[str, Any]]
 ) -> None:
-    """And models: south keeps the target in its own place. Target and draft are on both hosts, or on the other one."""
+    """And models: each host keeps the target in a place that the other one has not. Target and draft are on both hosts,
+    or on the other one."""
     north, south = two_hosts.network["north"], two_hosts.network["south"]
     copy_to(south, two_hosts.pair / "target", two_hosts.private / "own target")
-    paths = {"south": str(two_hosts.private / "own target"), "default": str(two_hosts.pair / "target")}
+    copy_to(north, two_hosts.pair / "target", two_hosts.private / "usual target")
+    paths = {"south": str(two_hosts.private / "own target"), "default": str(two_hosts.private / "usual target")}
     shared = two_hosts.config(target={"model": paths})
     hidden = two_hosts.private / "run.yaml"
     copy_to(north, shared, hidden)
