@@ -117,9 +117,13 @@ fi
 phase one-process "$python" -m pytest -n "$processes" --dist worksteal -m "not mpi" ${one_process[@]+"${one_process[@]}"}
 # mpirun's own folder is a new one: see launch/mpi/stale_folders.py.
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"
+# Ranks of pytest are forked from one process: each would import for two seconds. It ends with this script.
+coproc "$python" tests/forked_phases.py
+read -r -a before <&"${COPROC[0]}"
 for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
     phase "mpirun-$ranks" "$mpirun" --oversubscribe --bind-to none -n "$ranks" \
-        "$python" -m pytest --with-mpi -m mpi "${paths[@]}"
+        ${before[@]+"${before[@]}"} "$python" -m pytest --with-mpi -m mpi -W ignore::pytest.PytestAssertRewriteWarning \
+        "${paths[@]}"
 done
 
 "$python" tests/durations.py merge "$durations" build/test-durations.json

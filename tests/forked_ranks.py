@@ -22,7 +22,7 @@ PROGRAM = ("-m", "mpi4py")
 LOADED_WITH = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONWARNINGS")
 """Variables that are read when a program starts, or loads libraries: a rank with others is not forked."""
 
-OWN_LIBRARIES = f"{sys.prefix}/lib"
+OWN_LIBRARIES = os.path.realpath(f"{sys.prefix}/lib")
 """Which Open MPI's mpirun adds to where libraries are looked for; those of this Python are found without."""
 
 NAME = "for "
@@ -35,16 +35,22 @@ INHERITED = "PMI_FD"
 
 def standing_for(address: str, command: list[str]) -> list[str]:
     """The words of mpirun whose ranks this program stands for."""
-    size = 1 + len(PROGRAM)
-    for place in range(len(command) - size):
+    size, words = 1 + len(PROGRAM), list[str]()
+    for place, word in enumerate(command):  # a command for several hosts holds the program once for each
         if tuple(command[place : place + size]) == (sys.executable, *PROGRAM):
-            return [*command[:place], *stand_in(address), *command[place:]]
-    return command
+            words += stand_in(address)
+        words.append(word)
+    return words
 
 
 def stand_in(address: str) -> list[str]:
-    """Words before those of what this program stands for."""
+    """This program, before the words of what it stands for."""
     return [sys.executable, "-I", "-S", __file__, address]
+
+
+def bound_at(address: str) -> str:
+    """The socket of an address: a file, which processes of other network namespaces find, or a name of this one's."""
+    return address if address.startswith("/") else "\0" + address
 
 
 def fork_ranks(address: str) -> None:
@@ -66,7 +72,8 @@ def can_be_forked(environment: dict[str, str], own: dict[str, str]) -> bool:
 
 def _words(value: str | None) -> list[str]:
     """Of a variable, such as the folders of a path."""
-    return [word for word in dict.fromkeys((value or "").split(os.pathsep)) if word not in ("", OWN_LIBRARIES)]
+    words = dict.fromkeys(filter(None, (value or "").split(os.pathsep)))
+    return [word for word in words if os.path.realpath(word) != OWN_LIBRARIES]
 
 
 def main() -> None:
@@ -79,7 +86,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it is known whom they go on to: it may run already
     status, writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect("\0" + address)
+        connection.connect(bound_at(address))
         request = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
         request |= {"new_session": True, "ranks": True}  # an engine has ranks
         socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2, writer])

@@ -1,9 +1,10 @@
 """The process that commands of tests, and their ranks, are forked from: it has imported what takes long, and waits.
 
-    python forking_process.py COMMANDS RANKS ADDRESS
+    python forking_process.py COMMANDS RANKS ADDRESS [MODULE…]
 
 COMMANDS and RANKS are descriptors: of its end of the socket by which commands are asked for (forked_commands.py), and
-of the one that listens where ranks ask (forked_ranks.py), at ADDRESS. It knows no test.
+of the one that listens where ranks ask (forked_ranks.py), at ADDRESS; MODULEs are imported beside TAKE_LONG. It knows
+no test.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def misbehave() -> None:
 def main() -> None:
     """Import what takes long of what commands import, fork, and be the command."""
     before = dict(os.environ)
-    for name in TAKE_LONG:
+    for name in (*TAKE_LONG, *sys.argv[4:]):
         importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules, "it begins MPI"
     del sys.modules["launch.cli"], sys.modules["launch"].cli  # ranks have it run as their program

@@ -36,11 +36,11 @@ def two_hosts(shared_site: Site) -> Iterator[Site]:
 
 @pytest.fixture
 def start_job(two_hosts: Site) -> Iterator[Callable[..., RunningJob]]:
-    """Return start(**sections): a job on both hosts that would run for a long time; ended with the test."""
+    """Return start(devices, **sections): a job on both hosts that would run for a long time; ended with the test."""
     started: list[RunningJob] = []
 
-    def start(**sections: Any) -> RunningJob:
-        job = RunningJob.start(two_hosts, **sections)
+    def start(*devices: dict[str, Any], **sections: Any) -> RunningJob:
+        job = RunningJob.start(two_hosts, *devices, **sections)
         started.append(job)
         return job
 

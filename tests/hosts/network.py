@@ -12,12 +12,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forked_commands import ForkedCommands
+
+ROOT = Path(__file__).resolve().parents[2]
 HOST_PROGRAM = Path(__file__).parent / "programs" / "host.py"
 ADDRESSES = {"north": "10.78.0.1", "south": "10.78.0.2"}
 NOBODY = "10.78.0.9"
@@ -70,12 +73,14 @@ class Host:
         name, address: by which the hosts know it.
         process: `unshare`, whose stdin keeps the host alive.
         init: process id of the host's first process, as this test sees it.
+        forking: process id of the one that commands and ranks are forked from here, 0 while there is none.
     """
 
     name: str
     address: str
     process: subprocess.Popen[str]
     init: int
+    forking: int = 0
 
     def words(self, *command: str) -> list[str]:
         """A command, as it is run on this host."""
@@ -101,7 +106,7 @@ class Host:
         return {
             process: line
             for process, line in found.items()
-            if line and process != self.init and not line.startswith("sshd: /usr/sbin/sshd")
+            if line and process not in (self.init, self.forking) and not line.startswith("sshd: /usr/sbin/sshd")
         }
 
     def cut_off(self) -> None:
@@ -119,11 +124,13 @@ class Network:
 
     Attributes:
         hosts: by name.
+        forking: what starts commands on them, by host; empty until the first one.
         folder: seen by all hosts; `folder / "private"` is another directory on each.
     """
 
     folder: Path
     hosts: dict[str, Host] = field(default_factory=dict)
+    forking: dict[str, ForkedCommands] = field(default_factory=dict)
 
     @property
     def ssh_arguments(self) -> list[str]:
@@ -132,6 +139,29 @@ class Network:
 
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]
+
+    def trtrun(
+        self, arguments: Sequence[object], variables: Mapping[str, str], seconds: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command on the first host, to its end.
+
+        It is forked, and so are its ranks, each on its host: what ssh, sshd and mpirun start there stands for them
+        (tests/forked_ranks.py). `RunningJob` starts programs.
+        """
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if not self.forking:
+            self.forking = {name: self._fork_on(host, {**os.environ, **own}) for name, host in self.hosts.items()}
+        environment = {**os.environ, **own, **variables}
+        commands = next(iter(self.forking.values()))
+        return commands.run([str(argument) for argument in arguments], environment, ROOT, seconds)
+
+    def _fork_on(self, host: Host, environment: dict[str, str]) -> ForkedCommands:
+        file = f"{self.folder}/private/forking"
+        commands = ForkedCommands(environment, before=host.words(), file=(file, f"/proc/{host.init}/root{file}"))
+        children = Path(f"/proc/{commands.process.pid}/task/{commands.process.pid}/children")
+        wait_for(children.read_text, START_SECONDS, lambda: "nsenter starts nothing")
+        host.forking = _only_child(commands.process.pid)
+        return commands
 
 
 @contextmanager
@@ -157,6 +187,8 @@ def start_network(folder: Path) -> Iterator[Network]:
             _expect(process, "ready")
         yield network
     finally:
+        for commands in network.forking.values():
+            commands.close()
         for process in started:
             process.kill()  # unshare --kill-child kills the host's first process, and that everything of the host
             process.communicate(timeout=60)

@@ -8,23 +8,22 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, make_draft
+import two_hosts
+from checkpoints import make_checkpoint
 from hub_caches import COMMIT, OTHER_COMMIT, fill_cache
-from network import Network, missing_parts, start_network
+from network import Network
+from two_hosts import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 150.0
 ONE_OF_SOUTH = {"south": ["cpu:0"]}
 """Where it is the same for any number of ranks: each takes seconds of a core to start."""
 
-pytestmark = [pytest.mark.skipif(bool(missing_parts()), reason=missing_parts()), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @dataclass
@@ -57,19 +56,12 @@ class Site:
 
     def trtrun(self, *words: object, variables: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """Run the command on north, with variables such as "HF_HOME=/a" beside."""
-        command = [sys.executable, "-m", "launch.cli", *(str(word) for word in words)]
-        return self.network["north"].run(
-            "env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *variables, *command, timeout=PATIENCE, cwd=ROOT
-        )
+        return self.network.trtrun(words, dict(variable.split("=") for variable in variables), PATIENCE)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    pair, folder = tmp_path_factory.mktemp("pair"), tmp_path_factory.mktemp("hosts")
-    make_checkpoint(pair / "target", tokenizer=True)
-    make_draft(pair / "draft", pair / "target", num_layers=1)
-    with start_network(folder) as network:
-        yield Site(network, pair, tmp_path_factory.mktemp("configs"))
+def site(shared_site: two_hosts.Site, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(shared_site.network, shared_site.pair, tmp_path_factory.mktemp("configs"))
 
 
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -77,7 +69,11 @@ def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def test_every_link_of_two_hosts_is_tried(site: Site) -> None:
-    file = site.config("good")
+    """Each host may have a model in its own place."""
+    for host, name in (("south", "own"), ("north", "usual")):
+        site.network[host].run("cp", "-r", str(site.pair / "target"), str(site.private / name), check=True)
+    paths = {"south": str(site.private / "own"), "default": str(site.private / "usual")}
+    file = site.config("good", target={"model": paths})
     done = site.trtrun("check", "--config", file, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -112,21 +108,13 @@ def test_another_model_on_one_host_is_told(site: Site) -> None:
         source = make_checkpoint(site.folder / f"model of {name}", tokenizer=True, num_hidden_layers=layers)
         site.network[name].run("cp", "-r", str(source), str(model), check=True)
         shutil.rmtree(source)
-    done = site.trtrun("check", "--config", site.config("other", target={"model": str(model)}))
+    file = site.config("other", target={"model": str(model), "devices": ONE_OF_SOUTH})
+    done = site.trtrun("check", "--config", file)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = own_lines(done)
     assert line.startswith("trtrun: target: config.json or hf_quant_config.json is not the same everywhere: ")
     assert "on rank 0, 1 (north); " in line
-    assert "on rank 2, 3 (south): copy one model to all hosts" in line
-
-
-def test_each_host_may_have_the_model_in_its_own_place(site: Site) -> None:
-    site.network["south"].run("cp", "-r", str(site.pair / "target"), str(site.private / "own"), check=True)
-    paths = {"south": str(site.private / "own"), "default": str(site.pair / "target")}
-    file = site.config("own", target={"model": paths, "devices": ONE_OF_SOUTH})
-    done = site.trtrun("check", "--config", file, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ok"]
+    assert "on rank 2 (south): copy one model to all hosts" in line
 
 
 def test_a_host_that_is_down_is_named(site: Site) -> None:

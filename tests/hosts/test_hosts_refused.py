@@ -13,13 +13,11 @@ from pathlib import Path
 import pydantic
 import pytest
 from network import SSHD, Host
-from two_hosts import ROOT, Site, own_lines
+from two_hosts import AWAY, ROOT, Site, own_lines
 
 from launch.mpi.hosts import ANSWER_SECONDS, CONNECT_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
-
-AWAY = {"target": {"south": ["cpu:0"]}, "draft": {"north": ["cpu:0"]}}
 
 
 def refusal(site: Site, file: Path) -> str:

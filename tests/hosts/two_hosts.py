@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import output_rows
-from network import Host, Network, wait_for
+from network import ROOT, Host, Network, wait_for
 from output_rows import without_drafting
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 150.0
 """Seconds for one job; other work may keep the machine busy."""
 
 TWO_HOSTS = {"target": {"north": ["cpu:1"], "south": ["cpu:0"]}, "draft": {"south": ["cpu:1"]}}
 """Ranks 0 and 2 on north, ranks 1 and 3 on south: no host's ranks follow each other."""
+
+AWAY = {"target": {"south": ["cpu:0"]}, "draft": {"north": ["cpu:0"]}}
+"""Ranks 0 and 1 on north, rank 2 on south."""
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -72,7 +74,8 @@ class Site:
             name: {"model": str(self.pair / name), "devices": placed} for name, placed in devices.items()
         }
         values |= {"launch": {"ssh_arguments": self.network.ssh_arguments}, "kv_cache": {"max_tokens": 4000}}
-        values |= {"speculation": {"pacing": "fixed"}}  # runs that are compared draft alike
+        # Runs that are compared draft alike.
+        values |= {"speculation": {"pacing": "fixed", **({} if "draft" in devices else {"method": "none"})}}
         for key, section in sections.items():
             values[key] = {**values.get(key, {}), **section} if isinstance(section, dict) else section
         path = self.folder / f"run{len(list(self.folder.glob('*.yaml')))}.yaml"
@@ -92,8 +95,9 @@ class Site:
         return [*before, sys.executable, "-m", "launch.cli", *(str(argument) for argument in arguments)]
 
     def trtrun(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """Run the command on north to its end."""
-        return run(self.words(*arguments))
+        """Run the command on north to its end, forked, as its ranks are."""
+        variables = {"TMPDIR": str(self.private), **self.environment}
+        return self.network.trtrun(arguments, variables, PATIENCE)
 
     def remote_processes(self) -> dict[str, list[str]]:
         """Command lines of what runs on the hosts beside their own first processes, by host; hosts without are left
@@ -113,15 +117,15 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 @dataclass
 class RunningJob:
-    """A job of four ranks on two hosts, in the middle of a very long text."""
+    """A job of several ranks on two hosts, in the middle of a very long text."""
 
     site: Site
     process: subprocess.Popen[str]
 
     @classmethod
-    def start(cls, site: Site, **sections: Any) -> RunningJob:
+    def start(cls, site: Site, devices: dict[str, Any] = TWO_HOSTS, **sections: Any) -> RunningJob:
         """Start it and wait for its first token."""
-        file = site.config(**{"kv_cache": {"max_tokens": 60000}, **sections})
+        file = site.config(devices, **{"kv_cache": {"max_tokens": 60000}, **sections})
         arguments = ("run", "--config", file, "--prompt", "x", "--max-tokens", 50000, "--ignore-eos")
         process = subprocess.Popen(
             site.words(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"

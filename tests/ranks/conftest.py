@@ -11,12 +11,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from meeting import from_rank_0, meet
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -109,7 +109,7 @@ class RankHarness:
         watchdog = self._watch(item)
         try:
             result = yield
-            self._wait_for_all()
+            meet(self._comm)
             outcomes = self._comm.allgather(list(self._outcomes))
             if any(other != self._outcomes for other in outcomes):
                 self._abort(f"{item.nodeid} went differently on the ranks: {outcomes}")
@@ -117,15 +117,6 @@ class RankHarness:
         finally:
             watchdog.cancel()
             faulthandler.cancel_dump_traceback_later()
-
-    def _wait_for_all(self) -> None:
-        """Sleep until every rank is here.
-
-        MPI's own wait keeps a core busy, which rank 0 needs where it computes alone what a test compares with.
-        """
-        barrier = self._comm.Ibarrier()
-        while not barrier.Test():
-            time.sleep(0.001)
 
     def _watch(self, item: pytest.Item) -> threading.Timer:
         """Start the clock of one test: `mark.timeout(seconds)`, or one minute."""
@@ -193,8 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = make_checkpoint(folder / "target", seed=1, num_hidden_layers=2, num_shards=1)
         noisy_copy(folder / "noisy", target, 0.05)
         useless_draft(folder / "useless")
-    path: Path = MPI.COMM_WORLD.bcast(folder)
-    return path
+    return from_rank_0(folder)
 
 
 @pytest.fixture(params=["solo", "mpi", "nccl", "nccl without peers"])

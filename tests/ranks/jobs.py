@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from meeting import meet
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
@@ -80,6 +81,7 @@ def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
 
 def run_job(config: RuntimeConfig, use: Callable[[LLM], T]) -> T | None:
     """Run `use` at rank 0 of a job over all ranks; returns what it returns there, None elsewhere."""
+    meet()  # rank 0 may have been at something else
     with open_llm(config) as llm:
         assert (llm is not None) == (MPI.COMM_WORLD.rank == 0)
         if llm is None:

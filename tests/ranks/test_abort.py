@@ -11,7 +11,7 @@ NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (c
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_an_exception_on_one_rank_ends_the_job_with_one_line(run_ranks, rank: int) -> None:
-    done = run_ranks(4, "tests/ranks/programs/abort_case.py", env={"FAILING_RANK": str(rank)})
+    done = run_ranks(4, "tests/ranks/programs/abort_case.py", env={"FAILING_RANK": str(rank)}, forked=True)
     assert done.returncode != 0
     # mpirun ends its own message with a NUL byte, which may come to stand before the line.
     lines = [line.strip("\0") for line in done.stderr.splitlines() if "trtrun: " in line]

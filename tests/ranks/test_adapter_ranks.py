@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from adapters import make_adapter
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job
+from meeting import meet
 from mpi4py import MPI
 from pipelines import tokens_of
 
@@ -35,7 +36,7 @@ def test_split_adapters_write_what_one_process_writes(folder: Path, name: str) -
     if MPI.COMM_WORLD.rank == 0:
         make_adapter(path / "a", target, rank=4, seed=1)
         make_adapter(path / "b", target, rank=3, seed=2, modules=["k_proj", "o_proj", "down_proj"])
-    MPI.COMM_WORLD.barrier()
+    meet()
     adapters = {"adapters": {one: str(path / one) for one in ("a", "b")}, "adapter_slots": {"max_rank": 4}}
     drafts = {"draft_adapters": {"a": str(path / "a")}} if HERE[name][0] else {}
     found = run_job(job_configuration(folder, HERE[name], **adapters, **drafts), use)
@@ -60,7 +61,7 @@ def test_a_rank_that_cannot_load_has_all_refuse(folder: Path, name: str, monkeyp
             return original(engine, path, on_progress)
 
         monkeypatch.setattr(Engine, "read_adapter", read)
-    MPI.COMM_WORLD.barrier()
+    meet()
 
     def load_and_use(llm: LLM) -> list[Any]:
         with pytest.raises(CheckpointError, match="the disk of this host is empty"):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, overflow_on
 from eagle3_heads import Ways, check_proposals, check_trees, make_head, write_head
-from jobs import HERE, alone, configuration, prompts, run_job, sampling
+from jobs import HERE, SIZE, alone, configuration, prompts, run_job, sampling
 from medusa_heads import Proposals
+from meeting import meet
 from mpi4py import MPI
 from pipelines import Reference, tokens_of
 from test_ahead import Bend, as_it_is, every_guess_is_wrong, foreseen, no_guess_matches, no_patience
@@ -79,19 +80,20 @@ def make_case(folder: Path, name: str, method: str, layout: str, dtype: str, **s
         taught = zip([*prompts(), *prompts()[2:4]], plain["texts"], strict=True)
         head = teach(head, target, [[*prompt, *text] for prompt, found in taught for text in found])
         write(path, head, layout, target)
-    MPI.COMM_WORLD.barrier()
+    meet()
     return plain, head, path
 
 
-@pytest.mark.parametrize(
-    ("method", "layout", "shape", "dtype", "options"),
-    [
-        ("eagle3", "specforge", {"num_tokens": 131}, "float32", {}),
-        ("eagle", "reference", {}, "bfloat16", WITH_TEXTS),
-        ("eagle3", "prefixed", {"num_tokens": 131}, "float32", DYNAMIC),
-        ("eagle", "vllm", {}, "bfloat16", STATIC),
-    ],
-)
+HEADS: list[tuple[str, str, dict[str, Any], str, dict[str, Any]]] = [
+    ("eagle", "reference", {}, "bfloat16", WITH_TEXTS),
+    ("eagle3", "prefixed", {"num_tokens": 131}, "float32", DYNAMIC),
+    ("eagle3", "specforge", {"num_tokens": 131}, "float32", {}),
+    ("eagle", "vllm", {}, "bfloat16", STATIC),
+]
+"""The first ones are a chain and a tree, which stand for all where the target is split."""
+
+
+@pytest.mark.parametrize(("method", "layout", "shape", "dtype", "options"), HEADS if SIZE == 3 else HEADS[:2])
 @pytest.mark.parametrize("name", APART)
 def test_texts_are_plain_decodings_and_drafts_the_papers(
     folder: Path,
@@ -138,7 +140,7 @@ def nothing_is_told(patch: Patch) -> None:
 BENDS: list[Bend] = [no_guess_matches, every_guess_is_wrong, no_patience, nothing_is_told, as_it_is]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if SIZE == 3 else ["bfloat16"])
 @pytest.mark.parametrize("name", APART)
 def test_guesses_of_a_head_change_no_text(folder: Path, name: str, dtype: str) -> None:
     plain, _, path = make_case(folder, name, "eagle3", "reference", dtype)
@@ -220,7 +222,7 @@ def test_a_head_drafts_ahead_what_its_own_states_say(folder: Path, name: str, mo
     head, path = make_head(folder / "target", boundaries=(0, 1, 2)), folder / "apart random"
     if MPI.COMM_WORLD.rank == 0:
         write_head(path, head, "specforge", folder / "target")
-    MPI.COMM_WORLD.barrier()
+    meet()
     sections = {
         "devices": HERE[name],
         "speculation": KINDS["eagle3"][3](ahead="on", draft_len=3),
@@ -243,7 +245,7 @@ def test_failed_rows_and_drafts_that_came_with_requests(folder: Path, name: str,
     if MPI.COMM_WORLD.rank == 0:
         overflow_on(make_checkpoint(target, seed=1, num_hidden_layers=2), poison)
         write_head(path, make_head(target, boundaries=(0, 1, 2)), "specforge", target)
-    MPI.COMM_WORLD.barrier()
+    meet()
     healthy = [[token if token != poison else 8 for token in prompt] for prompt in prompts()]
     asked = [[poison] * 20, healthy[1], [*healthy[3], poison], *healthy[2:]]
     plain: list[Any] = []

@@ -19,14 +19,14 @@ def _environment(kind: str, rank: int) -> dict[str, str]:
 
 
 def test_the_same_case_passes_when_no_rank_fails(run_ranks) -> None:
-    done = run_ranks(3, *PYTEST, env=_environment("none", -1))
+    done = run_ranks(3, *PYTEST, env=_environment("none", -1), forked=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_assertion_that_fails_on_one_rank_fails_the_command(run_ranks, rank: int) -> None:
-    done = run_ranks(3, *PYTEST, env=_environment("assert", rank))
+    done = run_ranks(3, *PYTEST, env=_environment("assert", rank), forked=True)
     assert done.returncode != 0
     assert f"===== rank {rank} of 3: {PROGRAM}::test_failing failed in call" in done.stderr
     assert "broken in the test" in done.stderr
@@ -44,7 +44,7 @@ def test_an_assertion_that_fails_on_one_rank_fails_the_command(run_ranks, rank: 
     ],
 )
 def test_every_way_to_fail_on_one_rank_fails_the_command(run_ranks, kind: str, rank: int, message: str) -> None:
-    done = run_ranks(3, *PYTEST, env=_environment(kind, rank))
+    done = run_ranks(3, *PYTEST, env=_environment(kind, rank), forked=True)
     assert done.returncode != 0
     assert message in done.stderr
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
@@ -27,8 +28,7 @@ def test_worker_ranks_serve_with_their_start_left_out(
     target: Path | None = None
     if MPI.COMM_WORLD.rank == 0:
         target = make_checkpoint(tmp_path_factory.mktemp("garbage") / "target", num_hidden_layers=2)
-    target = MPI.COMM_WORLD.bcast(target)
-    assert target is not None
+    target = from_rank_0(target)
     left_out: list[tuple[int, int]] = []
     serve = job.serve
 

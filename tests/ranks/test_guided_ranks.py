@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job
+from meeting import from_rank_0
 from mpi4py import MPI
 from pipelines import noisy_copy, tokens_of
 
@@ -42,8 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = tmp_path_factory.mktemp("guided")
         target = make_checkpoint(path / "target", seed=1, num_hidden_layers=2, tokenizer=True, eos_token_id=0)
         noisy_copy(path / "noisy", target, 0.05)
-    shared: Path = MPI.COMM_WORLD.bcast(path)
-    return shared
+    return from_rank_0(path)
 
 
 def use(llm: LLM) -> dict[str, Any]:
@@ -114,11 +114,12 @@ def test_rows_go_on_while_ranks_build_a_guide(folder: Path, name: str, monkeypat
         assert found == alone(job_configuration(folder, ONE_SLOT), use)
 
 
-@pytest.mark.parametrize("name", [name for name in (*METHODS, "2+1") if name in HERE])
+@pytest.mark.parametrize("name", [name for name in ("ab+ba", "2+1") if name in HERE])
 def test_rows_that_wait_for_their_guide_say_what_they_would(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank's clock says something else: now and then nothing is left of a round for guides."""
+    """Each rank's clock says something else: now and then nothing is left of a round for guides. Several ranks of the
+    target have to agree, and several of the draft."""
     choose = random.Random(MPI.COMM_WORLD.rank)
     monkeypatch.setattr(RoundBudget, "is_spent", property(lambda budget: choose.random() < 0.05))
 

@@ -17,7 +17,6 @@ from checkpoints import make_checkpoint
 from pipelines import noisy_copy
 
 PROGRAM = "tests/ranks/programs/job_case.py"
-ROOT = Path(__file__).resolve().parents[2]
 SOON = 15.0
 TIMEOUT = 150.0
 
@@ -30,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     target = make_checkpoint(folder / "target", num_hidden_layers=2, max_position_embeddings=65536)
     draft = noisy_copy(folder / "draft", target, 0.05)
-    return {"JOB_TARGET": str(target), "JOB_DRAFT": str(draft), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    return {"JOB_TARGET": str(target), "JOB_DRAFT": str(draft)}
 
 
 def named_failures(text: str) -> list[str]:
@@ -65,7 +64,7 @@ def test_an_exception_on_an_engine_rank_reaches_the_program_with_the_ranks_name_
 ) -> None:
     size = 4 if fails == "target follower" else 3
     environment = {**models, "JOB_FAILS": fails, "JOB_PLANS_AHEAD": str(plans_ahead), "JOB_TARGET_RANKS": str(size - 2)}
-    done = run_ranks(size, PROGRAM, env=environment, timeout=TIMEOUT)
+    done = run_ranks(size, PROGRAM, env=environment, timeout=TIMEOUT, forked=True)
     assert done.returncode != 0
     assert named_failures(done.stderr) == [f"{name} failed: ValueError: request 7: the device is on fire"]
     assert "trtrun: " not in done.stderr.replace("trtrun.errors", "")  # no other rank says anything
@@ -78,7 +77,7 @@ def test_a_program_may_catch_the_failure_of_a_rank_and_ends_non_zero_all_the_sam
 ) -> None:
     """It ends when it likes: the other ranks, which hang, wait for that. Closing does not hang."""
     environment = {**models, "JOB_FAILS": fails, "JOB_STYLE": "catch", "JOB_PLANS_AHEAD": "1"}
-    done = run_ranks(3, "-m", "mpi4py", PROGRAM, env=environment, timeout=TIMEOUT)
+    done = run_ranks(3, "-m", "mpi4py", PROGRAM, env=environment, timeout=TIMEOUT, forked=True)
     assert done.returncode == 1
     caught = re.findall(r"caught: (.*)", done.stdout)
     assert len(caught) == 2 and caught[0] == caught[1], done.stdout
@@ -96,7 +95,7 @@ def test_an_exception_at_the_orchestrator_reaches_the_program_and_ends_the_job(
 ) -> None:
     """Whether or not the program closes the LLM on its way out; the exception is its own to see, once."""
     environment = {**models, "JOB_FAILS": fails, "JOB_STYLE": style, "JOB_PLANS_AHEAD": "1"}
-    done = run_ranks(3, PROGRAM, env=environment, timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=environment, timeout=TIMEOUT, forked=True)
     assert done.returncode != 0
     assert done.stderr.splitlines().count("the device is on fire") == 1, done.stderr
     assert done.stderr.count("Traceback") == 1
@@ -104,13 +103,14 @@ def test_an_exception_at_the_orchestrator_reaches_the_program_and_ends_the_job(
 
 
 def test_a_program_that_never_closes_its_llm_ends_all_the_same(run_ranks: RunRanks, models: dict[str, str]) -> None:
-    done = run_ranks(3, PROGRAM, env={**models, "JOB_FAILS": "nothing", "JOB_STYLE": "forgotten"}, timeout=TIMEOUT)
+    environment = {**models, "JOB_FAILS": "nothing", "JOB_STYLE": "forgotten"}
+    done = run_ranks(3, PROGRAM, env=environment, timeout=TIMEOUT, forked=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_killing_any_rank_ends_the_job(run_ranks: RunRanks, models: dict[str, str], rank: int) -> None:
-    done = run_ranks(3, PROGRAM, env={**models, "JOB_FAILS": f"kill {rank}"}, timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env={**models, "JOB_FAILS": f"kill {rank}"}, timeout=TIMEOUT, forked=True)
     assert done.returncode != 0
     assert seconds_since_failure(done.stdout, done.ended) < SOON
     line = next(line for line in done.stdout.splitlines() if line.startswith("pids"))
@@ -126,7 +126,7 @@ def test_killing_any_rank_ends_the_job(run_ranks: RunRanks, models: dict[str, st
 def test_a_world_of_another_size_ends_at_once_and_says_the_counts(
     run_ranks: RunRanks, models: dict[str, str], size: int
 ) -> None:
-    done = run_ranks(size, PROGRAM, env={**models, "JOB_FAILS": "nothing"}, timeout=TIMEOUT)
+    done = run_ranks(size, PROGRAM, env={**models, "JOB_FAILS": "nothing"}, timeout=TIMEOUT, forked=True)
     assert done.returncode != 0
     assert "PlacementError" in done.stderr
     assert "need 3 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 (cpu:1))" in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from jobs import HERE, SIZE, job_configuration, place, prompts, run_job
+from meeting import meet
 from mpi4py import MPI
 from pipelines import configuration, interrupt_call, noisy_copy, prompt_of, tokens_of
 
@@ -27,9 +28,11 @@ from trtrun.start import job
 from trtrun.wire.packets import VERDICT_TAG
 
 pytestmark = pytest.mark.mpi
+OF_THREE = [name for name in HERE if name == "1+1"]
+"""More ranks wait and end alike."""
 
 
-@pytest.mark.parametrize("name", list(HERE)[:1] if SIZE == 3 else [])  # all wait alike
+@pytest.mark.parametrize("name", OF_THREE)
 def test_a_waiting_job_is_quiet(folder: Path, name: str) -> None:
     """Ranks that wait for the next call use little of their cores: well under a third of the time."""
     world = MPI.COMM_WORLD
@@ -52,9 +55,8 @@ def test_a_waiting_job_is_quiet(folder: Path, name: str) -> None:
         assert max(shares[1:]) < 0.3, shares
 
 
-@pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("has_cores", [False, True])
-@pytest.mark.parametrize("name", list(HERE)[:1])
+@pytest.mark.parametrize("name", OF_THREE)
 def test_ranks_spin_only_on_cores_of_their_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_cores: bool
 ) -> None:
@@ -106,8 +108,7 @@ def test_ranks_that_draft_together_run_the_same_rounds_before_the_end(
         assert ended == [True]
 
 
-@pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("name", list(HERE)[:1])
+@pytest.mark.parametrize("name", OF_THREE)
 def test_workers_close_their_groups_at_the_end_behind_their_graphs(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,17 +137,16 @@ def test_a_world_of_another_size_is_refused_with_both_counts(folder: Path) -> No
         assert "\n" not in message
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_model_that_cannot_be_loaded_is_said_once_and_lets_all_ranks_go(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in ("1+1", "2+2") if name in HERE])
+def test_a_model_that_cannot_be_loaded_is_said_once_and_lets_all_ranks_go(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     """Only the draft's weights are missing: the draft's ranks alone see it, and all ends well everywhere."""
-    if not any(devices[0] for devices in HERE.values()):
-        return
-    name = next(name for name in HERE if HERE[name][0])
     path = MPI.COMM_WORLD.bcast(tmp_path)
     if MPI.COMM_WORLD.rank == 0:
         noisy_copy(path / "draft", folder / "target", 0.01)
         (path / "draft" / "model.safetensors").write_bytes(b"broken")
-    MPI.COMM_WORLD.Barrier()
+    meet()
     config = configuration(folder / "target", path / "draft", devices=HERE[name])
     if MPI.COMM_WORLD.rank == 0:
         with pytest.raises(Exception, match=r"draft.*model\.safetensors") as caught:
@@ -156,11 +156,9 @@ def test_a_model_that_cannot_be_loaded_is_said_once_and_lets_all_ranks_go(folder
         assert LLM.open(config) is None
 
 
-@pytest.mark.mpi(min_size=3)
-def test_an_llm_on_a_worker_rank_says_how_a_program_is_written(folder: Path) -> None:
-    if not HERE:
-        return
-    config = job_configuration(folder, next(iter(HERE.values())))
+@pytest.mark.parametrize("name", OF_THREE)
+def test_an_llm_on_a_worker_rank_says_how_a_program_is_written(folder: Path, name: str) -> None:
+    config = job_configuration(folder, HERE[name])
     if MPI.COMM_WORLD.rank == 0:
         with LLM(config=config) as llm:
             assert llm.generate([prompt_of(5)], SamplingParams(max_tokens=3))[0].error is None
@@ -169,13 +167,11 @@ def test_an_llm_on_a_worker_rank_says_how_a_program_is_written(folder: Path) -> 
             LLM(config=config)
 
 
-@pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("plans_ahead", [0, 1])
-def test_an_interrupt_under_mpi_leaves_the_engine_usable(folder: Path, plans_ahead: int) -> None:
+@pytest.mark.parametrize("name", OF_THREE)
+def test_an_interrupt_under_mpi_leaves_the_engine_usable(folder: Path, name: str, plans_ahead: int) -> None:
     """Ctrl-C while plans are made and sent, while rank 0 waits for a report, and while a result is committed."""
-    if not HERE:
-        return
-    config = job_configuration(folder, next(iter(HERE.values())), scheduler={"plans_ahead": plans_ahead})
+    config = job_configuration(folder, HERE[name], scheduler={"plans_ahead": plans_ahead})
 
     def use(llm: LLM) -> None:
         sampling = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import HERE, configuration, prompts, run_job, sampling
 from medusa_heads import SHARED, fitted, make_heads, write_heads
+from meeting import meet
 from mpi4py import MPI
 from pipelines import tokens_of
 
@@ -22,6 +24,23 @@ SPLIT = [name for name, devices in HERE.items() if not devices[0] and len(device
 
 def use(llm: LLM) -> tuple[list[Any], float]:
     return tokens_of(llm.generate(prompts(), sampling())), llm.statistics()["num_accepted_draft_tokens"]
+
+
+def sections_of(name: str, dtype: str) -> dict[str, Any]:
+    """Few blocks, so that rows are preempted."""
+    return {
+        "devices": HERE[name],
+        "dtype": dtype,
+        "scheduler": {"max_batch_size": 4, "max_num_tokens": 300, "plans_ahead": 1},
+        "kv_cache": {"max_tokens": 160, "block_size": 8},
+    }
+
+
+@cache
+def plain_texts(folder: Path, name: str, dtype: str) -> Any:
+    """What rows say without heads, at rank 0. Collective, the first time."""
+    plain = run_job(configuration(folder / "target", None, **sections_of(name, dtype)), use)
+    return None if plain is None else plain[0]
 
 
 @pytest.mark.parametrize(
@@ -47,23 +66,17 @@ def test_texts_are_plain_decodings_on_a_split_target(
 
     monkeypatch.setattr(MedusaDrafter, "propose", propose)
     target, path = folder / "target", folder / f"{layout} {dtype}"
-    sections: dict[str, Any] = {
-        "dtype": dtype,
-        "scheduler": {"max_batch_size": 4, "max_num_tokens": 300, "plans_ahead": 1},
-        "kv_cache": {"max_tokens": 160, "block_size": 8},
-    }
-    plain = run_job(configuration(target, None, devices=HERE[name], **sections), use)
+    plain = plain_texts(folder, name, dtype)
     if plain is not None:
-        texts = [[*prompt, *text] for prompt, found in zip(prompts(), plain[0], strict=True) for text in found]
+        texts = [[*prompt, *text] for prompt, found in zip(prompts(), plain, strict=True) for text in found]
         heads = make_heads(target, shared=layout in SHARED)
         write_heads(path, heads if layout in SHARED else fitted(heads, target, texts), layout)
-    MPI.COMM_WORLD.barrier()
+    meet()
     speculation = {"method": "medusa"} | ({} if choices is None else {"medusa_choices": choices})
-    found = run_job(
-        configuration(target, None, heads=path, devices=HERE[name], speculation=speculation, **sections), use
-    )
+    sections = sections_of(name, dtype)
+    found = run_job(configuration(target, None, heads=path, speculation=speculation, **sections), use)
     every = MPI.COMM_WORLD.gather(proposed)
     if plain is not None and found is not None:
-        assert found[0] == plain[0] and found[1] >= fewest
+        assert found[0] == plain and found[1] >= fewest
         drafting = [of_rank for of_rank in every if of_rank]
         assert len(drafting) == len(HERE[name][1]) and all(one == drafting[0] for one in drafting)

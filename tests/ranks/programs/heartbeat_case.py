@@ -6,10 +6,10 @@ launch.start_seconds. HEARTBEAT_RANK: which rank stands still; -2 is every rank.
 
 - python, native: in the middle of a round, in Python or in a call that keeps the interpreter's lock.
 - layer: the same as python, in the middle of a forward.
-- slow: not for ever, but for the better part of the limit, in several rounds; every rank in rounds of its own.
+- slow: not for ever, but for the better part of the limit, in several rounds; every rank in rounds of its own. Behind
+  them the program does nothing for longer than the limit, between two calls.
 - slow-layers: for as long in every layer of one forward.
 - endless: it does not; the text has no end.
-- wait: the program does nothing for longer than the limit, between two calls.
 - unreachable: nobody listens where rank 0 says that it does.
 - loading, warming, missing: in the start: in the weights, in warm-up, or before it has anything to do with the others.
 """
@@ -18,12 +18,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # what tests share
 from pipelines import configuration, prompt_of
 
 from parallel.watchdog.addresses import listen
@@ -156,7 +160,7 @@ def use(llm: LLM) -> None:
         if not told and has_run_for_a_second():
             told = True
             print("running", flush=True)
-    if KIND == "wait":
+    if KIND == "slow":
         started = time.monotonic()
         while time.monotonic() - started < 2 * LIMIT:
             time.sleep(0.1)

@@ -12,11 +12,15 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # what tests share
 from pipelines import configuration, prompt_of
 
 from trtrun import LLM, SamplingParams, open_llm
