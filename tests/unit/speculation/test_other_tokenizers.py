@@ -7,6 +7,7 @@ texts is compared with transformers, over the text so far as it is spelled for i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,20 @@ def test_shuffled_ids_change_nothing(folder: Path, dtype: str, greedy: bool, use
     names = ("num_draft_tokens", "num_accepted_draft_tokens")
     assert [statistics[name] for name in names] == [usual[name] for name in names]
     assert 0.02 * usual[names[0]] < usual[names[1]] < 0.98 * usual[names[0]]
+
+
+def test_what_a_request_foretells_is_certain_among_probabilities(folder: Path) -> None:
+    """Beside drafts that are kept by their probabilities, in the target's ids and in the draft's alike."""
+    settings: dict[str, Any] = {"scheduler": SCHEDULER, "speculation": {"draft_len": 3, "use_logits": True}}
+    found = []
+    foretold: list[tuple[int, ...]] = [()] * len(LENGTHS)
+    for draft in ("noisy", "noisy", "permuted"):
+        asked = [replace(one, draft_token_ids=ids) for one, ids in zip(sampling(), foretold, strict=True)]
+        with make_llm(folder / "target", folder / draft, **settings) as llm:
+            texts = tokens_of(llm.generate(prompts(), asked))
+            found.append((texts, llm.statistics()["num_accepted_draft_tokens"]))
+        foretold = [of_prompt[0][:20] for of_prompt in found[0][0]]
+    assert found[1] == found[2] and found[1][1] > found[0][1]
 
 
 @pytest.fixture(scope="module")
