@@ -119,3 +119,22 @@ def test_connections_with_high_file_numbers_work(server: HeartbeatServer) -> Non
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_that_the_job_can_do_without_later_ends_the_start(server: HeartbeatServer) -> None:
+    """Rounds go on without it, but without its part no start comes to an end."""
+    server._expendable = (1,)
+    lines = connect(["127.0.0.1"], server.listen(everywhere=False), server.token, {"rank": 1})
+    client = HeartbeatClient(lines, Activity(), LONG, NAMES, True, LONG)
+    failing = threading.Thread(target=client.fail, args=("it is broken",))
+    failing.start()
+    deadline = time.monotonic() + SOON
+    while (failure := server.take_failure()) is None and server.loss is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert server.loss is None and failure is not None
+    assert failure.line == "draft rank 1 (cpu:0) failed: it is broken"
+    server.close()
+    client.close()
+    failing.join(timeout=SOON)
+    assert not failing.is_alive()

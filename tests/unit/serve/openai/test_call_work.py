@@ -8,7 +8,16 @@ from unittest import mock
 import pytest
 
 from launch.serve.api.openai.output.json_values import CallObject, ValueEnd
-from launch.serve.api.openai.output.machine import CallBegin, Event, Machine, Reasoning, Text, find_mark, joined
+from launch.serve.api.openai.output.machine import (
+    CallBegin,
+    Event,
+    Machine,
+    Reasoning,
+    Text,
+    find_mark,
+    joined,
+    may_become,
+)
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 
 NEAR_CALLS = [
@@ -88,3 +97,8 @@ def test_the_first_mark_is_found() -> None:
     assert find_mark("x <ab> <a>", ("<a>", "<ab>")) == (2, "<ab>")
     assert find_mark("x <abc", ("<ab", "<abc")) == (2, "<abc")
     assert find_mark("x <a", ("<ab>", "<c>")) == (2, "")
+
+
+def test_a_whole_mark_does_not_become_itself() -> None:
+    assert may_become("<to", "<tool>") and may_become("", "<tool>")
+    assert not may_become("<tool>", "<tool>") and not may_become("<tool>!", "<tool>") and not may_become("to", "<tool>")
