@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from launch.serve.admission.limits import check_counts, check_text, distinct
 from launch.serve.admission.refusals import Refusal, refusing
@@ -35,7 +36,7 @@ from launch.serve.parsing.messages import (
     Stops,
     Task,
 )
-from launch.serve.parsing.parsers import UnencodedRequest
+from launch.serve.parsing.parsers import LoopParser, UnencodedRequest
 from trtrun.api.prompts import PromptReader
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.tokens.text import Tokenizer
@@ -49,7 +50,7 @@ _TRANSLATED: Mapping[str, tuple[Callable[..., ChatCall], Callable[[Refusal], Ref
 """What reads each kind of request that becomes a chat, and what puts a refusal of the chat in its words."""
 
 
-class RequestParser:
+class RequestParser(LoopParser):
     """Parses requests for one model."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer | None) -> None:
@@ -86,6 +87,7 @@ class RequestParser:
         _ = self._prompt_maker, self._planner
         self._prompts.prepare_guides()
 
+    @override
     def parse_in_loop(
         self,
         kind: str,
@@ -95,19 +97,6 @@ class RequestParser:
         json_length: int = 0,
         adapters: Sequence[str] = (),
     ) -> UnencodedRequest | Stops | None:
-        """Parse a request that is short, in the event loop.
-
-        Args:
-            kind, model, json_length, adapters: see Task.
-            body: its bytes.
-            most_tokens: tells how many a prompt may have; called if the request says that prompts are to be cut.
-
-        Returns:
-            The request; None if it takes a worker: a chat's template, or a guide, may take any time.
-
-        Raises:
-            Refusal: it is wrong.
-        """
         if kind == "completion":
             call = read_completion(parse_json(body), *self._names(adapters))
             if call.answering.sampling.guided is not None:
