@@ -4,10 +4,11 @@
 Tokens, and the logits that each was chosen from, must be the same to the bit.
 
     python scripts/soak/random_jobs.py [--jobs 500] [--seed 0] [--dtype float32] [--device cpu:0] [--target DIR]
-                                  [--heads METHOD=DIR ...] [--first N]
+                                  [--heads METHOD=DIR ...] [--first N] [--seconds S]
 
 A job draws a drafting method (chains, trees, several paths), how keys and values are kept, blocks, how prompts are cut,
-how many rows run, whether blocks run out, and requests: greedy and sampled, with penalties, guides and LoRA adapters.
+how many rows run, whether blocks run out, and requests: greedy and sampled, with penalties, guides, budgets for
+thoughts, bad words and LoRA adapters.
 Models are the shipped ones, with their heads; or --target, whose heads are what --heads names. Adapters are made up.
 TRTRUN_MAX_CPU_ISA=avx2 has it all computed as on a processor with less. Job N alone is --first N --jobs 1. The last
 line is JSON. Exit status 1 where a job differs.
@@ -20,6 +21,7 @@ import json
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,9 @@ def choose_requests(chance: random.Random, vocabulary: int | None, with_adapters
             values |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
         if vocabulary is None and chance.random() < 0.25:
             values |= {"guided": chance.choice(GUIDES), "ignore_eos": False}
+        elif vocabulary is None and chance.random() < 0.25:
+            values |= {"thinking_token_budget": chance.randint(0, 20), "thinking_marks": ("", "</think>")}
+            values["bad_words"] = chance.choice([(), ("self", "return")])
         if with_adapters:
             values["lora_name"] = chance.choice([None, *ADAPTERS])
         requests.append((prompt, SamplingParams(**values)))
@@ -179,6 +184,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu:0")
     parser.add_argument("--target", help="a checkpoint; its prompts are random tokens")
     parser.add_argument("--heads", action="append", default=[], metavar="METHOD=DIR", help="of --target")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="behind which no job begins")
     parser.add_argument("--first", type=int, default=0, help="the number of the first job")
     options = parser.parse_args()
     heads = dict(part.split("=", 1) for part in options.heads) if options.target else SHIPPED_HEADS
@@ -190,7 +196,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         made = enumerate(ADAPTERS)
         adapters = {key: str(make_adapter(Path(name, key), folder, seed, 3 + 5 * seed)) for seed, key in made}
+        until = time.monotonic() + options.seconds
         for number in range(options.first, options.first + options.jobs):
+            if time.monotonic() > until:
+                break
             differences = run_job(number, options, heads, adapters)
             counts["jobs"] += 1
             counts["different tokens"] += any("other tokens" in line for line in differences)

@@ -1,5 +1,5 @@
-"""Rows of one kind beside rows that ask for nothing, on the 8B-shaped pair: guided ones, each with a JSON schema, and
-ones with adapters.
+"""Rows of one kind beside rows that ask for nothing, on the 8B-shaped pair: guided ones, each with a JSON schema, ones
+whose thoughts have a budget, and ones with adapters.
 
 Weights are dummies; so is the tokenizer, which spells texts as others do, and adapters. It knows directories of models
 and the JSON of kinds_run.py. It does not know when it runs.
@@ -26,13 +26,23 @@ NUM_ADAPTERS, NUM_FILES = 16, 4
 
 def play_guided(bench: Workbench) -> None:
     """Tokens a second of one row and of many, guided and not, plain and speculative."""
+    _play(bench, _with_tokenizer(bench), "guided", 2, "8B-shaped pair, a JSON schema each row")
+
+
+def play_budgets(bench: Workbench) -> None:
+    """The same with thoughts that a budget ends."""
+    _play(bench, _with_tokenizer(bench), "budgeted", 1, "8B-shaped pair, a budget for thoughts each row")
+
+
+def _with_tokenizer(bench: Workbench) -> dict[str, Any]:
+    """The configuration of the pair, whose models have a tokenizer."""
     shapes = bench.pair("8b")
     values = json.loads(bench.config("8b", ONE).read_text(encoding="utf-8"))
     for role, shape in (("target", shapes.target), ("draft", shapes.draft)):
         path = write_model(bench.folder / "guided-models", shape)
         make_tokenizer(SHAPES[shape].vocabulary).save(str(path / "tokenizer.json"))
         values[role]["model"] = str(path)
-    _play(bench, values, "guided", 2, "8B-shaped pair, a JSON schema each row")
+    return values
 
 
 def play_adapters(bench: Workbench) -> None:

@@ -1,10 +1,11 @@
 """Times rows of one kind beside free ones of the same length, plain and speculative, in one process.
 
-    python kinds_run.py CONFIG guided|adapted ROWS,ROWS MAX_TOKENS REPEATS SEED
+    python kinds_run.py CONFIG guided|budgeted|adapted ROWS,ROWS MAX_TOKENS REPEATS SEED
 
 Guided: each row has a JSON schema of its own, which no text of MAX_TOKENS tokens completes: arrays of many records.
-Adapted: rows have the configuration's adapters in turn. All kinds of runs take turns. The last line is a JSON object:
-for each number of rows and mode the tokens a second, medians, and whether speculative texts were plain ones.
+Budgeted: thoughts end behind a third of the tokens. Adapted: rows have the configuration's adapters in turn. All kinds
+of runs take turns. The last line is a JSON object: for each number of rows and mode the tokens a second, medians, and
+whether speculative texts were plain ones.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Runs:
         """What a row of the kind asks for."""
         if self.kind == "guided":
             return {"guided": {"json": make_schema(row)}}
+        if self.kind == "budgeted":
+            return {"thinking_token_budget": self._max_tokens // 3, "thinking_marks": ("", "</think>")}
         return {"lora_name": self._adapters[row % len(self._adapters)]}
 
     def prompts(self, rows: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from scripts.bench.gpu_bench.children import run
 from scripts.bench.gpu_bench.head_parts import play_eagle3_apart, play_heads, play_heads_beside_vllm
-from scripts.bench.gpu_bench.kinds_parts import play_adapters, play_guided
+from scripts.bench.gpu_bench.kinds_parts import play_adapters, play_budgets, play_guided
 from scripts.bench.gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from scripts.bench.gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from scripts.bench.gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
@@ -88,6 +88,7 @@ def _one_device(options: Options) -> Iterator[Part]:
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)
+    yield Part("budgets", "rows whose thoughts have a budget beside others, plain and speculative", 60, play_budgets)
     yield Part(
         "adapters", "rows of 16 adapters beside rows of the base model, plain and speculative", 90, play_adapters
     )
