@@ -1,12 +1,8 @@
-"""Masks of a round, filled by matchers: along chains and at the nodes of trees, in threads where there are many, and a
-token a row and step while a draft is made.
+"""Masks of a round, filled by matchers: along chains and at the nodes of trees, in threads where there are many.
 
 A request decides how long its guide takes, and all rows wait for the round's own thread. So a round has a budget of
 computing time for guides: what is beyond it is left to other threads, and its rows wait for them. Time that the thread
 computes counts, not how long it waits for a busy machine.
-
-Each step of a draft is on the critical path: while the device computes the next one's logits, the host learns the
-tokens, has the matchers take them, and fills one line of bits a row. Nothing is copied, cleared or allocated for it.
 """
 
 from __future__ import annotations
@@ -19,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from llguidance import LLExecutor, LLMatcher
 
-from trtrun.guiding.host_copies import HostCopies, HostDraft
-from trtrun.sampling.row_steps import TokenMasks
+from trtrun.guiding.host_copies import HostDraft
 
 SECONDS, SECONDS_EACH = 0.005, 0.001
 """Seconds of a round, over all its guided rows, and beyond that of each of them, which is what others take."""
@@ -71,6 +66,8 @@ class RoundBudget:
 _MOST_THREADS = 8
 _FEW_MASKS = 4
 """Masks that one thread makes: to wake others takes longer."""
+_FEW_TOKENS = 64
+"""Tokens that one thread has matchers take: each takes some microseconds."""
 _MASKS_EACH = 4
 """Masks that each of several threads makes before the clock is looked at."""
 _MOST_SECONDS = 0.5
@@ -154,7 +151,7 @@ class MaskMaker:
 
     def consume(self, takes: Sequence[tuple[LLMatcher, int]], budget: RoundBudget) -> list[bool]:
         """Have matchers take a token each; whether they did. One that did not is of no more use."""
-        if self._has_threads_for(len(takes)):
+        if self._has_threads_for(len(takes)) and len(takes) > _FEW_TOKENS:
             return self._threads().consume_token_par([*takes])
         with budget.spending():
             return [matcher.consume_token(token) for matcher, token in takes]
@@ -260,59 +257,3 @@ def mask_jobs(matcher: LLMatcher, line: int, draft: HostDraft | None, place: int
                 forks[node] = fork
                 jobs.append(MaskJob(fork.deep_copy(), line + 1 + node, [], is_first=False))
     return jobs
-
-
-class Walk:
-    """Matchers of rows that go on along a draft."""
-
-    def __init__(
-        self,
-        maker: MaskMaker,
-        num_rows: int,
-        guided: Sequence[int],
-        forks: Sequence[LLMatcher | None],
-        device: torch.device,
-        end: Callable[[int], None] = lambda line: None,
-        note: Callable[[int, float], None] = lambda line, seconds: None,
-        budget: RoundBudget | None = None,
-    ) -> None:
-        """Begin with `forks` of the rows at places `guided` of `num_rows`: nobody else's. `end` is told the index in
-        `guided` of a row that holds the others up, and `note` what a mask of one took, in seconds;
-        masks are made as far as `budget` goes."""
-        self._maker = maker
-        self._guided = guided
-        self._forks = dict(enumerate(forks))
-        self._device = device
-        self._end, self._note, self._budget = end, note, budget or RoundBudget()
-        places = torch.full((num_rows, 1), -1, dtype=torch.int32)
-        places[list(guided), 0] = torch.arange(len(guided), dtype=torch.int32)
-        self._places = places.to(device, non_blocking=True)
-        self._bits: torch.Tensor | None = None
-        self._told: HostCopies | None = None
-
-    def tell(self, tokens: torch.Tensor) -> None:
-        """The rows' drafts go on with `tokens` [rows] int64. Nothing waits for them here: call it before what the
-        device does next."""
-        self._told = HostCopies(tokens)
-
-    def masks(self) -> TokenMasks:
-        """What may come next, one position a row, once what was told is on the host: until the next call."""
-        told, self._told = self._told, None
-        matchers = {line: fork for line, fork in self._forks.items() if fork is not None}
-        if told is not None:
-            (tokens,) = told.lists()
-            takes = [(matcher, tokens[self._guided[line]]) for line, matcher in matchers.items()]
-            taken = self._maker.consume(takes, self._budget)
-            # Nothing that follows a token that was refused can be accepted.
-            matchers = {line: fork for (line, fork), is_taken in zip(matchers.items(), taken, strict=True) if is_taken}
-        if self._bits is None or told is None:
-            # Filled again and again: what was told came behind the copy of what it held before.
-            shape = len(self._guided), self._maker.words
-            self._bits = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        allowed = self._maker.fill_next(self._bits, matchers, self._budget)
-        for line, seconds in self._maker.times:
-            self._note(line, seconds)
-        for line in self._maker.slow_lines:
-            self._end(line)
-        self._forks = {line: matchers.get(line) if line in allowed else None for line in self._forks}
-        return TokenMasks(self._places, self._bits.to(self._device, non_blocking=True))

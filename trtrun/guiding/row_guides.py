@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from parallel.watchdog.activity import Activity
@@ -19,8 +20,9 @@ from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.nouns import RoundPlan, RowAdmission, Verdict
 from trtrun.guiding.grammars import Grammars
 from trtrun.guiding.host_copies import HostCopies, HostDraft
-from trtrun.guiding.masks import MaskJob, MaskMaker, RoundBudget, Walk, mask_jobs
+from trtrun.guiding.masks import MaskJob, MaskMaker, RoundBudget, mask_jobs
 from trtrun.guiding.row_guide import Begun, GuideBuilds, GuidePace, RowGuide
+from trtrun.guiding.walks import MadeMasks, Walk
 from trtrun.sampling.row_steps import TokenMasks
 
 _ANYTHING = Guide("json", "true")
@@ -65,6 +67,7 @@ class RowGuides:
         self._paces: WeakValueDictionary[Guide, GuidePace] = WeakValueDictionary()
         self._rows: dict[int, RowGuide] = {}
         self._pending: tuple[list[tuple[int, RowGuide]], HostCopies] | None = None
+        self._walked: tuple[dict[int, int], Walk] | None = None
 
     def prepare(self) -> None:
         """Have the vocabulary read before a row is guided, in a thread beside this one."""
@@ -99,6 +102,7 @@ class RowGuides:
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come and go."""
+        self._walked = None
         for row in plan.dropped_rows:
             self._rows.pop(row, None)
         for admission in plan.admissions:
@@ -173,7 +177,7 @@ class RowGuides:
             return None
         self.settle()
         guides = [self._rows[rows[place]] for place in guided]
-        return self._make_masks(len(rows), guided, guides, width + 1, draft)
+        return self._make_masks(rows, guided, guides, width + 1, draft)
 
     def forced(self, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What must follow the plan's decode rows, because nothing else may: tokens [decode_rows, draft_len] int64 on
@@ -241,38 +245,81 @@ class RowGuides:
         def end(line: int) -> None:
             guides[line].is_ended = True
 
-        return Walk(maker, len(rows), guided, forks, self._device, end, note, self._of_drafts)
+        walk = Walk(maker, len(rows), guided, forks, self._device, end, note, self._of_drafts)
+        self._walked = {rows[place]: place for place in guided}, walk
+        return walk
 
     def _make_masks(
-        self, num_rows: int, guided: Sequence[int], guides: Sequence[RowGuide], width: int, draft: HostDraft | None
+        self,
+        rows: Sequence[int],
+        guided: Sequence[int],
+        guides: Sequence[RowGuide],
+        width: int,
+        draft: HostDraft | None,
     ) -> TokenMasks:
-        """Masks of the rows at places `guided`, whose guides are `guides`, for `width` positions each."""
+        """Masks of the rows at places `guided`, whose guides are `guides`, for `width` positions each. Those that were
+        made while the draft was are taken from there."""
         words = self._maker.words if self._maker is not None else -(-self._vocab_size // 32)
-        num_places, num_lines = num_rows * width, len(guided) * width
+        made = self._made_masks(rows, guided, guides, draft)
+        # A line for each position that is still to be made, and one that allows nothing for those behind a draft.
+        counts = [1 if number in made else width for number in range(len(guided))]
+        num_places, num_lines = len(rows) * width, sum(counts) + bool(made)
         # One copy for both: places in front, and the bits behind them.
         packed = torch.empty(num_places + num_lines * words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
-        places.fill_(-1)
-        bits.zero_()
-        places[list(guided)] = torch.arange(num_lines, dtype=torch.int32).view(-1, width)
-        jobs, slow = list[MaskJob](), list[MaskJob]()
+        places, bits = packed[:num_places].view(len(rows), width), packed[num_places:].view(num_lines, words)
+        columns = np.full((len(rows), width), -1, dtype=np.int32)
+        jobs, slow, owners = list[MaskJob](), list[MaskJob](), list[RowGuide]()
+        known: dict[int, torch.Tensor] = {}
         for number, (place, guide) in enumerate(zip(guided, guides, strict=True)):
-            line, is_drafted = number * width, draft is not None and place < draft.num_rows
+            line, is_drafted = len(owners), draft is not None and place < draft.num_rows
+            owners += [guide] * counts[number]
+            if number in made:
+                lines, last = made[number]
+                own = [num_lines + of_walk for of_walk in lines] + [num_lines - 1 if last is None else line]
+                columns[place] = (own + [num_lines - 1] * width)[:width]
+                jobs += [] if last is None else [MaskJob(last, line, [], is_first=False)]
+                continue
+            columns[place] = range(line, line + width)
             matcher = None if guide.is_ended else guide.matcher
             if matcher is None:
                 continue
             if guide.first is not None and not is_drafted:
-                bits[line, : len(guide.first)] = guide.first
+                known[line] = guide.first
             elif guide.pace.is_slow:
                 slow += mask_jobs(matcher, line, None, 0)
             else:
                 with self._budget.spending():  # of a tree, each node is looked at
                     jobs += mask_jobs(matcher, line, draft if not self._budget.is_short else None, place)
+        # A job writes the whole of its first line. To clear that, too, takes a tenth of a round's time.
+        others = {*range(num_lines)} - {job.line for job in (*jobs, *slow)}
+        if others:
+            bits.numpy()[[*others]] = 0
+        for line, first in known.items():
+            bits[line, : len(first)] = first
         if self._maker is not None and (jobs or slow):
-            self._fill(bits, jobs, slow, [guides[line // width] for line in range(num_lines)])
+            self._fill(bits, jobs, slow, owners)
+        places.copy_(torch.from_numpy(columns))
         packed = packed.to(self._device, non_blocking=True)
-        places, bits = packed[:num_places].view(num_rows, width), packed[num_places:].view(num_lines, words)
+        places, bits = packed[:num_places].view(len(rows), width), packed[num_places:].view(num_lines, words)
+        if made and self._walked is not None:
+            bits = torch.cat((bits, self._walked[1].made_bits()))
         return TokenMasks(places, bits)
+
+    def _made_masks(
+        self, rows: Sequence[int], guided: Sequence[int], guides: Sequence[RowGuide], draft: HostDraft | None
+    ) -> dict[int, MadeMasks]:
+        """What was made of the rows' masks while this rank drafted, by their numbers in `guided`."""
+        if self._walked is None or draft is None or draft.is_tree:
+            return {}
+        places, walk = self._walked
+        found = {}
+        for number, (place, guide) in enumerate(zip(guided, guides, strict=True)):
+            if place < draft.num_rows and rows[place] in places and not (guide.is_ended or guide.pace.is_slow):
+                with self._budget.spending():
+                    made = walk.made(places[rows[place]], draft.chain(place))
+                if made is not None:
+                    found[number] = made
+        return found
 
     def _fill(
         self, bits: torch.Tensor, jobs: Sequence[MaskJob], slow: Sequence[MaskJob], guides: Sequence[RowGuide]

@@ -22,8 +22,8 @@ from typing_extensions import override
 from trtrun.configuration.drafting.drafting_methods import DraftModelSection
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
-from trtrun.guiding.masks import Walk
 from trtrun.guiding.row_guides import RowGuides
+from trtrun.guiding.walks import Walk
 from trtrun.sampling.distributions import KeyedRanks, distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.drafter import AheadDrafter
