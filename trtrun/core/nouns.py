@@ -163,6 +163,8 @@ class RoundPlan:
             while the target waits; fewer rows take a plain step.
         predicted_output_rows: of decode_rows those whose output may still be the start of the predicted output that
             came with the request: what follows there is proposed first.
+        timed_rows: of `sampled_rows` those in which min_tokens or a budget for thoughts may change a token of this
+            round; in others these steps are left out.
     """
 
     round_index: int
@@ -177,6 +179,7 @@ class RoundPlan:
     num_guesses: int = 0
     redraft_threshold: int = 1
     predicted_output_rows: tuple[int, ...] = ()
+    timed_rows: tuple[int, ...] = ()
 
     @cached_property
     def draft_len(self) -> int:

@@ -61,6 +61,10 @@ def _no_integers() -> np.ndarray:
     return np.empty(0, dtype=np.int32)
 
 
+MOST_BLANKS = 4
+"""Tokens in front of the mark that thoughts begin with."""
+
+
 class ThoughtBounds(NamedTuple):
     """How many tokens the thoughts of a text may take.
 
@@ -73,6 +77,16 @@ class ThoughtBounds(NamedTuple):
     budget: int
     begins: TokenSequences
     ends: TokenSequences
+
+    @property
+    def lead(self) -> int:
+        """Tokens among which the mark in front of thoughts has to stand; 0 where the output begins within them."""
+        return MOST_BLANKS + int(self.begins.lengths.max()) if len(self.begins) else 0
+
+    def may_be_due(self, first: int, last: int) -> bool:
+        """Whether a token of the mark may have to stand at one of the places `first` to `last` of an output, whatever
+        the output is."""
+        return self.budget + (self.lead > 0) <= last and first < self.lead + self.budget + int(self.ends.lengths[0])
 
     def arrays(self) -> list[np.ndarray]:
         """All of it, as integers: the budget [1], and of begins and ends the lengths and the tokens."""

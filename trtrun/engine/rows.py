@@ -40,8 +40,11 @@ class RowState:
         vocab_size: int,
         device: torch.device,
         num_guesses: int = 0,
+        *,
+        ends_thoughts: bool = True,
     ) -> None:
-        """Make `max_rows` rows, and behind them `num_guesses` more for guesses of a draft engine."""
+        """Make `max_rows` rows, and behind them `num_guesses` more for guesses of a draft engine. Where nothing is
+        decided, budgets for thoughts need not be followed: `ends_thoughts`."""
         max_rows += num_guesses
         self.num_guesses = num_guesses
         columns, max_blocks = row_columns(max_seq_len, block_size, max_draft_len)
@@ -51,13 +54,14 @@ class RowState:
         self.token_ids = torch.zeros((max_rows, columns), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
-        self.sampling = RowSampling(max_rows, vocab_size, device)
+        self.sampling = RowSampling(max_rows, vocab_size, device, ends_thoughts=ends_thoughts)
 
     def beside(self, vocab_size: int) -> RowState:
-        """Make as many rows as long, of the same texts in another vocabulary of `vocab_size` tokens."""
+        """Make as many rows as long for drafts, of the same texts in another vocabulary of `vocab_size` tokens."""
         columns = self.token_ids.shape[1] - self.max_draft_len - 2
         rows = len(self.lengths) - self.num_guesses
-        return RowState(rows, columns, self.block_size, self.max_draft_len, vocab_size, self.device)
+        sizes = rows, columns, self.block_size, self.max_draft_len, vocab_size
+        return RowState(*sizes, self.device, ends_thoughts=False)
 
     @staticmethod
     def num_bytes(max_rows: int, max_seq_len: int, block_size: int, max_draft_len: int) -> int:
@@ -72,6 +76,7 @@ class RowState:
             self.sampling.drop(row)
         if plan.admissions:
             self._admit(plan.admissions)
+        self.sampling.begin_round(plan.timed_rows)
         if len(plan.block_updates):
             row, index, block = plan.block_updates.astype(np.int64).T
             places = np.stack((row * self.block_tables.shape[1] + index, block))

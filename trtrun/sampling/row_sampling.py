@@ -13,7 +13,7 @@ This module knows no model, no plan and no speculation; `penalties`, `filters` a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,20 +40,27 @@ class RowSampling:
         vocab_size: V, width of this engine's logits. Token ids of an admission that lie outside it are ignored: the
             draft's vocabulary may be narrower than the target's, and requests are checked where they come in.
         device: where logits live.
+        ends_thoughts: whether budgets for thoughts are followed, as they have to be where tokens are decided. A draft
+            proposes one token less where one ends, and has no work with it elsewhere.
     """
 
     BYTES_PER_ROW = columns.NUM_NUMBERS * torch.float32.itemsize + columns.NUM_INTEGERS * torch.int64.itemsize
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device | str, *, ends_thoughts: bool = True
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.numbers = torch.zeros((max_rows, columns.NUM_NUMBERS), dtype=torch.float32, device=self.device)
         self.integers = torch.zeros((max_rows, columns.NUM_INTEGERS), dtype=torch.int64, device=self.device)
         self._steps: dict[int, RowSteps] = {}
-        self._tables = SharedTables(vocab_size, self.device)
-        # Of these: rows that do not take the likeliest token, whose logits change before, to which tokens are
-        # forbidden, that report log probabilities. Most batches have none, which every round asks several times.
+        self._tables = SharedTables(vocab_size, self.device, ends_thoughts=ends_thoughts)
+        # Of these: rows that do not take the likeliest token, that have timed steps, and of those where these may
+        # change something now, whose logits change before, to which tokens are forbidden, that report log
+        # probabilities. Most batches have none, which every round asks several times.
         self._sampled: set[int] = set()
+        self._timed: set[int] = set()
+        self._timely: set[int] = set()
         self._changed: set[int] = set()
         self._banning: set[int] = set()
         self._reporting: set[int] = set()
@@ -89,28 +96,46 @@ class RowSampling:
     def drop(self, row: int) -> None:
         """Forget a row whose request ended or was preempted; nothing if there is none."""
         self._steps.pop(row, None)
-        for members in (self._sampled, self._changed, self._banning, self._reporting, self._with_logits):
+        for members in (self._sampled, self._timed, self._reporting, self._with_logits):
+            members.discard(row)
+        for members in (self._timely, self._changed, self._banning):
             members.discard(row)
 
-    def _take(self, row: int, steps: RowSteps) -> None:
+    def begin_round(self, timed_rows: Iterable[int]) -> None:
+        """Of rows with steps that depend on how long their output is, these alone take them from now on: in others
+        they would change nothing. Until a round begins, all that were admitted do."""
+        if self._timed:
+            timely = set(timed_rows)
+            for row in self._timed:
+                self._enter_changes(row, is_timely=row in timely)
+
+    def _take(self, row: int, steps: RowSteps, *, is_timely: bool = True) -> None:
         """Enter the steps of a row."""
         self.drop(row)
         self._steps[row] = steps
         if not steps.greedy:
             self._sampled.add(row)
-        if steps.penalties or steps.own_tables:
-            self._changed.add(row)
-        if steps.bans:
-            self._banning.add(row)
+        if steps.is_timed:
+            self._timed.add(row)
+        self._enter_changes(row, is_timely=is_timely)
         if steps.logprobs is not None:
             self._reporting.add(row)
         if steps.reports_logits:
             self._with_logits.add(row)
 
+    def _enter_changes(self, row: int, *, is_timely: bool) -> None:
+        """Enter whether a row's logits change, and by bans."""
+        steps, tables = self._steps[row], self._steps[row].tables
+        is_timely = is_timely and steps.is_timed
+        bans = tables.bad_words is not None or (is_timely and steps.holds_stops)
+        changes = is_timely or bans or steps.penalties or tables.bias is not None
+        for members, belongs in ((self._timely, is_timely), (self._banning, bans), (self._changed, changes)):
+            (members.add if belongs else members.discard)(row)
+
     def share(self, rows: Sequence[int], own: Sequence[int]) -> None:
         """Give each of the rows `own` the parameters of the row beside it in `rows`."""
         for row, guest in zip(rows, own, strict=True):
-            self._take(guest, self._steps[row])
+            self._take(guest, self._steps[row], is_timely=row in self._timely)
         if not self.passes(rows):
             source, target = self._index(rows), self._index(own)
             self.integers[target] = self.integers[source]
@@ -264,7 +289,7 @@ class RowSampling:
         tables = steps.tables
         if tables.bad_words is not None:
             tables.bad_words.ban_(logits, token_ids[row], length, drafts)
-        if steps.holds_stops and tables.stop_ids is not None:
+        if steps.holds_stops and tables.stop_ids is not None and row in self._timely:
             penalties.ban_stop_tokens_(logits, tables.stop_ids, length, self.integers[row, columns.FIRST_STOP])
 
     def end_thoughts_(
@@ -272,7 +297,9 @@ class RowSampling:
     ) -> None:
         """Force, in place, the mark that ends thoughts in rows whose budget says so, behind all bans; arguments as of
         `process`."""
-        budgets = [self._steps[row].tables.thinking for row in rows]
+        if self._timely.isdisjoint(rows):
+            return
+        budgets = [self._steps[row].tables.thinking if row in self._timely else None for row in rows]
         for group in groups_of(budgets):
             members, places = self._index(group), self._index([rows[index] for index in group])
             force_marks_(

@@ -31,7 +31,7 @@ class RowTables:
         thinking: what bounds thoughts, or None.
     """
 
-    def __init__(self, lists: TokenLists, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, lists: TokenLists, vocab_size: int, device: torch.device, *, ends_thoughts: bool = True) -> None:
         biased = lists.bias_ids < vocab_size
         bias_ids = _to_device(lists.bias_ids[biased], torch.int64, device)
         bias_values = _to_device(lists.bias_values[biased], torch.float32, device)
@@ -40,15 +40,16 @@ class RowTables:
         self.bias = (bias_ids, bias_values) if bias_ids.numel() else None
         self.stop_ids = stop_ids if stop_ids.numel() else None
         self.bad_words = bad_words or None
-        self.thinking = None if lists.thoughts is None else ThinkingBudget(lists.thoughts)
+        self.thinking = ThinkingBudget(lists.thoughts) if lists.thoughts is not None and ends_thoughts else None
 
 
 class SharedTables:
     """The tables of the requests that have rows: one for all rows of the same lists."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """Make tables for logits [vocab_size] on `device`."""
+    def __init__(self, vocab_size: int, device: torch.device, *, ends_thoughts: bool = True) -> None:
+        """Make tables for logits [vocab_size] on `device`; whether budgets for thoughts are among them."""
         self._vocab_size = vocab_size
+        self._ends_thoughts = ends_thoughts
         self._device = device
         self._none = RowTables(NO_LISTS, vocab_size, device)
         self._kept: WeakValueDictionary[bytes, RowTables] = WeakValueDictionary()
@@ -59,7 +60,8 @@ class SharedTables:
             return self._none
         tables = self._kept.get(lists.digest)
         if tables is None:
-            tables = self._kept[lists.digest] = RowTables(lists, self._vocab_size, self._device)
+            tables = RowTables(lists, self._vocab_size, self._device, ends_thoughts=self._ends_thoughts)
+            self._kept[lists.digest] = tables
         return tables
 
 
@@ -116,14 +118,14 @@ class RowSteps:
         return self.repetition or self.output_penalties
 
     @property
-    def bans(self) -> bool:
-        """Whether some tokens may be forbidden, and so all of them."""
-        return self.holds_stops or self.tables.bad_words is not None
+    def is_timed(self) -> bool:
+        """Whether the row has steps that depend on how long its output is, and change nothing in most rounds."""
+        return self.holds_stops or self.tables.thinking is not None
 
     @property
     def own_tables(self) -> bool:
         """Whether a step works on this row alone, with its tables."""
-        return self.bans or self.tables.bias is not None or self.tables.thinking is not None
+        return self.is_timed or self.tables.bias is not None or self.tables.bad_words is not None
 
 
 @dataclass(frozen=True)

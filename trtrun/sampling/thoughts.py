@@ -18,9 +18,6 @@ from trtrun.core.token_lists import ThoughtBounds, TokenSequences
 _NO_TOKEN = -2
 """Stands where the row has no token yet. No token of a mark is negative."""
 
-_MOST_BLANKS = 4
-"""Tokens in front of the mark that thoughts begin with."""
-
 
 class ThinkingBudget:
     """The budget of a request's rows.
@@ -28,6 +25,7 @@ class ThinkingBudget:
     Attributes:
         budget: tokens.
         begins, ends: marks, as tokens; the first end is what is forced. Without begins the output begins within them.
+        lead: tokens among which the mark in front of thoughts has to stand.
         marks: the same for budgets of the same marks.
         width: tokens of output that are looked at: behind them nothing is forced any more.
     """
@@ -37,12 +35,8 @@ class ThinkingBudget:
         _, *arrays = bounds.arrays()
         self.budget, self.marks = bounds.budget, tuple(array.tobytes() for array in arrays)
         self.begins, self.ends = _listed(bounds.begins), _listed(bounds.ends)
+        self.lead = bounds.lead
         self.width = self.lead + self.budget + len(self.ends[0])
-
-    @property
-    def lead(self) -> int:
-        """Tokens among which the mark in front of thoughts has to stand."""
-        return _MOST_BLANKS + max(map(len, self.begins)) if self.begins else 0
 
 
 def groups_of(budgets: Sequence[ThinkingBudget | None]) -> list[list[int]]:

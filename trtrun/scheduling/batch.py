@@ -144,6 +144,14 @@ class Completion:
         """Whether some of the predicted output may be left to verify once the plans that are out have their results."""
         return self.num_output_tokens + self.num_pending_rounds < len(self.predicted_output)
 
+    def may_change_by_length(self, last: int) -> bool:
+        """Whether min_tokens or a budget for thoughts may change a token between the next one of the committed output
+        and the one at place `last` of the output."""
+        first, thoughts = self.num_output_tokens, self.request.lists.thoughts
+        if first < self.request.sampling.min_tokens:
+            return True
+        return thoughts is not None and thoughts.may_be_due(first, last)
+
     def compare_given_draft(self, num_new_tokens: int) -> None:
         """Forget the predicted output where it does not have the newest tokens, or ends with them."""
         end = self.num_output_tokens

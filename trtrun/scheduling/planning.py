@@ -69,6 +69,7 @@ class PlanBuilder:
         self._max_context = 0
         self._catch_up: list[int] = []
         self._given: list[int] = []
+        self._timed: list[int] = []
 
     @classmethod
     def of(cls, limits: SchedulerLimits) -> PlanBuilder:
@@ -115,6 +116,8 @@ class PlanBuilder:
         self._decoding.append((running, draft_len))
         if running.predicted_output and draft_len and running.may_follow_predicted_output:
             self._given.append(running.row)
+        if running.may_change_by_length(longest - len(running.request.prompt_token_ids) + draft_len):
+            self._timed.append(running.row)
         running.num_pending_rounds += 1
         running.num_pending_tokens += most_gained
         self.budget -= num_verified
@@ -158,6 +161,8 @@ class PlanBuilder:
             self._reported.append(ScoredRow(running, running.epoch, reported.length))
         self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.is_prompt_fed, scored, reported))
         if is_last:
+            if running.may_change_by_length(running.num_output_tokens):
+                self._timed.append(running.row)
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
             self._last_chunks.append(_prefilled(running, Work.LAST_CHUNK))
@@ -241,6 +246,7 @@ class PlanBuilder:
             draft_lens=np.array(lengths, dtype=np.int32),
             catch_up=np.array(self._catch_up, dtype=np.int32),
             predicted_output_rows=tuple(self._given),
+            timed_rows=tuple(self._timed),
             max_context=self._max_context,
         )
 

@@ -146,6 +146,7 @@ class EngineMaker:
             self.spec.target.vocab_size,
             self.device,
             guess_space(config, 0).most_guesses,
+            ends_thoughts=False,
         )
         capture = (capture or capture_for(self.device)) if config.cuda_graphs else None
         shapes = None if capture is None else head_graph_shapes(config, self.spec.models.context)
@@ -228,6 +229,7 @@ class EngineMaker:
             min(model.config.vocab_size, self.spec.target.vocab_size),
             self.device,
             guesses.most_guesses if role == "draft" else 0,
+            ends_thoughts=role == "target",
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
         capture = (capture or capture_for(self.device)) if graphs else None

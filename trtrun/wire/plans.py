@@ -34,6 +34,7 @@ class _PlanHeader(NamedTuple):
     num_guesses: int
     redraft_threshold: int
     given: int
+    timed: int
     lists: int
     guides: int
     integers: int
@@ -41,7 +42,7 @@ class _PlanHeader(NamedTuple):
 
 
 # Not numpy records: taking their fields one by one is what a short message would cost most.
-_PLAN_HEADER = struct.Struct("<14q")
+_PLAN_HEADER = struct.Struct("<15q")
 _ROUND = struct.Struct("<q")
 _ADMISSION = np.dtype(
     [
@@ -83,6 +84,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         plan.draft_lens.astype(np.int64),
         plan.catch_up.astype(np.int64),
         np.asarray(plan.predicted_output_rows, dtype=np.int64),
+        np.asarray(plan.timed_rows, dtype=np.int64),
     ]
     lists: dict[int, TokenLists] = {}
     floats: list[np.ndarray] = []
@@ -114,6 +116,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         num_guesses=plan.num_guesses,
         redraft_threshold=plan.redraft_threshold,
         given=len(plan.predicted_output_rows),
+        timed=len(plan.timed_rows),
         lists=len(lists),
         guides=len(told),
         integers=sum(map(len, integers)),
@@ -197,6 +200,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
     chunks = integers.take(_CHUNK_NUMBERS * header.prefill).reshape(-1, _CHUNK_NUMBERS).tolist()
     decode = integers.take(3 * header.decode).reshape(3, -1).astype(np.int32)
     given = tuple(integers.take(header.given).tolist())
+    timed = tuple(integers.take(header.timed).tolist())
     admissions: tuple[RowAdmission, ...] = ()
     if header.admissions:
         records = np.frombuffer(payload, dtype=_ADMISSION, count=header.admissions, offset=_PLAN_HEADER.size)
@@ -220,6 +224,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
         num_guesses=header.num_guesses,
         redraft_threshold=header.redraft_threshold,
         predicted_output_rows=given,
+        timed_rows=timed,
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from sampling_reference import VOCAB, admission, chi_square_p_value, random_case, reference_logits, seeded, softmax
 
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import ThoughtBounds, TokenLists, TokenSequences
 from trtrun.sampling import filters
 from trtrun.sampling.filters import nucleus, top_k_top_p
 from trtrun.sampling.random import Stream
@@ -200,6 +202,38 @@ def test_min_tokens_counts_draft_tokens_and_ends() -> None:
     drafts = torch.zeros(1, 4, dtype=torch.int64)
     out = process(seeded(min_tokens=4), logits, [1, 2, 3], num_prompt_tokens=2, stop_ids=(5, 99), drafts=drafts)
     assert out[:, 5].tolist() == [-math.inf, -math.inf, -math.inf, 0.0, 0.0]  # outputs before: 1, 2, 3, 4, 5
+
+
+def test_rows_that_a_round_does_not_name_leave_out_what_depends_on_their_length() -> None:
+    """And nothing else; a guess has what its row has. Where nothing is decided there are no budgets for thoughts."""
+    budget = TokenLists.of(thoughts=ThoughtBounds(0, TokenSequences.of([]), TokenSequences.of([[5]])))
+    rows = [
+        admission(0, [1, 2], seeded(min_tokens=4), stop_ids=(5,)),
+        replace(admission(1, [1, 2], seeded()), lists=budget),
+        admission(2, [1, 2], seeded(min_tokens=4, logit_bias={3: 9.0}), stop_ids=(5,)),
+    ]
+    tokens, logits = torch.ones((4, 9), dtype=torch.int32), torch.zeros(3, 1, VOCAB)
+    lengths = torch.full((3,), 2)
+
+    def changed(sampling: RowSampling, rows: list[int]) -> list[tuple[bool, bool]]:
+        """Of some rows, whether the logits of token 5 and of others change."""
+        differs = (sampling.process(logits, rows, lengths, tokens) != logits)[:, 0]
+        found = list(zip(differs[:, 5].tolist(), differs[:, torch.arange(VOCAB) != 5].any(1).tolist(), strict=True))
+        assert [sampling.needs_history([row]) for row in rows] == [any(one) for one in found]
+        return found
+
+    for ends_thoughts in (True, False):
+        sampling = RowSampling(4, VOCAB, "cpu", ends_thoughts=ends_thoughts)
+        sampling.admit(rows)
+        begun = [(True, False), (False, ends_thoughts), (True, True)]
+        assert changed(sampling, [0, 1, 2]) == begun, "until a round begins"
+        sampling.begin_round((1,))
+        sampling.share([0], [3])
+        assert changed(sampling, [3, 1, 2]) == changed(sampling, [0, 1, 2]) == [(False, False), begun[1], (False, True)]
+        assert not sampling.may_forbid_all([0, 2, 3])
+        sampling.begin_round((0, 2))
+        sampling.share([0], [3])
+        assert changed(sampling, [3, 1, 2]) == [begun[0], (False, False), begun[2]] and sampling.may_forbid_all([0])
 
 
 def test_ids_outside_the_vocabulary_are_ignored() -> None:

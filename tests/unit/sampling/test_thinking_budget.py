@@ -40,7 +40,7 @@ def due(output: list[int], budget: int, begins: list[list[int]], ends: list[list
 def test_the_mark_is_forced_at_the_budget_behind_tokens_of_row_and_draft(
     begins: list[list[int]], ends: list[list[int]], device: str
 ) -> None:
-    draw, num_forced, num_free = random.Random(1), 0, 0
+    draw, num_forced, num_free, num_left_out = random.Random(1), 0, 0, 0
     for _ in range(12):
         num_drafted, rows = draw.randrange(4), list[list[int]]()
         logits = torch.randn(7, num_drafted + 1, VOCABULARY, device=device)
@@ -59,7 +59,10 @@ def test_the_mark_is_forced_at_the_budget_behind_tokens_of_row_and_draft(
             token_ids[row, : num_prompt + length] = torch.tensor([OPEN] * num_prompt + output[:length])
             drafts[row] = torch.tensor(output[length : length + num_drafted])
             rows.append([num_prompt, num_prompt + length])
-            budgets.append(ThinkingBudget(ThoughtBounds(budget, TokenSequences.of(begins), TokenSequences.of(ends))))
+            bounds = ThoughtBounds(budget, TokenSequences.of(begins), TokenSequences.of(ends))
+            budgets.append(ThinkingBudget(bounds))
+            may_be_due = bounds.may_be_due(length, length + num_drafted)
+            num_left_out += not may_be_due
             forbidden = draw.choice([None, END, HALF])
             if forbidden is not None:
                 logits[member, :, forbidden] = expected[member, :, forbidden] = -torch.inf
@@ -67,11 +70,12 @@ def test_the_mark_is_forced_at_the_budget_behind_tokens_of_row_and_draft(
                 token = due(output[: length + position], budget, begins, ends)
                 if token is not None and token != forbidden:
                     expected[member, position, [other for other in range(VOCABULARY) if other != token]] = -torch.inf
+                assert may_be_due or token is None
                 num_forced, num_free = num_forced + (token is not None), num_free + (token is None)
         places = torch.tensor(rows, device=device)
         where = (torch.tensor(members, device=device), token_ids, places[:, 0], places[:, 1])
         assert torch.equal(force_marks_(budgets, logits, *where, drafts if num_drafted else None), expected)
-    assert num_forced > 5 and num_free > 20
+    assert num_forced > 5 and num_free > 20 and num_left_out > 5
 
 
 def test_a_mark_that_an_engine_does_not_know_is_not_forced() -> None:

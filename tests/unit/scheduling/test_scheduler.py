@@ -9,8 +9,9 @@ from scheduler_rounds import LIMITS, commit, schedule, start, with_limits
 from scheduler_simulation import Job, make_request, output_of
 
 from trtrun.core.guide import Guide, GuideStart
-from trtrun.core.nouns import WAITS, WAITS_ALONE, FinishReason, Request
+from trtrun.core.nouns import WAITS, WAITS_ALONE, FinishReason, Request, RoundPlan
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import ThoughtBounds, TokenLists, TokenSequences
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.scheduling import admission
 from trtrun.scheduling.results import append_tokens
@@ -186,6 +187,32 @@ def test_a_given_draft_ends_where_the_text_has_to() -> None:
         sampling = SamplingParams(seed=1, max_tokens=max_tokens, draft_token_ids=(4,) * 5000)
         completion = Scheduler(LIMITS).add(Request(0, (1, 2, 3), sampling))
         assert len(completion.predicted_output) == expected
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_rows_whose_length_may_change_a_token_are_told(plans_ahead: int) -> None:
+    """Of three tokens at least, and of thoughts that a mark of two ends behind ten; each round may give four."""
+    thoughts = ThoughtBounds(10, TokenSequences.of([]), TokenSequences.of([[8, 9]]))
+    told: list[list[int]] = []
+    for sampling, lists in (
+        (SamplingParams(seed=1, max_tokens=40, min_tokens=3), TokenLists.of([7])),
+        (SamplingParams(seed=1, max_tokens=40), TokenLists.of(thoughts=thoughts)),
+        (SamplingParams(seed=1, max_tokens=40), TokenLists.of(bad_words=[[4]])),
+    ):
+        scheduler, plans = Scheduler(with_limits(max_seq_len=128, plans_ahead=plans_ahead)), list[RoundPlan]()
+        running, told_of = scheduler.add(Request(0, (1, 1), sampling, lists=lists)), list[int]()
+        while running.num_output_tokens < 20:
+            while len(plans) <= plans_ahead and (plan := scheduler.schedule()) is not None:
+                plans.append(plan)
+                told_of += [running.num_output_tokens] if plan.timed_rows else []
+                assert plan.timed_rows in ((), (0,))
+            commit(scheduler, plans.pop(0), [6] if running.num_output_tokens == 0 else [6, 6])
+        told.append(told_of)
+    # With a plan ahead, rounds may have given four tokens more than is known.
+    if plans_ahead:
+        assert told == [[0, 0, 1], [3, 5, 7, 9, 11], []]
+    else:
+        assert told == [[0, 1], [7, 9, 11], []]
 
 
 def test_statistics_count_speculative_rounds() -> None:

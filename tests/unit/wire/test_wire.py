@@ -96,6 +96,7 @@ def plans(draw: st.DrawFn) -> RoundPlan:
         catch_up=np.array([count for _, _, count in decode], dtype=np.int32),
         max_context=draw(st.integers(0, 10**6)),
         predicted_output_rows=tuple(draw(st.lists(ROW, max_size=4))),
+        timed_rows=tuple(draw(st.lists(ROW, max_size=4))),
     )
 
 
