@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trtrun.kernels.arguments import RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
 from trtrun.kernels.triton import fused as fused_kernels
@@ -54,12 +54,14 @@ class TritonOperations(TorchOperations):
         return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
 
     @override
-    def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
-        return fused_kernels.silu_and_multiply(fused)
+    def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        return fused_kernels.activate_and_multiply(fused, activation)
 
     @override
-    def silu_and_multiply_rounded(self, fused: torch.Tensor, rounding: Rounding) -> RoundedRows:
-        return fused_kernels.silu_and_multiply_rounded(fused, rounding)
+    def activate_and_multiply_rounded(
+        self, fused: torch.Tensor, rounding: Rounding, activation: Activation = "silu"
+    ) -> RoundedRows:
+        return fused_kernels.activate_and_multiply_rounded(fused, rounding, activation)
 
     @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
