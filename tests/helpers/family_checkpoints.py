@@ -46,6 +46,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9},
+    "qwen2_moe": {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {
+        "head_dim": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},
 }
 """By model_type, what of its config.json is not in COMMON."""

@@ -210,7 +210,7 @@ def read_window(values: Mapping[str, Any]) -> int | None:
     Raises:
         CheckpointError: it is no size.
     """
-    return None if values["sliding_window"] is None else min(_size(values, "sliding_window"), MOST_POSITIONS)
+    return None if values["sliding_window"] is None else min(read_size(values, "sliding_window"), MOST_POSITIONS)
 
 
 def windows_by_layer_type(values: Mapping[str, Any]) -> Sequence[int | None]:
@@ -298,11 +298,11 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)
         raise CheckpointError(f"hidden_act {shorten(values['hidden_act'])} is not supported; known: {known}")
-    hidden_size, num_heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
+    hidden_size, num_heads = read_size(values, "hidden_size"), read_size(values, "num_attention_heads")
     if values.get("head_dim") is None and hidden_size % num_heads:
         raise CheckpointError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
-    head_dim = hidden_size // num_heads if values.get("head_dim") is None else _size(values, "head_dim")
-    num_kv_heads = num_heads if values.get("num_key_value_heads") is None else _size(values, "num_key_value_heads")
+    head_dim = hidden_size // num_heads if values.get("head_dim") is None else read_size(values, "head_dim")
+    num_kv_heads = num_heads if values.get("num_key_value_heads") is None else read_size(values, "num_key_value_heads")
     if num_heads % num_kv_heads or head_dim % 2:
         raise CheckpointError(
             f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}, "
@@ -310,18 +310,18 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         )
     shape = ModelShape(
         hidden_size=hidden_size,
-        intermediate_size=_size(values, "intermediate_size"),
-        num_layers=_size(values, "num_hidden_layers"),
+        intermediate_size=read_size(values, "intermediate_size"),
+        num_layers=read_size(values, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=read_number(values, "rms_norm_eps"),
     )
-    max_positions = _size(values, "max_position_embeddings")
+    max_positions = read_size(values, "max_position_embeddings")
     return ModelConfig(
         **vars(shape),
         architecture=str(architectures[0]),
-        vocab_size=_size(values, "vocab_size"),
+        vocab_size=read_size(values, "vocab_size"),
         max_position_embeddings=min(max_positions, MOST_POSITIONS),
         tie_word_embeddings=read_flag(values, "tie_word_embeddings"),
         rope=parse_rope(values, max_positions, head_dim, family.rope_type_of),
@@ -337,13 +337,18 @@ def _parse_mask_token(values: Mapping[str, Any]) -> int | None:
     name = next((name for name in _MASK_TOKENS if values.get(name) is not None), None)
     if name is None:
         return None
-    token, vocab_size = values[name], _size(values, "vocab_size")
+    token, vocab_size = values[name], read_size(values, "vocab_size")
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
         raise CheckpointError(f"'{name}' must be a token id below vocab_size, {vocab_size}, not {shorten(token)}")
     return token
 
 
-def _size(values: Mapping[str, Any], name: str) -> int:
+def read_size(values: Mapping[str, Any], name: str) -> int:
+    """A positive whole number of config.json, such as a size.
+
+    Raises:
+        CheckpointError: it is none, or more than any model has.
+    """
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"'{name}' must be a positive whole number, not {shorten(value)}")

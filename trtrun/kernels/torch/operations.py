@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
+from trtrun.kernels.torch.experts import Experts, MaskedExperts
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
@@ -97,6 +98,11 @@ class TorchOperations:
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
         return lambda x: functional.linear(x, weight, bias)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> Experts:
+        """What experts make of the tokens that chose them, with weights gate_up [experts, 2 * features, hidden] and
+        down [experts, hidden, features]."""
+        return MaskedExperts(gate_up, down, partial(self.activate_and_multiply, activation=activation))
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""
