@@ -102,9 +102,10 @@ class ExpertsPlan:
         return 8 * self.num_experts + self.num_chosen * (2 * hidden + 3 * features) + 4 * hidden + shared
 
     def build(self, reader: WeightReader) -> ExpertsMLP:
-        from trtrun.kernels.torch.experts import choose_experts
+        from trtrun.kernels.chooser import operations_of
         from trtrun.layers.experts import ExpertsMLP
 
+        choose_experts = operations_of(reader.device.type).choose_experts
         choose = partial(choose_experts, num_chosen=self.num_chosen, renormalises=self.renormalises)
         experts, router = self._build_experts(reader), reader.plain_product(self.router)
         return ExpertsMLP(router, choose, experts, reader.communicator, self._build_shared(reader))

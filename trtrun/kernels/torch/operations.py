@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
-from trtrun.kernels.torch.experts import Experts, MaskedExperts
+from trtrun.kernels.torch.experts import Experts, MaskedExperts, choose_experts
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
@@ -98,6 +98,8 @@ class TorchOperations:
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
         return lambda x: functional.linear(x, weight, bias)
+
+    choose_experts = staticmethod(choose_experts)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> Experts:
         """What experts make of the tokens that chose them, with weights gate_up [experts, 2 * features, hidden] and

@@ -207,17 +207,22 @@ def add_and_normalise_rounded(
 
 
 @triton.jit
+def activated(gate, kind: tl.constexpr, GELU: tl.constexpr):
+    """silu or gelu_tanh of numbers in float32, rounded to the dtype `kind`, in float32."""
+    inner = gate
+    if GELU:
+        inner = _GELU_LINEAR * (gate + _GELU_CUBIC * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-inner))).to(kind).to(tl.float32)
+
+
+@triton.jit
 def _gated(fused, row, element, inside, FEATURES: tl.constexpr, GELU: tl.constexpr):
     """silu or gelu_tanh of a row's gates times its factors, in the dtype of `fused`, which is rounded to on the way,
     too."""
     kind = fused.dtype.element_ty
     gate = tl.load(fused + row * 2 * FEATURES + element, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(fused + row * 2 * FEATURES + FEATURES + element, mask=inside, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:
-        inner = _GELU_LINEAR * (gate + _GELU_CUBIC * gate * gate * gate)
-    active = (gate / (1.0 + tl.exp(-inner))).to(kind).to(tl.float32)
-    return (active * up).to(kind)
+    return (activated(gate, kind, GELU) * up).to(kind)
 
 
 @triton.jit

@@ -8,8 +8,10 @@ import torch
 from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
+from trtrun.kernels.torch.experts import Experts
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
+from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
@@ -68,6 +70,14 @@ class TritonOperations(TorchOperations):
         if weight.dtype in (torch.bfloat16, torch.float16):
             return TritonMatmul(weight, bias)
         return super().product(weight, bias, batch_invariant=batch_invariant)
+
+    choose_experts = staticmethod(expert_kernels.choose_experts)
+
+    @override
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> Experts:
+        if gate_up.dtype in (torch.bfloat16, torch.float16):
+            return expert_kernels.TritonExperts(gate_up, down, activation)
+        return super().experts(gate_up, down, activation)
 
     @override
     def fp8_product(
