@@ -92,7 +92,7 @@ def test_without_a_dtype_the_weights_decide(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLn"]}, r"unknown architecture 'LlamaForCausalLn' \(did you mean 'LlamaFor"),
-    ({"architectures": ["T5"]}, "known: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    ({"architectures": ["T5"]}, "known: Gemma3ForCausalLM, GraniteForCausalLM, LlamaForCausalLM"),
     ({"architectures": ...}, "'architectures' must name one of LlamaForCausalLM"),
     ({"hidden_size": ...}, "'hidden_size' must be a positive whole number, not None"),
     ({"num_hidden_layers": "two"}, "'num_hidden_layers' must be a positive whole number"),
