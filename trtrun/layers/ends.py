@@ -26,4 +26,4 @@ class ModelEnds:
 
 
 PLAIN_ENDS = ModelEnds()
-"""Of most models."""
+"""What most models do."""

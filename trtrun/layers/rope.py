@@ -55,7 +55,7 @@ class RopeConfig:
 
 
 NO_ROTATION = RopeConfig("none")
-"""Of layers that know no position: kernels turn by angles of 0, which leaves every bit as it is."""
+"""For layers that know no position: kernels turn by angles of 0, which leaves every bit as it is."""
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
