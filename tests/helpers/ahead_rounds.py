@@ -83,6 +83,7 @@ def plan_of(round_index: int = 0, rows: Sequence[int] = (), lens: Sequence[int] 
         "draft_lens": np.array(lens, np.int32),
         "catch_up": np.array([2] * len(rows), np.int32),
         "max_context": 1 << 20,
+        "timed_rows": tuple(rows),  # whose output is short enough for all that depends on that
     }
     return RoundPlan(**{**fields, **values})
 
