@@ -237,6 +237,8 @@ class _Greedy:
     def sampled_indices(self, rows: list[int]) -> list[int]:
         return [index for index, row in enumerate(rows) if row not in self._greedy]
 
+    def begin_round(self, timed_rows: Sequence[int]) -> None: ...
+
 
 def test_a_report_of_another_round_is_a_defect_that_is_seen() -> None:
     cycle = Cycle(target_rule, draft_len=2)
