@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,16 +134,11 @@ class LLMEngine:
         draft_context = draft_model.max_position_embeddings if draft_model is not None else None
         if config.translates_drafts:
             draft_context = None  # its store follows texts by itself, in tokens of its own
-        tile = tile_width(model, len(config.target.devices), config.target.devices[0])
-        in_parallel = spec.models.mask_token is not None
         context = target_context(config, model)
-        limits = SchedulerLimits.of(
-            config,
-            context,
-            draft_context,
-            started.num_blocks,
-            tile,
-            drafts_in_parallel=in_parallel,
+        limits = replace(
+            SchedulerLimits.of(config, context, draft_context, started.num_blocks),
+            prompt_tile=tile_width(model, len(config.target.devices), config.target.devices[0]),
+            drafts_in_parallel=spec.models.mask_token is not None,
             most_chunk=most_chunk(config, model, draft_model),
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
             has_longer_context=context < model.max_position_embeddings,

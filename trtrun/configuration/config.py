@@ -359,12 +359,10 @@ def _drafts_of(config: RuntimeConfig) -> Drafts:
 def make_one_device_config(
     target: str | os.PathLike[str] | None,
     draft: str | os.PathLike[str] | None,
-    draft_len: int,
-    use_logits: bool,
-    dtype: str,
-    draft_quantization: str,
     device: str,
-    target_quantization: str = "none",
+    dtype: str,
+    quantizations: tuple[str, str],
+    speculation: Mapping[str, object],
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     generation_config: str = "auto",
 ) -> RuntimeConfig:
@@ -372,8 +370,10 @@ def make_one_device_config(
 
     Args:
         target, draft: directories; a draft of None runs the target alone.
-        draft_len, use_logits, dtype, draft_quantization, target_quantization: as in the YAML file.
         device: such as "cuda:0".
+        dtype: of both, as in the YAML file.
+        quantizations: of the target and of the draft, as there.
+        speculation: keys of the section, without the method.
         adapters: directories by name.
         generation_config: as `server.generation_config` in the YAML file.
 
@@ -386,15 +386,14 @@ def make_one_device_config(
         return {"model": str(path), "devices": [device], "dtype": dtype, **rounded}
 
     values: dict[str, Any] = {
-        "target": model(target if target is not None else "", target_quantization),
-        "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
-                        "use_logits": use_logits},
+        "target": model(target if target is not None else "", quantizations[0]),
+        "speculation": {"method": "none" if draft is None else "draft_target", **speculation},
         "server": {"generation_config": generation_config},
-    }  # fmt: skip
+    }
     if target is None:
         raise ConfigError("LLM needs `target`, the directory of a model, or `config`")
     if draft is not None:
-        values["draft"] = model(draft, draft_quantization)
+        values["draft"] = model(draft, quantizations[1])
     values["adapters"] = adapters or {}
     if isinstance(adapters, Mapping):  # what is something else is refused below
         values["adapters"] = {name: str(path) for name, path in adapters.items()}
