@@ -138,7 +138,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.tools.training": (
         frozenset({"loop"}),
         frozenset({"methods"}),
-        frozenset({"models", "evaluation", "state", "curves"}),
+        frozenset({"models", "evaluation", "state"}),
         frozenset({"data", "settings"}),
     ),
     "trtrun.tools.conversion": (
