@@ -16,7 +16,14 @@ from typing import Any
 
 from launch.jobs.placement.allocation import in_allocation, is_local
 from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
-from launch.jobs.placement.run_config import DEFAULT_HOST, Read, is_model_here, make_run_config, name_places
+from launch.jobs.placement.run_config import (
+    DEFAULT_HOST,
+    Read,
+    engine_sections,
+    is_model_here,
+    make_run_config,
+    name_places,
+)
 from launch.jobs.slurm.section import SlurmSection, check_slurm_section, read_slurm_section
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
@@ -138,7 +145,7 @@ def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfi
     try:
         return _make(name_places(values), path), ()
     except ConfigError as error:
-        counted = any(is_counts(section.get("devices")) for section in _engine_sections(values))
+        counted = any(is_counts(section.get("devices")) for section in engine_sections(values))
         if in_allocation() or not counted:
             raise ConfigError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
     return place_on_simulated_hosts(path, overrides, read_resources(path, overrides))
@@ -160,10 +167,6 @@ def place_on_simulated_hosts(
 
 def _make(values: Mapping[str, Any], path: Path) -> RuntimeConfig:
     return make_run_config({"values": values, "base": str(path.resolve().parent), "where": str(path)})
-
-
-def _engine_sections(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [section for section in (values.get(name) for name in ENGINES) if isinstance(section, dict)]
 
 
 def count_gres_gpus(gres: str | None) -> int | None:
@@ -224,7 +227,7 @@ def _read_slurm(
 
 def _most_nodes(values: Mapping[str, Any]) -> int:
     """The most nodes that one engine counts, 0 where nothing is counted."""
-    counts = [section["devices"] for section in _engine_sections(values) if is_counts(section.get("devices"))]
+    counts = [section["devices"] for section in engine_sections(values) if is_counts(section.get("devices"))]
     # No more than can be filled: `fill_counts` says what is wrong with a number beyond.
     return max((min(max(1, _whole(count.get("nodes", 1))), MOST_DEVICES) for count in counts), default=0)
 
