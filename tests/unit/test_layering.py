@@ -120,6 +120,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.rounds": (
         frozenset({"orchestrator"}),
+        frozenset({"commit"}),
         frozenset({"solo_ranks", "served_rank"}),
         frozenset({"engine_ranks"}),
         frozenset({"prepared_work"}),

@@ -34,7 +34,7 @@ from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedErro
 from trtrun.loading.model_settings import sampling_defaults, target_context
 from trtrun.memory.spaces import most_chunk
 from trtrun.models.config import ModelConfig
-from trtrun.rounds.orchestrator import RowGain
+from trtrun.rounds.commit import RowGain
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job

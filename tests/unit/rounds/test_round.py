@@ -14,8 +14,8 @@ from fakes import FakeEngine, Rule, own_link
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.rounds.commit import commit_round
 from trtrun.rounds.exchange.exchange import DeviceExchange
-from trtrun.rounds.orchestrator import commit_round
 from trtrun.rounds.round import Worker, probability_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
