@@ -84,7 +84,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"llm", "async_llm"}),
         frozenset({"calls", "engine_thread"}),
         frozenset({"llm_engine", "interrupts"}),
-        frozenset({"adapter_loads"}),
+        frozenset({"adapter_loads", "engine_requests"}),
         frozenset({"prompts", "deltas", "adapters"}),
     ),
     "trtrun.start": (
