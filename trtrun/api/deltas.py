@@ -8,7 +8,7 @@ import numpy as np
 
 from trtrun.core.nouns import FinishReason, TokenLogprobs
 from trtrun.core.outputs import GUIDE_ENDED, NONE_ALLOWED, CompletionDelta, Logits, PromptLogprobs, RequestId
-from trtrun.scheduling.batch import Completion, RowResult
+from trtrun.scheduling.completions import Completion, RowResult
 
 NOT_FINITE = (
     "the target's logits are not finite (NaN or infinite): the checkpoint may be damaged, or need another dtype"

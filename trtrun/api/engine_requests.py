@@ -19,7 +19,7 @@ from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError, LibraryPanicError
 from trtrun.rounds.commit import RowGain
-from trtrun.scheduling.batch import Completion
+from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trtrun.core.nouns import RoundPlan, TokenLogprobs
-from trtrun.scheduling.batch import RowResult
+from trtrun.scheduling.completions import RowResult
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance import AcceptanceWatch
 from trtrun.speculation.pacing import Pacer
