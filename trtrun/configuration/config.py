@@ -42,11 +42,8 @@ from trtrun.configuration.engine_sections import (
 )
 from trtrun.configuration.model_paths import ASSET_NAMES, ASSET_PREFIX, find_file, find_model
 from trtrun.configuration.process_sections import FilePath, LaunchSection, Line, Number, Section, ServerSection
-from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
-
-MOST_BYTES = 1024 * 1024
-"""Of a configuration file: something else was named by mistake."""
+from trtrun.configuration.yaml_source import read_values
+from trtrun.errors import ConfigError, nearest, shorten, wrap_errors
 
 
 class RuntimeConfig(Section):
@@ -278,31 +275,6 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: one line that names the file and the key.
     """
     return make_config(read_values(path, overrides), base=Path(path).resolve().parent, where=str(path))
-
-
-def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file and apply overrides, without checking what the values mean.
-
-    Raises:
-        ConfigError: the file cannot be read, is no YAML, or no mapping; or what was given is no path.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"a configuration must be a RuntimeConfig or a YAML file's path, not {describe_kind(path)}")
-    file = Path(path)
-    try:
-        with file.open(encoding="utf-8") as opened:
-            text = opened.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or a name that no file can have
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {shorten_path(file)}: {reason}") from None
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"cannot read the configuration file {file}: it is larger than {MOST_BYTES >> 20} MiB")
-    values = parse_yaml(text, str(file))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
-    for change in overrides:
-        apply_override(values, change)
-    return values
 
 
 def make_config(values: Mapping[str, Any], base: Path | None = None, where: str = "configuration") -> RuntimeConfig:

@@ -27,10 +27,11 @@ from launch.jobs.placement.devices import (
 )
 from parallel.mpi_rank import MpiRank, all_gather_json, find_mpi_rank
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig, make_config, read_values
+from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.device_lists import host_of, is_counts
 from trtrun.configuration.model_paths import find_snapshot, read_hub_name
 from trtrun.configuration.topology import make_topology
+from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, PlacementError, TrtrunError
 
 Result = TypeVar("Result")

@@ -26,9 +26,10 @@ from launch.jobs.placement.run_config import (
 )
 from launch.jobs.slurm.section import SlurmSection, check_slurm_section, read_slurm_section
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
 from trtrun.configuration.topology import make_topology
+from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, shorten
 from trtrun.threads import CORES_OF_CUDA_SLOT
 
