@@ -53,12 +53,12 @@ MOST: dict[str, float] = {
     "vague_docstrings": 0,
     "largest_room": 16,
     "long_parameter_lists": 13,
-    "long_kernel_parameter_lists": 57,
-    "words": 38_000,
+    "long_kernel_parameter_lists": 60,
+    "words": 39_000,
     "config_way": 28,
     "request_way": 28,
     "files": 600,
-    "lines": 104_000,
+    "lines": 107_000,
     "import_share": 0.12,
 }
 LEAST: dict[str, float] = {"median_lines": 170}

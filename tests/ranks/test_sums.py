@@ -153,17 +153,19 @@ def test_a_group_can_be_opened_again_and_again(world: MPI.Intracomm) -> None:
     if why_not(device):
         device = torch.device("cpu")
     free = []
-    for turn in range(6):
+    for turn in range(8):
         communicator = open_communicator(device, world, "again")
-        count = COUNTS[-1 - turn]
+        count = COUNTS[-1 if turn % 2 else 7]  # NCCL takes memory by the size of a message, too
         tensor = sample(communicator.rank, (count,), torch.bfloat16, turn).to(device)
         assert same_bits(communicator.all_reduce(tensor), total(world.size, (count,), torch.bfloat16, turn))
         communicator.close()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+            world.Barrier()
             free.append(torch.cuda.mem_get_info(device)[0])
-    world.Barrier()  # what another rank does next may take memory of this one's device
-    assert not free or free[1] - free[-1] < Layout.of(max(2, world.size)).nbytes
+            world.Barrier()
+    lost = [before - behind for before, behind in zip(free[2:4], free[-2:], strict=True)]
+    assert max(lost, default=0) < Layout.of(max(2, world.size)).nbytes, free
 
 
 @pytest.mark.mpi(min_size=2)

@@ -32,7 +32,9 @@ class Node:
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     gc.unfreeze()
+    threshold = gc.get_threshold()
     yield
+    gc.set_threshold(*threshold)
     gc.unfreeze()
     gc.freeze()  # as the tests begin
 
@@ -44,6 +46,14 @@ def test_what_is_garbage_goes_and_what_is_stays_unseen() -> None:
     assert not any(it is kept for it in gc.get_objects())
     later = Node()
     assert any(it is later for it in gc.get_objects())
+
+
+@pytest.mark.parametrize(("before", "behind"), [(100_000, garbage.MOST_UNCOLLECTED), (700, 700), (0, 0)])
+def test_later_collections_are_short(before: int, behind: int) -> None:
+    """Where a start has put them off; who has them more often, or not at all, keeps that."""
+    gc.set_threshold(before, 9, 8)
+    garbage.leave_out_what_is()
+    assert gc.get_threshold() == (behind, 9, 8)
 
 
 def test_the_end_of_a_block_takes_it_back() -> None:

@@ -162,6 +162,7 @@ class DFlashHead(DecoderHead):
         angles = self._angles(positions, drafted.own)
         stream, delta = self._embedding(tokens), None
         for index, layer in enumerate(self._layers):
+            assert layer.input_norm is not None, "heads have layers like Llama's"
             normed = layer.input_norm(stream) if delta is None else layer.input_norm.add(stream, delta)
             attended = self._attended(layer.attention, normed, angles, drafted, store.layer(index))
             delta = layer.feed_forward(stream, attended)

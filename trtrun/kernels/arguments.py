@@ -3,6 +3,7 @@ adapter of each line."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -35,6 +36,14 @@ class RoundedRows(NamedTuple):
 
 Activations = torch.Tensor | RoundedRows
 """What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""
+
+
+Activation = Literal["silu", "gelu_tanh"]
+"""What gates go through: x * sigmoid(x), or GELU's approximation by tanh (arXiv:1606.08415), which is
+x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3))."""
+
+GELU_LINEAR, GELU_CUBIC = 2 * (2 / math.pi) ** 0.5, 0.044715
+"""Numbers of the latter."""
 
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
-"""A layer of most decoders, and what it consists of: RMSNorm, self-attention of a rank's heads, a gated feed-forward
-layer; each of the two behind a norm, and added to the residual stream.
+"""A layer of most decoders, and what it consists of: RMSNorm, self-attention of a rank's heads, a feed-forward layer;
+each of the two between norms, and added to the residual stream.
 
 Attention is the projections around a backend that stores keys and values and attends. It knows weights, heads, windows
 and the communicator. It does not know which layer it is, or how its weights are held.
@@ -8,12 +8,13 @@ and the communicator. It does not know which layer it is, or how its weights are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
-from trtrun.kernels.arguments import Activations, AttentionCall, RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, Activations, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.linear.layer import Linear
@@ -23,7 +24,8 @@ class RMSNorm:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension.
 
     Args:
-        weight: [size], or [heads, size] for one weight per head; in the model's dtype on its device.
+        weight: [size], or [heads, size] for one weight per head; on the model's device in its dtype, or in float32:
+            then it is multiplied with before the result is rounded.
         eps: added to the mean square.
     """
 
@@ -55,6 +57,7 @@ class Attention:
         head_norm: norm of queries and keys per head (weight [heads + kv_heads, head_dim]), where the model has one.
         output: this rank's heads back to hidden, for whoever is handed what was attended.
         rotated_heads: this rank's query and key heads.
+        scale: factor of the scores.
         window: sliding window, None for the whole context.
         kv_scales: of the layer; see AttentionCall.
     """
@@ -65,6 +68,7 @@ class Attention:
     backend: AttentionBackend
     rotated_heads: int
     head_dim: int
+    scale: float
     window: int | None
     kv_scales: torch.Tensor | None = None
 
@@ -85,8 +89,7 @@ class Attention:
         query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        scale = self.head_dim**-0.5
-        call = AttentionCall(query_key, value, angles, store_layer, batch, scale, self.window, self.kv_scales)
+        call = AttentionCall(query_key, value, angles, store_layer, batch, self.scale, self.window, self.kv_scales)
         return attend(self.backend, call).flatten(1)
 
 
@@ -116,17 +119,34 @@ class RowParallelLinear:
         return output if self._bias is None else output.add_(self._bias)
 
 
+class MLP(Protocol):
+    """The feed-forward layer of one rank, whatever it consists of.
+
+    Attributes:
+        takes_rounded_rows: how its input may be rounded; None where it may not.
+    """
+
+    @property
+    def takes_rounded_rows(self) -> Rounding | None: ...
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """x [tokens, hidden] → [tokens, hidden], equal on all ranks. A token's bits do not depend on the others."""
+        ...
+
+
 class GatedMLP:
-    """SwiGLU (arXiv:2002.05202) with gate and up fused into one linear layer.
+    """A gated linear unit (arXiv:2002.05202) with gate and up fused into one linear layer.
 
     Args:
         gate_up: hidden to this rank's gate features, then as many up features.
         down: back to hidden.
+        activation: what gates go through.
     """
 
-    def __init__(self, gate_up: Linear, down: RowParallelLinear) -> None:
+    def __init__(self, gate_up: Linear, down: RowParallelLinear, activation: Activation = "silu") -> None:
         self._gate_up = gate_up
         self._down = down
+        self._activation = activation
         self._operations = operations_of(gate_up.device.type)
 
     @property
@@ -137,18 +157,27 @@ class GatedMLP:
         """x [tokens, hidden] → [tokens, hidden]."""
         fused, rounding = self._gate_up(x), self._down.takes_rounded_rows
         if rounding is not None:
-            return self._down(self._operations.silu_and_multiply_rounded(fused, rounding))
-        return self._down(self._operations.silu_and_multiply(fused))
+            return self._down(self._operations.activate_and_multiply_rounded(fused, rounding, self._activation))
+        return self._down(self._operations.activate_and_multiply(fused, self._activation))
 
 
 @dataclass
 class DecoderLayer:
-    """A layer of most decoders; `attend` and `feed_forward` are its halves, between which tokens may be left out."""
+    """A layer of most decoders; `attend` and `feed_forward` are its halves, between which tokens may be left out.
 
-    input_norm: RMSNorm
+    Attributes:
+        input_norm, post_attention_norm: in front of attention and of the feed-forward layer; None where there is none.
+        attention_output_norm, mlp_output_norm: of what the two add to the residual stream; None where there is none.
+        residual_factor: of what they add.
+    """
+
+    input_norm: RMSNorm | None
     attention: Attention
-    post_attention_norm: RMSNorm
-    mlp: GatedMLP
+    post_attention_norm: RMSNorm | None
+    mlp: MLP
+    attention_output_norm: RMSNorm | None = None
+    mlp_output_norm: RMSNorm | None = None
+    residual_factor: float = 1.0
 
     def attend(
         self,
@@ -162,14 +191,22 @@ class DecoderLayer:
         return self.attention(normed, angles, batch, store_layer)
 
     def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        delta = self.attention.output(attended)
-        return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
+        delta = self._added(self.attention.output(attended), self.attention_output_norm)
+        normed = _normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows)
+        return self._added(self.mlp(normed), self.mlp_output_norm)
+
+    def _added(self, output: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """What a half adds to the residual stream, of its output."""
+        delta = output if norm is None else norm(output)
+        return delta if self.residual_factor == 1.0 else delta.mul_(self.residual_factor)
 
 
 def _normalise(
-    norm: RMSNorm, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding | None
+    norm: RMSNorm | None, hidden: torch.Tensor, delta: torch.Tensor | None, rounding: Rounding | None
 ) -> Activations:
     """hidden += delta, in place, where there is one, and the norm of it, rounded where the layer behind takes that."""
+    if norm is None:
+        return hidden if delta is None else hidden.add_(delta)
     if rounding is not None:
         return norm.rounded(hidden, delta, rounding)
     return norm(hidden) if delta is None else norm.add(hidden, delta)

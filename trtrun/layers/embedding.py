@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from parallel.communicator import Communicator
+from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.linear.layer import Linear
 
 
@@ -19,15 +20,21 @@ class VocabularyEmbedding:
         weight: [rows, hidden]: entries [first, first + rows) of the vocabulary.
         first: the first entry that the rank holds.
         communicator: of the tensor-parallel group.
+        factor: what rows are multiplied by, rounded to their dtype.
     """
 
-    def __init__(self, weight: torch.Tensor, first: int, communicator: Communicator) -> None:
+    def __init__(self, weight: torch.Tensor, first: int, communicator: Communicator, factor: float = 1.0) -> None:
         self.weight = weight
         self._first = first
         self._communicator = communicator
+        self._factor = float(torch.tensor(factor, dtype=weight.dtype))
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [tokens] int64 → [tokens, hidden] in the weight's dtype, equal on all ranks."""
+        rows = self._look_up(tokens)
+        return rows if self._factor == 1.0 else rows.mul_(self._factor)
+
+    def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._communicator.size == 1:
             return self.weight.index_select(0, tokens)
         local = tokens - self._first
@@ -44,10 +51,19 @@ class VocabularyHead:
         vocab_size: entries of the checkpoint; the padding behind them is cut off.
         communicator: of the tensor-parallel group.
         reader: the only rank of the group that reads the logits; None where all ranks do.
+        ends: what becomes of the logits.
     """
 
-    def __init__(self, linear: Linear, vocab_size: int, communicator: Communicator, reader: int | None = None) -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        vocab_size: int,
+        communicator: Communicator,
+        reader: int | None = None,
+        ends: ModelEnds = PLAIN_ENDS,
+    ) -> None:
         self._linear = linear
+        self._ends = ends
         self._vocab_size = vocab_size
         self._communicator = communicator
         self._reader = reader
@@ -64,7 +80,11 @@ class VocabularyHead:
                 unread = torch.full((1, 1), torch.nan, dtype=torch.float32, device=hidden.device)
                 return unread.expand(hidden.shape[0], self._vocab_size)
             logits = gathered.transpose(0, 1).reshape(hidden.shape[0], -1)
-        return logits[:, : self._vocab_size].float()
+        logits = logits[:, : self._vocab_size].float()
+        if self._ends.logit_divisor != 1.0:
+            logits = logits / self._ends.logit_divisor
+        cap = self._ends.logit_soft_cap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
     @property
     def is_read(self) -> bool:

@@ -18,8 +18,8 @@ class RopeConfig:
     """How angles depend on position.
 
     Attributes:
-        rope_type: "default", "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1's rule) or
-            "yarn" (arXiv:2309.00071).
+        rope_type: "default", "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1's rule), "yarn"
+            (arXiv:2309.00071), or "none", which turns nothing.
         theta: base of the geometric series of wavelengths.
         factor: by how much the context is stretched; 1 for "default".
         original_max_position_embeddings: context of the pretraining, for "llama3" and "yarn".
@@ -52,6 +52,10 @@ class RopeConfig:
             and (self.rope_type != "yarn" or self.original_max_position_embeddings > 0)
             and (self.rope_type != "llama3" or abs(self.high_freq_factor - self.low_freq_factor) >= 1 / _MOST)
         )
+
+
+NO_ROTATION = RopeConfig("none")
+"""For layers that know no position: kernels turn by angles of 0, which leaves every bit as it is."""
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

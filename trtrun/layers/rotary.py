@@ -26,6 +26,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     Raises:
         ValueError: a rope_type that is not in RopeConfig's list (read_model_config refuses it before).
     """
+    if rope.rope_type == "none":
+        return torch.zeros(head_dim // 2)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     base = rope.theta**exponents
     plain = 1.0 / base

@@ -22,7 +22,6 @@ from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.heads.heads import HeadsPlan, HeadsTarget
 from trtrun.kvcache.formats import PLAIN, choose_format
-from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import AdaptedLayers
@@ -128,18 +127,24 @@ def load_model(
     reader.release_buffer()
     layers = [layer.build(reader) for layer in config.layers]
     reader.release_buffer()
-    final_norm = RMSNorm(reader.tensor(config.final_norm), config.rms_norm_eps)
+    final_norm = config.final_norm_plan.build(reader)
     embedding = reader.tensor(config.embedding)
     if head is None:
         head = reader.linear(config.head, present=embedding)
     reader.close()
+    rotary = {rope: RotaryEmbedding(rope, config.head_dim, dtype, device) for rope in config.ropes}
     model = CausalLM(
         config,
-        VocabularyEmbedding(embedding, vocabulary_range(config.vocab_size, *share).start, communicator),
+        VocabularyEmbedding(
+            embedding,
+            vocabulary_range(config.vocab_size, *share).start,
+            communicator,
+            config.ends.embedding_factor,
+        ),
         layers,
         final_norm,
-        VocabularyHead(head, config.vocab_size, communicator, logits_reader),
-        RotaryEmbedding(config.rope, config.head_dim, dtype, device),
+        VocabularyHead(head, config.vocab_size, communicator, logits_reader, config.ends),
+        [rotary[rope] for rope in config.ropes],
         reader.attention(config.head_dim),
         share,
         adapted,
@@ -308,11 +313,15 @@ def load_embedding_and_head(
     if config.head in weights:
         is_shared = embedding is not None and shares_tied_embedding(config, device, dtype, default)
         head = VocabularyHead(
-            reader.linear(config.head, present=embedding if is_shared else None), config.vocab_size, communicator
+            reader.linear(config.head, present=embedding if is_shared else None),
+            config.vocab_size,
+            communicator,
+            ends=config.ends,
         )
     reader.release_buffer()
     reader.close()
-    looked_up = None if embedding is None else VocabularyEmbedding(embedding, 0, communicator)
+    factor = config.ends.embedding_factor
+    looked_up = None if embedding is None else VocabularyEmbedding(embedding, 0, communicator, factor)
     return TargetEmbeddingAndHead(dtype, device, looked_up, head, reader.bytes_read)
 
 

@@ -91,6 +91,10 @@ def check_split(
     weights = held_weights(config, share, default)
     for weight, held in weights:
         held.stored(weight)
+        if weight.use == "expert" and device_type != "cpu" and held != QUANTIZATIONS.get("none"):
+            raise ConfigError(
+                "experts are held as they are on GPUs: leave quantization out, and take a plain checkpoint"
+            )
     for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)
     return weights

@@ -139,7 +139,7 @@ def working_bytes(shape: RoundShape, form: EngineForm) -> int:
     logits = verified * model.vocab_size * _FLOAT
     scored = min(shape.max_tokens, positions_at_once(model.vocab_size)) if verifies else 0
     head = _head_bytes(verified, form)
-    total = RotaryEmbedding.most_bytes(_most_positions(shape), model.head_dim, dtype)
+    total = len(set(model.ropes)) * RotaryEmbedding.most_bytes(_most_positions(shape), model.head_dim, dtype)
     rows = shape.max_rows + shape.num_guesses
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     total += _activation_bytes(tokens, form)

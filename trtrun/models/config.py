@@ -17,10 +17,11 @@ from typing import Any
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.errors import CheckpointError, TrtrunError, shorten, wrap_errors
 from trtrun.kvcache.formats import KVScheme
+from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
-from trtrun.models.layer_plan import LayerPlan, ModelShape
+from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
@@ -57,6 +58,7 @@ class ModelConfig(ModelShape):
         vocab_size: rows of the embedding in the checkpoint (the tokenizer may know fewer tokens).
         max_position_embeddings: the context, MOST_POSITIONS at most.
         layers: plan of each layer, as the family has it.
+        ends: what the model does where tokens come in and logits go out.
         checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
         quant_method: what the checkpoint calls the way in which it is quantized; None where it is not.
@@ -79,6 +81,7 @@ class ModelConfig(ModelShape):
     stored: StoredQuantizations | None = None
     mask_token: int | None = None
     kv_scheme: KVScheme | None = None
+    ends: ModelEnds = PLAIN_ENDS
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to_values(self) -> dict[str, Any]:
@@ -113,6 +116,12 @@ class ModelConfig(ModelShape):
         return tuple(getattr(it, "window", None) for it in attention)
 
     @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """How each layer rotates."""
+        attention = (getattr(layer, "attention", None) for layer in self.layers)
+        return tuple(getattr(it, "rope", None) or self.rope for it in attention)
+
+    @property
     def embedding(self) -> Weight:
         """[vocabulary share, hidden]. Dummy rows are long, so that tokens differ."""
         return self._of_vocabulary("model.embed_tokens.weight", 50.0)
@@ -128,9 +137,14 @@ class ModelConfig(ModelShape):
         return Weight((StoredTensor(name, (entries, Axis(self.hidden_size)), dummy_scale),))
 
     @property
+    def final_norm_plan(self) -> NormPlan:
+        """The norm behind the last layer."""
+        return NormPlan("model.norm", self.hidden_size, self.rms_norm_eps, self.ends.norm_adds_one)
+
+    @property
     def final_norm(self) -> Weight:
         """[hidden]."""
-        return Weight((StoredTensor("model.norm.weight", (Axis(self.hidden_size),)),))
+        return self.final_norm_plan.weight
 
     @cached_property
     def weights(self) -> Sequence[Weight]:
@@ -166,12 +180,16 @@ class ModelFamily:
         plan_layers: sizes and all values of config.json → the plan of each layer. Raises CheckpointError.
         activations: values of `hidden_act` that its layers compute; the first where config.json leaves it out.
         model_type: transformers' name of it in config.json; empty where it has none.
+        read_ends: all values of config.json → what the model does at its ends. Raises CheckpointError.
+        rope_type_of: type of the layers whose rotation counts as the model's, where each type has its own.
     """
 
     defaults: Mapping[str, Any]
     plan_layers: Callable[[ModelShape, Mapping[str, Any]], Sequence[LayerPlan]]
     activations: tuple[str, ...] = ("silu",)
     model_type: str = ""
+    read_ends: Callable[[Mapping[str, Any]], ModelEnds] = lambda values: PLAIN_ENDS
+    rope_type_of: str | None = None
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:
@@ -192,7 +210,7 @@ def read_window(values: Mapping[str, Any]) -> int | None:
     Raises:
         CheckpointError: it is no size.
     """
-    return None if values["sliding_window"] is None else min(_size(values, "sliding_window"), MOST_POSITIONS)
+    return None if values["sliding_window"] is None else min(read_size(values, "sliding_window"), MOST_POSITIONS)
 
 
 def windows_by_layer_type(values: Mapping[str, Any]) -> Sequence[int | None]:
@@ -204,21 +222,36 @@ def windows_by_layer_type(values: Mapping[str, Any]) -> Sequence[int | None]:
     """
     layers = int(values["num_hidden_layers"])
     window = read_window(values) if read_flag(values, "use_sliding_window") else None
-    types = values.get("layer_types")
-    if types is None:
+    if values.get("layer_types") is None:
         first = values["max_window_layers"]
         if window is not None and (isinstance(first, bool) or not isinstance(first, int)):
             raise CheckpointError(f"'max_window_layers' must be a whole number, not {shorten(first)}")
         return [window if window is not None and index >= first else None for index in range(layers)]
+    return [window if kind == SLIDING else None for kind in read_layer_types(values, [])]
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layers that see all, and layers that see a window."""
+
+
+def read_layer_types(values: Mapping[str, Any], usual: Sequence[str]) -> Sequence[str]:
+    """FULL or SLIDING of each layer: `layer_types`, or what is `usual` where it is left out.
+
+    Raises:
+        CheckpointError: it is not one of them for each layer.
+    """
+    types, layers = values.get("layer_types"), int(values["num_hidden_layers"])
+    if types is None:
+        return usual
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise CheckpointError(f"'layer_types' must be a list with the type of each layer, not {shorten(types)}")
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown or len(types) != layers:
         detail = (
             f"unknown layer type {shorten(unknown[0])}" if unknown else f"{len(types)} layer_types for {layers} layers"
         )
-        raise CheckpointError(f"{detail}; known layer types: full_attention, sliding_attention")
-    return [window if kind == "sliding_attention" else None for kind in types]
+        raise CheckpointError(f"{detail}; known layer types: {FULL}, {SLIDING}")
+    return types
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -265,11 +298,11 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)
         raise CheckpointError(f"hidden_act {shorten(values['hidden_act'])} is not supported; known: {known}")
-    hidden_size, num_heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
+    hidden_size, num_heads = read_size(values, "hidden_size"), read_size(values, "num_attention_heads")
     if values.get("head_dim") is None and hidden_size % num_heads:
         raise CheckpointError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
-    head_dim = hidden_size // num_heads if values.get("head_dim") is None else _size(values, "head_dim")
-    num_kv_heads = num_heads if values.get("num_key_value_heads") is None else _size(values, "num_key_value_heads")
+    head_dim = hidden_size // num_heads if values.get("head_dim") is None else read_size(values, "head_dim")
+    num_kv_heads = num_heads if values.get("num_key_value_heads") is None else read_size(values, "num_key_value_heads")
     if num_heads % num_kv_heads or head_dim % 2:
         raise CheckpointError(
             f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}, "
@@ -277,22 +310,23 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         )
     shape = ModelShape(
         hidden_size=hidden_size,
-        intermediate_size=_size(values, "intermediate_size"),
-        num_layers=_size(values, "num_hidden_layers"),
+        intermediate_size=read_size(values, "intermediate_size"),
+        num_layers=read_size(values, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=read_number(values, "rms_norm_eps"),
     )
-    max_positions = _size(values, "max_position_embeddings")
+    max_positions = read_size(values, "max_position_embeddings")
     return ModelConfig(
         **vars(shape),
         architecture=str(architectures[0]),
-        vocab_size=_size(values, "vocab_size"),
+        vocab_size=read_size(values, "vocab_size"),
         max_position_embeddings=min(max_positions, MOST_POSITIONS),
         tie_word_embeddings=read_flag(values, "tie_word_embeddings"),
-        rope=parse_rope(values, max_positions, head_dim),
+        rope=parse_rope(values, max_positions, head_dim, family.rope_type_of),
         layers=tuple(family.plan_layers(shape, values)),
+        ends=family.read_ends(values),
         checkpoint_dtype="float32",
         eos_token_ids=(),
         mask_token=_parse_mask_token(raw),
@@ -303,13 +337,18 @@ def _parse_mask_token(values: Mapping[str, Any]) -> int | None:
     name = next((name for name in _MASK_TOKENS if values.get(name) is not None), None)
     if name is None:
         return None
-    token, vocab_size = values[name], _size(values, "vocab_size")
+    token, vocab_size = values[name], read_size(values, "vocab_size")
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
         raise CheckpointError(f"'{name}' must be a token id below vocab_size, {vocab_size}, not {shorten(token)}")
     return token
 
 
-def _size(values: Mapping[str, Any], name: str) -> int:
+def read_size(values: Mapping[str, Any], name: str) -> int:
+    """A positive whole number of config.json, such as a size.
+
+    Raises:
+        CheckpointError: it is none, or more than any model has.
+    """
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"'{name}' must be a positive whole number, not {shorten(value)}")

@@ -101,11 +101,12 @@ class CausalLM:
         layers: Sequence[Layer],
         final_norm: RMSNorm,
         head: VocabularyHead,
-        rotary: RotaryEmbedding,
+        rotary: Sequence[RotaryEmbedding],
         attention: AttentionBackend,
         share: Share,
         adapted: AdaptedLayers | None = None,
     ) -> None:
+        """Put the parts together; `rotary` is of each layer, the same object where layers rotate alike."""
         self.config = config
         self.dtype = embedding.weight.dtype
         self.device = embedding.weight.device
@@ -115,7 +116,8 @@ class CausalLM:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
-        self._rotary = rotary
+        self._rotary = list(dict.fromkeys(rotary))
+        self._rotary_of_layer = [self._rotary.index(table) for table in rotary]
         self._attention = attention
         self.adapted = adapted
         self.on_layer: Callable[[], None] | None = None
@@ -144,7 +146,8 @@ class CausalLM:
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""
-        self._rotary.reserve(positions)
+        for table in self._rotary:
+            table.reserve(positions)
 
     @inference
     def forward(
@@ -173,8 +176,8 @@ class CausalLM:
             [n, hidden] after the final norm, equal on all ranks of the group.
         """
         # The block tables' width bounds every position, so the host can grow the tables without reading positions.
-        self._rotary.reserve(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
-        angles = self._rotary.lookup(positions)
+        self.reserve_positions(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
+        angles = [table.lookup(positions) for table in self._rotary]
         hidden = self._embedding(tokens)
         delta = None
         behind_layers = len(self._layers)
@@ -183,7 +186,8 @@ class CausalLM:
         if self.adapted is not None:
             self.adapted.begin(store.slots_of(attention))
         for index, layer in enumerate(self._layers):
-            attended = layer.attend(hidden, delta, angles, batches[index], store.layer(index))
+            of_layer = angles[self._rotary_of_layer[index]]
+            attended = layer.attend(hidden, delta, of_layer, batches[index], store.layer(index))
             if taps is not None:
                 taps.keep(index, hidden)  # what the layer before left to add is in it by now
             if index == behind_layers - 1:

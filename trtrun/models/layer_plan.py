@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from typing_extensions import override
 
 from parallel.sharding import column_range, kv_heads_for_rank, query_heads_for_rank
+from trtrun.errors import CheckpointError
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
     import torch
 
+    from trtrun.kernels.arguments import Activation
     from trtrun.kvcache.segments import AttentionBatch
-    from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
+    from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, RMSNorm
+    from trtrun.layers.rope import RopeConfig
     from trtrun.weights.weight_reader import WeightReader
 
 
@@ -117,21 +120,32 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class NormPlan:
-    """RMSNorm with the tensor `name`.weight [size]."""
+    """RMSNorm with the tensor `name`.weight [size].
+
+    Attributes:
+        adds_one: whether it multiplies by 1 + weight, in float32.
+    """
 
     name: str
     size: int
     eps: float
+    adds_one: bool = False
 
     @property
     def weight(self) -> Weight:
         """[size]."""
-        return Weight((StoredTensor(f"{self.name}.weight", (Axis(self.size),)),))
+        dummy_scale = 0.0 if self.adds_one else 1.0
+        return Weight((StoredTensor(f"{self.name}.weight", (Axis(self.size),), dummy_scale),))
+
+    def read(self, reader: WeightReader) -> torch.Tensor:
+        """[size] on the reader's device, to multiply with: in the model's dtype, or in float32 where one is added."""
+        weight = reader.tensor(self.weight)
+        return weight.float() + 1 if self.adds_one else weight
 
     def build(self, reader: WeightReader) -> RMSNorm:
         from trtrun.layers.decoder_layer import RMSNorm
 
-        return RMSNorm(reader.tensor(self.weight), self.eps)
+        return RMSNorm(self.read(reader), self.eps)
 
 
 @dataclass(frozen=True)
@@ -145,6 +159,9 @@ class AttentionPlan:
         qkv_bias, output_bias: whether the projections have biases.
         head_norm: whether queries and keys are RMS-normalised per head before the rotation (q_norm, k_norm).
         input_size: features that go in; None for the model's hidden size.
+        rope: how queries and keys are rotated; None as the model's config.json says for all layers.
+        scale: factor of the scores; None for one over the root of the head's size.
+        norms_add_one: whether head norms multiply by 1 + weight.
     """
 
     name: str
@@ -154,6 +171,9 @@ class AttentionPlan:
     output_bias: bool = False
     head_norm: bool = False
     input_size: int | None = None
+    rope: RopeConfig | None = None
+    scale: float | None = None
+    norms_add_one: bool = False
 
     @property
     def qkv(self) -> LinearPlan:
@@ -172,7 +192,8 @@ class AttentionPlan:
     def head_norms(self) -> tuple[NormPlan, ...]:
         """Norms of queries and of keys, where the model has them."""
         names = ("q_norm", "k_norm") if self.head_norm else ()
-        return tuple(NormPlan(f"{self.name}.{name}", self.shape.head_dim, self.shape.rms_norm_eps) for name in names)
+        size, eps = self.shape.head_dim, self.shape.rms_norm_eps
+        return tuple(NormPlan(f"{self.name}.{name}", size, eps, self.norms_add_one) for name in names)
 
     def weights(self) -> Sequence[Weight]:
         return (*self.qkv.weights, *self.output.weights, *(norm.weight for norm in self.head_norms))
@@ -191,7 +212,7 @@ class AttentionPlan:
         heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
         head_norm = None
         if self.head_norm:
-            query_norm, key_norm = (reader.tensor(norm.weight) for norm in self.head_norms)
+            query_norm, key_norm = (norm.read(reader) for norm in self.head_norms)
             per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
             head_norm = RMSNorm(per_head, self.shape.rms_norm_eps)
         return Attention(
@@ -201,24 +222,43 @@ class AttentionPlan:
             backend=reader.attention(self.shape.head_dim),
             rotated_heads=heads + kv_heads,
             head_dim=self.shape.head_dim,
+            scale=self.shape.head_dim**-0.5 if self.scale is None else self.scale,
             window=self.window,
             kv_scales=reader.kv_scales(self.name, self.shape.keys),
         )
 
 
+class MLPPlan(Protocol):
+    """A feed-forward layer."""
+
+    def weights(self) -> Sequence[Weight]:
+        """All of the layer's."""
+        ...
+
+    def token_numbers(self, share: Share) -> int:
+        """Numbers of activations that a token has at once on a rank, at most."""
+        ...
+
+    def build(self, reader: WeightReader) -> MLP:
+        """The layer on the reader's rank."""
+        ...
+
+
 @dataclass(frozen=True)
 class GatedMLPPlan:
-    """The feed-forward layer down(silu(gate(x)) * up(x)): gate_proj and up_proj, computed as one, and down_proj.
+    """The feed-forward layer down(activation(gate(x)) * up(x)): gate_proj and up_proj, computed as one, and down_proj.
 
     Attributes:
         name: in front of its tensors, such as "model.layers.0.mlp".
         shape: of the model.
         has_bias: whether all three have biases.
+        activation: what gates go through.
     """
 
     name: str
     shape: ModelShape
     has_bias: bool = False
+    activation: Activation = "silu"
 
     @property
     def features(self) -> Axis:
@@ -247,29 +287,72 @@ class GatedMLPPlan:
         from trtrun.layers.decoder_layer import GatedMLP
 
         gate_up = reader.linear(self.gate_up.weight, self.gate_up.bias)
-        return GatedMLP(gate_up, reader.row_parallel(self.down.weight, self.down.bias))
+        return GatedMLP(gate_up, reader.row_parallel(self.down.weight, self.down.bias), self.activation)
 
 
-@dataclass(frozen=True)
-class DecoderPlan(LayerPlan):
-    """The layer of Llama and of most families since: attention and feed-forward, each behind a norm and added to the
-    residual stream."""
+class OrdinaryBlocks(NamedTuple):
+    """What a layer like Llama's consists of."""
 
     input_norm: NormPlan
     attention: AttentionPlan
     post_attention_norm: NormPlan
     mlp: GatedMLPPlan
 
+
+@dataclass(frozen=True)
+class DecoderPlan(LayerPlan):
+    """The layer of Llama and of most families since: attention and feed-forward, between norms, each added to the
+    residual stream.
+
+    Attributes:
+        input_norm, post_attention_norm: in front of attention and of the feed-forward layer; None where there is none.
+        attention_output_norm, mlp_output_norm: of what the two add to the residual stream; None where there is none.
+        residual_factor: of what they add.
+    """
+
+    input_norm: NormPlan | None
+    attention: AttentionPlan
+    post_attention_norm: NormPlan | None
+    mlp: MLPPlan
+    attention_output_norm: NormPlan | None = None
+    mlp_output_norm: NormPlan | None = None
+    residual_factor: float = 1.0
+
+    @property
+    def ordinary(self) -> OrdinaryBlocks:
+        """The blocks, for who knows layers like Llama's alone.
+
+        Raises:
+            CheckpointError: the layer is of another kind.
+        """
+        norms = self.input_norm, self.post_attention_norm
+        others = self.attention_output_norm, self.mlp_output_norm
+        if None in norms or others != (None, None) or self.residual_factor != 1.0:
+            raise CheckpointError(f"{self.attention.name} stands in a layer whose norms are not those of Llama")
+        if not isinstance(self.mlp, GatedMLPPlan):
+            raise CheckpointError(
+                f"behind {self.attention.name} stands a {type(self.mlp).__name__}, which is not known"
+            )
+        assert norms[0] is not None and norms[1] is not None
+        return OrdinaryBlocks(norms[0], self.attention, norms[1], self.mlp)
+
+    @property
+    def norms(self) -> tuple[NormPlan | None, ...]:
+        """In the order in which a token meets them."""
+        return self.input_norm, self.attention_output_norm, self.post_attention_norm, self.mlp_output_norm
+
     @override
     def weights(self) -> Sequence[Weight]:
-        norms = (self.input_norm.weight, self.post_attention_norm.weight)
+        norms = (norm.weight for norm in self.norms if norm is not None)
         return (*norms, *self.attention.weights(), *self.mlp.weights())
 
     @override
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """Bytes of all results of the layer, which are still there at its end, and of norms in float32 beside."""
-        hidden, shape = self.input_norm.size, self.attention.shape
-        held = 6 * hidden + self.attention.token_numbers(share) + self.mlp.token_numbers(share)
+        shape = self.attention.shape
+        hidden = shape.hidden_size
+        num_outputs = sum(norm is not None for norm in (self.attention_output_norm, self.mlp_output_norm))
+        held = (6 + num_outputs) * hidden + self.attention.token_numbers(share) + self.mlp.token_numbers(share)
         rotated = len(shape.queries.held(share)) + len(shape.keys.held(share))
         return held * item_bytes + 3 * max(hidden, rotated) * _FLOAT
 
@@ -277,9 +360,15 @@ class DecoderPlan(LayerPlan):
     def build(self, reader: WeightReader) -> DecoderLayer:
         from trtrun.layers.decoder_layer import DecoderLayer
 
+        def build(norm: NormPlan | None) -> RMSNorm | None:
+            return None if norm is None else norm.build(reader)
+
         return DecoderLayer(
-            self.input_norm.build(reader),
+            build(self.input_norm),
             self.attention.build(reader),
-            self.post_attention_norm.build(reader),
+            build(self.post_attention_norm),
             self.mlp.build(reader),
+            build(self.attention_output_norm),
+            build(self.mlp_output_norm),
+            self.residual_factor,
         )

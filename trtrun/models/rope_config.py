@@ -27,18 +27,22 @@ def read_number(values: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def parse_rope(values: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConfig:
-    """How the model rotates queries and keys.
+def parse_rope(
+    values: Mapping[str, Any], max_positions: int, head_dim: int, layer_type: str | None = None, scaled: bool = True
+) -> RopeConfig:
+    """How the model, or its layers of a type, rotate queries and keys.
 
     Args:
         values: of config.json.
         max_positions: `max_position_embeddings`.
         head_dim: of the model.
+        layer_type: whose entry of `rope_parameters` counts, where it has one for each type; None where all are alike.
+        scaled: whether `rope_scaling`, which knows no types, is of these layers.
 
     Raises:
         CheckpointError: a kind of rotation that is not supported, or numbers that give no angles.
     """
-    rope = _parse(values, max_positions)
+    rope = _parse(values if scaled else {**values, "rope_scaling": None}, max_positions, layer_type)
     if rope.is_ordinary:
         return rope
     from trtrun.layers.rotary import inverse_frequencies  # not at the top: odd numbers are rare, and torch takes long
@@ -67,7 +71,7 @@ def _optional(values: Mapping[str, Any], name: str, default: float) -> float:
     return default if is_left_out else read_number(values, name)
 
 
-def _parse(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _parse(values: Mapping[str, Any], max_positions: int, layer_type: str | None) -> RopeConfig:
     """transformers 4: rope_theta beside rope_scaling (`type` or `rope_type`); transformers 5: rope_parameters, flat or
     one entry per layer type."""
     raw = values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -76,9 +80,10 @@ def _parse(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     rope: dict[str, Any] = {key: value for key, value in raw.items() if value is not None}
     nested = [value for key, value in rope.items() if key.endswith("_attention") and isinstance(value, dict)]
     if nested:
-        if any(entry != nested[0] for entry in nested):
+        own = rope.get(layer_type) if layer_type is not None else None
+        if own is None and any(entry != nested[0] for entry in nested):
             raise CheckpointError("rope_parameters that differ between layer types are not supported")
-        rope = {key: value for key, value in nested[0].items() if value is not None}
+        rope = {key: value for key, value in (own or nested[0]).items() if value is not None}
     rope.setdefault("rope_theta", 10000.0 if values.get("rope_theta") is None else values["rope_theta"])
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "dynamic":

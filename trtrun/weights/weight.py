@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 
-Use = Literal["plain", "linear", "head"]
-"""What is multiplied with is "linear" or the vocabulary's "head", and may be held in another form, as a `LinearWeight`
-of trtrun.linear.quantization; what is "plain" is held in the dtype of activations."""
+Use = Literal["plain", "linear", "expert", "head"]
+"""What is multiplied with is "linear", an "expert", which some tokens meet, or the vocabulary's "head", and may be held
+in another form, as a `LinearWeight` of trtrun.linear.quantization; what is "plain" is held in the dtype of
+activations."""
 
 
 class Share(NamedTuple):

@@ -10,6 +10,8 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
+from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.torch.operations import Product
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
@@ -42,7 +44,7 @@ class WeightReader:
     ) -> None:
         self.device, self.share, self.dtype = loader.device, loader.share, loader.dtype
         self._loader = loader
-        self._communicator = communicator
+        self.communicator = communicator
         self._batch_invariant = batch_invariant
         self._kv_format = kv_format
         self._adapted = adapted
@@ -98,7 +100,12 @@ class WeightReader:
 
     def row_parallel(self, weight: Weight, bias: Weight | None = None) -> RowParallelLinear:
         """A linear layer whose input features are shared out."""
-        return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self._communicator)
+        return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self.communicator)
+
+    def plain_product(self, weight: Weight) -> Product:
+        """The product with `weight` [out, in] as it is, on each rank the whole of it."""
+        operations = operations_of(self.device.type)
+        return operations.product(self.tensor(weight), None, batch_invariant=self._batch_invariant)
 
     def tensor(self, weight: Weight) -> torch.Tensor:
         """Read `weight` on to the device in the model's dtype.

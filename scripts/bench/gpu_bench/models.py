@@ -9,17 +9,27 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 MOST_POSITIONS = 32768
 
 
+class Experts(NamedTuple):
+    """Of each layer: how many, how many of them a token chooses, and features of the gate of one."""
+
+    count: int
+    chosen: int
+    features: int
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama without biases and with an output head of its own; with `drafts_in_parallel` its last token is a mask
-    token. Where it `repeats`, weights in files make texts of one token (write_weights.py): a draft is always right.
-    Where it is `quantized`, its config.json says that its matrices are stored in 4 bits, in groups of 128."""
+    """Of a Llama without biases and with an output head of its own, or of a Qwen3-MoE where it has `experts`; with
+    `drafts_in_parallel` its last token is a mask token. Where it `repeats`, weights in files make texts of one token
+    (write_weights.py): a draft is always right. Where it is `quantized`, its config.json says that its matrices are
+    stored in 4 bits, in groups of 128."""
 
     hidden: int
     intermediate: int
@@ -31,14 +41,16 @@ class Shape:
     drafts_in_parallel: bool = False
     repeats: bool = False
     quantized: bool = False
+    experts: Experts | None = None
+    head_size: int = 0
 
     @property
     def head_dim(self) -> int:
         """Numbers of a head."""
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes, the layers in order."""
+        """Names and shapes, the layers in order; of experts those that a token of one row reads."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = {
             "self_attn.q_proj": (queries, self.hidden),
@@ -51,6 +63,13 @@ class Shape:
             "input_layernorm": (self.hidden,),
             "post_attention_layernorm": (self.hidden,),
         }
+        if self.experts is not None:
+            layer = {name: size for name, size in layer.items() if not name.startswith("mlp.")}
+            layer["mlp.gate"] = (self.experts.count, self.hidden)
+            for number in range(self.experts.chosen):
+                wide = (self.experts.features, self.hidden)
+                layer |= {f"mlp.experts.{number}.{name}_proj": wide for name in ("gate", "up")}
+                layer[f"mlp.experts.{number}.down_proj"] = wide[::-1]
         ends: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocabulary, self.hidden),
             "lm_head.weight": (self.vocabulary, self.hidden),
@@ -88,6 +107,10 @@ SHAPES = {
     "70b-int4": Shape(8192, 28672, 80, 64, 8, quantized=True),
     "1b": Shape(2048, 8192, 16, 32, 8),
     "1b-parallel": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True),
+    "30b-a3b": Shape(2048, 6144, 48, 32, 4, 151936, experts=Experts(128, 8, 768), head_size=128),
+    "30b-a3b-draft": Shape(2048, 6144, 4, 32, 4, 151936, experts=Experts(128, 8, 768), head_size=128),
+    "tiny-experts": Shape(128, 256, 8, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
+    "tiny-experts-draft": Shape(128, 256, 2, 8, 4, 1003, "float32", experts=Experts(8, 2, 64)),
     "8b-repeating": Shape(4096, 14336, 32, 32, 8, repeats=True),
     "1b-repeating": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True, repeats=True),
     "tiny-repeating": Shape(128, 256, 8, 8, 8, 1003, "float32", repeats=True),
@@ -101,6 +124,8 @@ PAIRS = {
     "8b": Pair("8b", "8b-draft", 5),
     "8b-int4": Pair("8b-int4", "8b-draft", 5),
     "3b": Pair("3b", "3b-draft", 5),
+    "30b-a3b": Pair("30b-a3b", "30b-a3b-draft", 5),
+    "tiny-experts": Pair("tiny-experts", "tiny-experts-draft", 4),
     "8b-1b": Pair("8b", "1b", 8),
     "8b-parallel": Pair("8b", "1b-parallel", 8),
     "8b-repeating": Pair("8b-repeating", "1b-repeating", 8),
@@ -153,6 +178,12 @@ def write_config(path: Path, shape: Shape, max_positions: int) -> None:
         "eos_token_id": 2,
         "torch_dtype": shape.dtype,
     }
+    if shape.experts is not None:
+        values |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+            "num_experts": shape.experts.count, "num_experts_per_tok": shape.experts.chosen,
+            "moe_intermediate_size": shape.experts.features,
+        }  # fmt: skip
     if shape.drafts_in_parallel:
         values |= {"pard_token": shape.vocabulary - 1, "spd_type": "pard"}
     if shape.quantized:

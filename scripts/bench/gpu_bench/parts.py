@@ -87,6 +87,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("quantized-kv", about, 180, partial(play_quantized_kv, placement=ONE))
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
+    about = "30B-A3B-shaped pair, 128 experts of which a token chooses 8, plain and speculative"
+    yield Part("experts", about, 120, play_experts)
     yield Part("guided", "guided rows beside unguided ones, plain and speculative", 80, play_guided)
     yield Part("budgets", "rows whose thoughts have a budget beside others, plain and speculative", 60, play_budgets)
     yield Part(
@@ -215,6 +217,13 @@ def play_small(bench: Workbench) -> None:
     step = report["results"][0]["plain"]["round_wall_ms"]
     rate = 1e3 * bench.read_bytes("1b") / step
     table.add(step, rate / 1e12, rate / bench.read_bytes_per_s if bench.read_bytes_per_s else None)
+
+
+def play_experts(bench: Workbench) -> None:
+    """A mixture, plain and with a draft of its first layers, of few rows and many."""
+    scale = bench.options.scale
+    report = bench.bench(bench.config("30b-a3b", ONE, most_rows=scale.most_rows), [*scale.rows, scale.most_rows])
+    _speed_table(bench, "30B-A3B-shaped pair, one device", report)
 
 
 def play_parallel(bench: Workbench) -> None:

@@ -123,6 +123,7 @@ class Workbench:
     def pair(self, name: str) -> Pair:
         """A pair of shapes; a tiny one on CPU slots."""
         tiny = next((f"tiny{end}" for end in ("-parallel", "-repeating", "-int4") if name.endswith(end)), "tiny")
+        tiny = "tiny-experts" if name == "30b-a3b" else tiny
         return PAIRS[tiny if self.options.kind == "cpu" else name]
 
     def model(self, shape: str) -> Path:

@@ -8,7 +8,7 @@ import torch
 from native import each_processor
 from torch.nn import functional
 
-from trtrun.kernels.cpu.fused import fuses, normalise, rotate_by_kernel, silu_and_multiply
+from trtrun.kernels.cpu.fused import activate_and_multiply, fuses, normalise, rotate_by_kernel
 
 pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
 
@@ -64,7 +64,7 @@ def test_norm_with_a_weight_for_each_head_of_a_wider_row(rows: int) -> None:
 def test_silu(rows: int) -> None:
     fused = numbers(rows, 2 * 688, seed=1, scale=4)
     expected = functional.silu(fused[:, :688]) * fused[:, 688:]
-    found = silu_and_multiply(fused)
+    found = activate_and_multiply(fused)
     assert torch.equal(found, expected)
 
 
@@ -72,7 +72,7 @@ def test_silu_of_every_value() -> None:
     values = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[values.isfinite()]
     values = functional.pad(values, (0, -len(values) % 16)).view(1, -1)
-    found = silu_and_multiply(torch.cat((values, torch.ones_like(values)), dim=1))
+    found = activate_and_multiply(torch.cat((values, torch.ones_like(values)), dim=1))
     expected = functional.silu(values)
     # Where exp(x) is less than 1e-37 torch may still give the smallest of numbers.
     tiny = expected.abs() < 1e-34
@@ -106,7 +106,7 @@ def test_in_float32_a_row_does_not_depend_on_the_others(size: int) -> None:
     x, delta = torch.randn(2, 19, size, generator=generator).unbind()
     wide, added = fused.double(), (x + delta).double()
     exact = functional.silu(wide[:, :size]) * wide[:, size:]
-    found = silu_and_multiply(fused)
+    found = activate_and_multiply(fused)
     assert torch.allclose(found.double(), exact, rtol=1e-6, atol=1e-7)
     scaled = added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     kept = x.clone()
@@ -115,7 +115,7 @@ def test_in_float32_a_row_does_not_depend_on_the_others(size: int) -> None:
     assert torch.equal(kept, x + delta)
     for row in range(19):
         one = slice(row, row + 1)
-        assert torch.equal(silu_and_multiply(fused[one]), found[one])
+        assert torch.equal(activate_and_multiply(fused[one]), found[one])
         assert torch.equal(normalise(x[one].clone(), weight, 1e-5, delta[one]), normed[one])
     room = torch.full((3, size + 16), torch.nan)
     room[:, :size] = x[:3]

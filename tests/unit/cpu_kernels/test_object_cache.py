@@ -114,6 +114,6 @@ def test_a_kernel_counts_when_it_is_made_ready_and_not_when_it_is_used(
     watch, halves = WarmupMissWatch(), torch.ones(3, 64, dtype=torch.bfloat16)
     results = []
     for expected in (WarmupMisses(compilations=1), WarmupMisses(), WarmupMisses()):
-        results.append(fused.silu_and_multiply(halves))
+        results.append(fused.activate_and_multiply(halves))
         assert watch.take() == expected
     assert torch.equal(results[0], results[1])

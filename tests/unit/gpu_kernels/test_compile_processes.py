@@ -21,7 +21,7 @@ FUSED = "trtrun.kernels.triton.fused"
 TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
 
 
-def request(features: int, name: str = "_silu_and_multiply_kernel") -> dict[str, Any]:
+def request(features: int, name: str = "_activate_and_multiply_kernel") -> dict[str, Any]:
     """A kernel's arguments as Triton writes them."""
     constants = {"FEATURES": features, "BLOCK": 1024, "EARLY": False}
     data = {
@@ -60,7 +60,7 @@ def test_kernels_are_compiled_side_by_side_into_the_cache(processes: CompileProc
     for features in (64, 128, 128):
         processes.submit(request(features))
     assert processes.wait() == 3
-    compiled = list(cache.glob("*/_silu_and_multiply_kernel.cubin"))
+    compiled = list(cache.glob("*/_activate_and_multiply_kernel.cubin"))
     assert len(compiled) == 2 and all(path.stat().st_size for path in compiled)
     assert not list(cache.glob("**/*.tmp*"))
 
@@ -146,13 +146,13 @@ import json, sys, torch
 from triton import knobs
 from trtrun.kernels.triton.compilation.launches import collecting, is_collecting
 from trtrun.kernels.triton.compilation.compile_processes import CompileProcesses
-from trtrun.kernels.triton.fused import silu_and_multiply
+from trtrun.kernels.triton.fused import activate_and_multiply
 
 requests, hits = [], []
 x = torch.ones((3, 2 * 96), device="cuda", dtype=torch.bfloat16)
 with collecting(requests.append):
-    assert is_collecting() and not silu_and_multiply(x).any()
-    silu_and_multiply(x)
+    assert is_collecting() and not activate_and_multiply(x).any()
+    activate_and_multiply(x)
 assert not is_collecting()
 (asked,) = requests
 major, minor = torch.cuda.get_device_capability()
@@ -161,7 +161,7 @@ processes.submit({**vars(asked), "target": {"backend": "cuda", "arch": 10 * majo
 compiled = processes.wait()
 processes.close()
 knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
-assert torch.equal(silu_and_multiply(x), torch.nn.functional.silu(x[:, :96]) * x[:, 96:])
+assert torch.equal(activate_and_multiply(x), torch.nn.functional.silu(x[:, :96]) * x[:, 96:])
 print(json.dumps([compiled, hits]))
 """
 

@@ -124,12 +124,12 @@ def test_add_and_normalise(size: int, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("features", [4, 1300, 14336])
-def test_silu_and_multiply(features: int, dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.fused import silu_and_multiply
+def test_activate_and_multiply(features: int, dtype: torch.dtype) -> None:
+    from trtrun.kernels.triton.fused import activate_and_multiply
 
     fused = random(5, 2 * features, dtype=dtype)
     expected = functional.silu(fused[:, :features]) * fused[:, features:]
-    assert difference(silu_and_multiply(fused), expected) < BOUNDS[dtype]
+    assert difference(activate_and_multiply(fused), expected) < BOUNDS[dtype]
 
 
 @DTYPES
@@ -173,8 +173,8 @@ def test_what_is_rounded_in_the_kernel_that_makes_it(size: int, dtype: torch.dty
         assert torch.equal(found.scale, scale)
         assert torch.equal(found.codes[:, :size].float(), values)
     gates = random(5, 2 * size, dtype=dtype)
-    values, scale = round_activations(fused.silu_and_multiply(gates))
-    found = fused.silu_and_multiply_rounded(gates)
+    values, scale = round_activations(fused.activate_and_multiply(gates))
+    found = fused.activate_and_multiply_rounded(gates)
     assert torch.equal(found.scale, scale)
     assert torch.equal(found.codes[:, :size].float(), values)
 

@@ -42,7 +42,7 @@ def test_they_are_found() -> None:
     assert {
         "matmul/dense.py:_product_kernel",
         "attention/attend_kernel.py:attend_kernel",
-        "fused.py:_silu_and_multiply_kernel",
+        "fused.py:_activate_and_multiply_kernel",
     } <= set(KERNELS)
     assert set(STREAMED) <= set(ALL)
 

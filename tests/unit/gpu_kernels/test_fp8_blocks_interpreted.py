@@ -60,8 +60,8 @@ def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype:
         pairs.append((expected, fused.add_and_normalise_rounded(other, added, weight, 1e-5, "group"), size))
         assert torch.equal(own, other)
     gates = torch.randn(3, 2 * 1100).to(dtype)
-    expected = round_activations(fused.silu_and_multiply(gates), "group")
-    pairs.append((expected, fused.silu_and_multiply_rounded(gates, "group"), 1100))
+    expected = round_activations(fused.activate_and_multiply(gates), "group")
+    pairs.append((expected, fused.activate_and_multiply_rounded(gates, "group"), 1100))
     for one, another, numbers in pairs:
         assert torch.equal(one.scale, another.scale) and one.scale.shape == (3, -(-numbers // 128))
         assert torch.equal(one.codes[:, :numbers].float(), another.codes[:, :numbers].float())

@@ -58,8 +58,8 @@ def test_what_is_rounded_in_groups_in_the_kernel_that_makes_it(size: int, dtype:
         assert (found.codes[:, :size].float() != expected.codes[:, :size].float()).float().mean() < 1e-3
         assert (found.scale != expected.scale).float().mean() < 1e-2
         gates = random(rows, 2 * 3 * size, seed=2, dtype=dtype)
-        expected = round_activations(fused.silu_and_multiply(gates), "group")
-        found = fused.silu_and_multiply_rounded(gates, "group")
+        expected = round_activations(fused.activate_and_multiply(gates), "group")
+        found = fused.activate_and_multiply_rounded(gates, "group")
         assert torch.equal(found.scale, expected.scale)
         assert torch.equal(found.codes[:, : 3 * size].float(), expected.codes[:, : 3 * size].float())
 
@@ -178,7 +178,7 @@ def test_a_graph_of_many_takes_that_kernel_and_has_the_bits_of_single_calls() ->
         for _ in range(10):
             queries, hidden = layers[0](x), layers[1](x)
             normed = fused.add_and_normalise_rounded(hidden, queries[:, :2048].contiguous(), weight, 1e-5, "group")
-            hidden = layers[3](fused.silu_and_multiply_rounded(layers[2](normed), "group"))
+            hidden = layers[3](fused.activate_and_multiply_rounded(layers[2](normed), "group"))
             x = hidden / hidden.norm(dim=1, keepdim=True)
         return x
 

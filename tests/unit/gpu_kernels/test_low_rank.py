@@ -76,7 +76,7 @@ def test_beside_the_products_the_bits_are_those_of_one_behind_the_other(
     added to. With and without a graph, whose replays meet other numbers and other slots each time."""
     from trtrun.kernels.torch.cuda import capturing
     from trtrun.kernels.torch.low_rank import LowRank
-    from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
+    from trtrun.kernels.triton.fused import activate_and_multiply, add_and_normalise
     from trtrun.kernels.triton.matmul import low_rank as module
     from trtrun.kernels.triton.matmul.dense import TritonMatmul
 
@@ -114,7 +114,7 @@ def test_beside_the_products_the_bits_are_those_of_one_behind_the_other(
             normed = add_and_normalise(states, None, norm, 1e-5)
             delta = layer(0, normed)
             normed = add_and_normalise(states, delta, norm, 1e-5)
-            states.add_(layer(2, silu_and_multiply(layer(1, normed))))
+            states.add_(layer(2, activate_and_multiply(layer(1, normed))))
         return states
 
     expected = [forward(inputs[turn].clone(), slots[turn], beside=False) for turn in range(len(inputs))]

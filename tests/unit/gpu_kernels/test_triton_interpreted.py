@@ -178,7 +178,7 @@ def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
 
 @DTYPES
 def test_the_small_operations(dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
+    from trtrun.kernels.triton.fused import activate_and_multiply, add_and_normalise
 
     torch.manual_seed(0)
     hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 96), (3, 96), (96,)))
@@ -188,7 +188,7 @@ def test_the_small_operations(dtype: torch.dtype) -> None:
     assert difference(found, functional.rms_norm(total.float(), (96,), None, 1e-5) * weight) < BOUNDS[dtype]
     fused = torch.randn(3, 2 * 1100).to(dtype)
     gated = functional.silu(fused[:, :1100].float()) * fused[:, 1100:].float()
-    assert difference(silu_and_multiply(fused), gated) < BOUNDS[dtype]
+    assert difference(activate_and_multiply(fused), gated) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "at_once"), [(torch.float32, 1), (torch.float16, 4), (torch.float32, 16)], ids=str)
@@ -266,7 +266,7 @@ def test_what_is_rounded_in_the_kernel_that_makes_it(dtype: torch.dtype) -> None
         assert torch.equal(found.scale, expected.scale)
         assert torch.equal(found.codes[:, :100].float(), expected.codes[:, :100].float())
     gates = torch.randn(3, 2 * 1100).to(dtype)
-    expected, found = round_activations(fused.silu_and_multiply(gates)), fused.silu_and_multiply_rounded(gates)
+    expected, found = round_activations(fused.activate_and_multiply(gates)), fused.activate_and_multiply_rounded(gates)
     assert torch.equal(found.scale, expected.scale)
     assert torch.equal(found.codes[:, :1100].float(), expected.codes[:, :1100].float())
 

@@ -180,8 +180,8 @@ def test_tables_are_no_longer_than_a_row_can_come_to(tmp_path: Path, monkeypatch
     prompts, sampling = [[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True)
     texts, made, make = [], [], RowState.__init__
 
-    def watched(rows: RowState, *args: Any) -> None:
-        make(rows, *args)
+    def watched(rows: RowState, *args: Any, **options: Any) -> None:
+        make(rows, *args, **options)
         made.append(rows.token_ids.shape[1])
 
     monkeypatch.setattr(RowState, "__init__", watched)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, Activation
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.emitter import LANES, Emitter, count
 from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NUM_THREADS, THREAD_NUMBER, Kernel, load_kernels
@@ -22,14 +24,16 @@ from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NUM_THREADS, THREAD_
 if TYPE_CHECKING:
     from llvmlite import ir
 
-NORMALISE, SILU_AND_MULTIPLY, ROTATE = "normalise", "silu_and_multiply", "rotate"
+NORMALISE, ROTATE = "normalise", "rotate"
+ACTIVATIONS: dict[Activation, str] = {"silu": "silu_and_multiply", "gelu_tanh": "gelu_tanh_and_multiply"}
+"""Kernels of gates, by what these go through."""
 
 
 class Arguments(ctypes.Structure):
     """What each of the kernels gets, for `rows` rows of `parts` vectors of `size` numbers. Strides are in bytes.
 
-    normalise: x (overwritten where delta is not null), delta, weight [parts, size], epsilon. silu_and_multiply: x with
-    `size` gates and as many factors a row. rotate: x, and for each row cosine (as weight) and sine [size]. delta and
+    normalise: x (overwritten where delta is not null), delta, weight [parts, size], epsilon. ACTIVATIONS: x with `size`
+    gates and as many factors a row. rotate: x, and for each row cosine (as weight) and sine [size]. delta and
     output have no gaps between rows.
     """
 
@@ -48,7 +52,7 @@ class Arguments(ctypes.Structure):
 
 
 def fused_module(multiplies_bfloat16: bool, is_float32: bool) -> ir.Module:
-    """A module with the three kernels, each of which shares its rows out over the threads that enter it; vectors of
+    """A module with all kernels, each of which shares its rows out over the threads that enter it; vectors of
     bfloat16, and the halves that are rotated, have a multiple of 16 numbers."""
     return _FusedCode("fused", multiplies_bfloat16, is_float32).module
 
@@ -65,7 +69,8 @@ class _FusedCode(Emitter):
         self._thread_number = self.declare(THREAD_NUMBER, self.small)
         self._num_threads = self.declare(NUM_THREADS, self.small)
         self._emit(NORMALISE, self._emit_normalise)
-        self._emit(SILU_AND_MULTIPLY, self._emit_silu_and_multiply)
+        self._emit(ACTIVATIONS["silu"], partial(self._emit_gates, lambda builder, gate: gate))
+        self._emit(ACTIVATIONS["gelu_tanh"], partial(self._emit_gates, self._emit_gelu_argument))
         self._emit(ROTATE, self._emit_rotate)
 
     def _emit(self, name: str, body: Callable[[ir.IRBuilder, dict[str, ir.Value], ir.Value], None]) -> None:
@@ -161,7 +166,19 @@ class _FusedCode(Emitter):
 
             self._each(builder, size, scale)
 
-    def _emit_silu_and_multiply(self, builder: ir.IRBuilder, field: dict[str, ir.Value], row: ir.Value) -> None:
+    def _emit_gelu_argument(self, builder: ir.IRBuilder, gate: ir.Value) -> ir.Value:
+        """What a gate is multiplied by the sigmoid of, in GELU's approximation by tanh."""
+        cubic = builder.fmul(self.spread_constant(GELU_CUBIC), builder.fmul(gate, builder.fmul(gate, gate)))
+        return builder.fmul(self.spread_constant(GELU_LINEAR), builder.fadd(gate, cubic))
+
+    def _emit_gates(
+        self,
+        argument: Callable[[ir.IRBuilder, ir.Value], ir.Value],
+        builder: ir.IRBuilder,
+        field: dict[str, ir.Value],
+        row: ir.Value,
+    ) -> None:
+        """Gates times the sigmoid of their `argument`, times factors."""
         size, one = field["size"], self.spread_constant(1.0)
         gates = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
         factors = self.at(builder, gates, self._bytes(builder, size))
@@ -170,8 +187,9 @@ class _FusedCode(Emitter):
         def multiply(at: ir.Value, mask: ir.Value | None) -> None:
             offset = self._bytes(builder, at)
             gate = self._load(builder, gates, offset, mask)
-            is_negative = builder.fcmp_ordered("<", gate, self.zeros())
-            power = self.exp(builder, builder.select(is_negative, gate, builder.fneg(gate)))  # of -|gate|
+            inner = argument(builder, gate)
+            is_negative = builder.fcmp_ordered("<", inner, self.zeros())
+            power = self.exp(builder, builder.select(is_negative, inner, builder.fneg(inner)))  # of -|inner|
             share = builder.fdiv(builder.select(is_negative, power, one), builder.fadd(power, one))
             activated = self._rounded(builder, builder.fmul(gate, share))
             product = builder.fmul(activated, self._load(builder, factors, offset, mask))
@@ -236,8 +254,8 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torc
     return _run(NORMALISE, arguments, output)
 
 
-def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
-    """fused [rows, 2 * size], gates before factors → [rows, size]: silu(gate) * factor."""
+def activate_and_multiply(fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor."""
     rows, size = fused.shape[0], fused.shape[1] // 2
     output = torch.empty((rows, size), dtype=fused.dtype)
     arguments = Arguments(
@@ -248,7 +266,7 @@ def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
         parts=1,
         size=size,
     )
-    return _run(SILU_AND_MULTIPLY, arguments, output)
+    return _run(ACTIVATIONS[activation], arguments, output)
 
 
 def rotate_by_kernel(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -277,7 +295,8 @@ def _run(name: str, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _kernels(multiplies_bfloat16: bool, is_float32: bool) -> dict[str, Kernel]:
-    return load_kernels(fused_module, multiplies_bfloat16, is_float32, names=(NORMALISE, SILU_AND_MULTIPLY, ROTATE))
+    names = (NORMALISE, *ACTIVATIONS.values(), ROTATE)
+    return load_kernels(fused_module, multiplies_bfloat16, is_float32, names=names)
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from typing_extensions import override
 
-from trtrun.kernels.arguments import LineSlots
+from trtrun.kernels.arguments import Activation, LineSlots
 from trtrun.kernels.cpu import fused as kernels
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import NativeAttention, takes_head, whole_head
@@ -103,15 +103,19 @@ class CpuOperations(TorchOperations):
     def normalise(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if kernels.fuses(weight.dtype, weight.device, weight.shape[-1]):
+        if not kernels.fuses(weight.dtype, weight.device, weight.shape[-1]):
+            return super().normalise(x, weight, epsilon, delta)
+        if weight.dtype == x.dtype:
             return kernels.normalise(x, weight, epsilon, delta)
-        return super().normalise(x, weight, epsilon, delta)
+        if delta is not None:
+            x += delta
+        return kernels.normalise(x.float(), weight, epsilon).to(x.dtype)
 
     @override
-    def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
+    def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         if kernels.fuses(fused.dtype, fused.device, fused.shape[1] // 2):
-            return kernels.silu_and_multiply(fused)
-        return super().silu_and_multiply(fused)
+            return kernels.activate_and_multiply(fused, activation)
+        return super().activate_and_multiply(fused, activation)
 
     @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:

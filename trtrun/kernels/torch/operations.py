@@ -7,13 +7,15 @@ device gets is chosen in chooser.py. It knows tensors. It does not know layers, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.arguments import RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
+from trtrun.kernels.torch.experts import Experts, MaskedExperts, choose_experts
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
@@ -27,6 +29,11 @@ GatheredAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, "
 """Queries [rows, queries, heads, head], contexts [2, rows, kv_heads, tokens, head] of keys and values, positions [rows,
 queries] int64, the factor of scores, and the window in tokens or None → outputs like the queries."""
 
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 _MOST_BITS = 1 << 20
 """Bits of masks that are spread out at once."""
@@ -61,12 +68,15 @@ class TorchOperations:
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
         """RMSNorm of x [rows, size] with weight [size], or of x [rows, parts, size] with weight [parts, size]; where
-        `delta` [rows, size] is given, x [rows, size] becomes x + delta first, in place."""
+        `delta` [rows, size] is given, x [rows, size] becomes x + delta first, in place. A weight in float32 beside x in
+        half precision is multiplied with before the result is rounded, others behind that."""
         if delta is not None:
             x += delta
         # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
         # models' own code, so it is not handed to F.rms_norm.
-        return functional.rms_norm(x, weight.shape[-1:], None, epsilon).mul_(weight)
+        if weight.dtype == x.dtype:
+            return functional.rms_norm(x, weight.shape[-1:], None, epsilon).mul_(weight)
+        return functional.rms_norm(x.float(), weight.shape[-1:], None, epsilon).mul_(weight).to(x.dtype)
 
     def normalise_rounded(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None, rounding: Rounding
@@ -74,18 +84,27 @@ class TorchOperations:
         """Normalise as `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
-    def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
-        """fused [rows, 2 * size], gates before factors → [rows, size]: silu(gate) * factor."""
+    def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor."""
         size = fused.shape[1] // 2
-        return functional.silu(fused[:, :size]).mul_(fused[:, size:])
+        return _ACTIVATIONS[activation](fused[:, :size]).mul_(fused[:, size:])
 
-    def silu_and_multiply_rounded(self, fused: torch.Tensor, rounding: Rounding) -> RoundedRows:
-        """Compute `silu_and_multiply`, rounded for products that take such rows; only where there are some."""
+    def activate_and_multiply_rounded(
+        self, fused: torch.Tensor, rounding: Rounding, activation: Activation = "silu"
+    ) -> RoundedRows:
+        """Compute `activate_and_multiply`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
         return lambda x: functional.linear(x, weight, bias)
+
+    choose_experts = staticmethod(choose_experts)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> Experts:
+        """What experts make of the tokens that chose them, with weights gate_up [experts, 2 * features, hidden] and
+        down [experts, hidden, features]."""
+        return MaskedExperts(gate_up, down, partial(self.activate_and_multiply, activation=activation))
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.arguments import GROUP, RoundedRows, Rounding
+from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, GROUP, Activation, RoundedRows, Rounding
 from trtrun.kernels.torch import fp8 as torch_fp8
 from trtrun.kernels.triton.early_launch import begin, early
 
@@ -23,6 +23,7 @@ _BLOCK = 1024
 """Numbers of a program that rounds in groups."""
 
 _GROUP = tl.constexpr(GROUP)
+_GELU_LINEAR, _GELU_CUBIC = tl.constexpr(GELU_LINEAR), tl.constexpr(GELU_CUBIC)
 _LARGEST = tl.constexpr(torch_fp8.LARGEST)
 _SMALLEST_SCALE = tl.constexpr(torch_fp8.SMALLEST_SCALE)
 
@@ -128,7 +129,7 @@ def warps_for(padded: int) -> int:
 
 
 _FEATURES = 1024
-"""Features that one program of `silu_and_multiply` computes."""
+"""Features that one program of `activate_and_multiply` computes."""
 _PLAIN, _BY_ROW, _BY_GROUP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _ROUNDS: dict[Rounding, int] = {"row": _BY_ROW.value, "group": _BY_GROUP.value}
 """How a kernel rounds what it writes."""
@@ -150,7 +151,9 @@ def _add_and_normalise_kernel(
         tl.store(hidden + row * SIZE + element, value.to(kind), mask=inside)
         value = value.to(kind).to(tl.float32)
     mean = tl.sum(value * value, axis=0) / SIZE
-    normal = (value * tl.rsqrt(mean + epsilon)).to(kind).to(tl.float32)
+    normal = value * tl.rsqrt(mean + epsilon)
+    if weight.dtype.element_ty == kind:
+        normal = normal.to(kind).to(tl.float32)
     factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
     value = (normal * factor).to(kind)
     if ROUNDS == _BY_ROW:
@@ -170,7 +173,8 @@ def add_and_normalise(
     Args:
         hidden: [tokens, size], contiguous, on CUDA.
         delta: [tokens, size], contiguous, or None to normalise only.
-        weight: [size].
+        weight: [size]; one in float32 beside `hidden` in half precision is multiplied with before the result is
+            rounded, others behind that.
         epsilon: added to the mean square.
 
     Returns:
@@ -203,45 +207,56 @@ def add_and_normalise_rounded(
 
 
 @triton.jit
-def _gated(fused, row, element, inside, FEATURES: tl.constexpr):
-    """silu of a row's gates times its factors, in the dtype of `fused`, which is rounded to on the way, too."""
-    kind = fused.dtype.element_ty
-    gate = tl.load(fused + row * 2 * FEATURES + element, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(fused + row * 2 * FEATURES + FEATURES + element, mask=inside, other=0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    return (active * up).to(kind)
+def activated(gate, kind: tl.constexpr, GELU: tl.constexpr):
+    """silu or gelu_tanh of numbers in float32, rounded to the dtype `kind`, in float32."""
+    inner = gate
+    if GELU:
+        inner = _GELU_LINEAR * (gate + _GELU_CUBIC * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-inner))).to(kind).to(tl.float32)
 
 
 @triton.jit
-def _silu_and_multiply_kernel(fused, output, FEATURES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gated(fused, row, element, inside, FEATURES: tl.constexpr, GELU: tl.constexpr):
+    """silu or gelu_tanh of a row's gates times its factors, in the dtype of `fused`, which is rounded to on the way,
+    too."""
+    kind = fused.dtype.element_ty
+    gate = tl.load(fused + row * 2 * FEATURES + element, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fused + row * 2 * FEATURES + FEATURES + element, mask=inside, other=0.0).to(tl.float32)
+    return (activated(gate, kind, GELU) * up).to(kind)
+
+
+@triton.jit
+def _activate_and_multiply_kernel(
+    fused, output, FEATURES: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr
+):
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < FEATURES
-    tl.store(output + row * FEATURES + element, _gated(fused, row, element, inside, FEATURES), mask=inside)
+    tl.store(output + row * FEATURES + element, _gated(fused, row, element, inside, FEATURES, GELU), mask=inside)
 
 
-def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the features times the second: [tokens, 2 * features] dense → [tokens, features]."""
+def activate_and_multiply(fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """The activated first half of the features times the second: [tokens, 2 * features] dense → [tokens, features]."""
     tokens, features = fused.shape[0], fused.shape[1] // 2
     output = fused.new_empty((tokens, features))
-    _silu_and_multiply_kernel[(tokens, triton.cdiv(features, _FEATURES))](
-        fused, output, FEATURES=features, BLOCK=_FEATURES, num_warps=4, **early(fused)
+    _activate_and_multiply_kernel[(tokens, triton.cdiv(features, _FEATURES))](
+        fused, output, FEATURES=features, BLOCK=_FEATURES, GELU=activation == "gelu_tanh", num_warps=4, **early(fused)
     )
     return output
 
 
 @triton.jit
-def _silu_and_multiply_rounded_kernel(
+def _activate_and_multiply_rounded_kernel(
     fused, codes, scales, code_stride, scale_stride,
-    FEATURES: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr,
+    FEATURES: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where it is not in groups that a row is rounded, BLOCK has all of it, for its largest number."""
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < FEATURES
-    value = _gated(fused, row, element, inside, FEATURES).to(tl.float32)
+    value = _gated(fused, row, element, inside, FEATURES, GELU).to(tl.float32)
     if ROUNDS == _BY_ROW:
         value, scale = round_row(value, BLOCK)
         tl.store(scales + row, scale)
@@ -251,13 +266,16 @@ def _silu_and_multiply_rounded_kernel(
     tl.store(codes + row * code_stride + element, value.to(codes.dtype.element_ty), mask=inside)
 
 
-def silu_and_multiply_rounded(fused: torch.Tensor, rounding: Rounding = "row") -> RoundedRows:
-    """Compute `silu_and_multiply`, with what it returns rounded to E4M3."""
+def activate_and_multiply_rounded(
+    fused: torch.Tensor, rounding: Rounding = "row", activation: Activation = "silu"
+) -> RoundedRows:
+    """Compute `activate_and_multiply`, with what it returns rounded to E4M3."""
     tokens, features = fused.shape[0], fused.shape[1] // 2
     made = empty_rows(tokens, features, fused, rounding)
     block = triton.next_power_of_2(features) if rounding == "row" else _FEATURES
-    _silu_and_multiply_rounded_kernel[(tokens, triton.cdiv(features, block))](
+    _activate_and_multiply_rounded_kernel[(tokens, triton.cdiv(features, block))](
         fused, made.codes, made.scale, made.codes.stride(0), made.scale.stride(-1),
-        FEATURES=features, BLOCK=block, ROUNDS=_ROUNDS[rounding], num_warps=warps_for(block), **early(fused),
+        FEATURES=features, BLOCK=block, ROUNDS=_ROUNDS[rounding], GELU=activation == "gelu_tanh",
+        num_warps=warps_for(block), **early(fused),
     )  # fmt: skip
     return made

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trtrun.kernels.arguments import RoundedRows, Rounding
+from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
+from trtrun.kernels.torch.experts import Experts
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
+from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
@@ -54,18 +56,28 @@ class TritonOperations(TorchOperations):
         return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
 
     @override
-    def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
-        return fused_kernels.silu_and_multiply(fused)
+    def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        return fused_kernels.activate_and_multiply(fused, activation)
 
     @override
-    def silu_and_multiply_rounded(self, fused: torch.Tensor, rounding: Rounding) -> RoundedRows:
-        return fused_kernels.silu_and_multiply_rounded(fused, rounding)
+    def activate_and_multiply_rounded(
+        self, fused: torch.Tensor, rounding: Rounding, activation: Activation = "silu"
+    ) -> RoundedRows:
+        return fused_kernels.activate_and_multiply_rounded(fused, rounding, activation)
 
     @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         if weight.dtype in (torch.bfloat16, torch.float16):
             return TritonMatmul(weight, bias)
         return super().product(weight, bias, batch_invariant=batch_invariant)
+
+    choose_experts = staticmethod(expert_kernels.choose_experts)
+
+    @override
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> Experts:
+        if gate_up.dtype in (torch.bfloat16, torch.float16):
+            return expert_kernels.TritonExperts(gate_up, down, activation)
+        return super().experts(gate_up, down, activation)
 
     @override
     def fp8_product(

@@ -47,10 +47,10 @@ def triton_works(device_type: str) -> bool:
     if device_type != "cuda" or torch.version.hip is not None:
         return False
     try:
-        from trtrun.kernels.triton.fused import silu_and_multiply
+        from trtrun.kernels.triton.fused import activate_and_multiply
 
         sample = torch.ones((1, 4), device="cuda")
-        result = silu_and_multiply(sample).cpu()
+        result = activate_and_multiply(sample).cpu()
     except Exception as error:  # import, compiler, driver: whatever it is, there is another way
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         _logger.warning("Triton does not work here (%s): slower plain kernels run instead", reason)

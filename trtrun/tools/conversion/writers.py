@@ -177,14 +177,14 @@ class _RankPlan:
         self._plain("transformer.vocab_embedding.weight", Weight(config.embedding.parts), whole=True)
         for index, plan in enumerate(self.source.plans):
             prefix = f"transformer.layers.{index}."
-            attention, mlp = plan.attention, plan.mlp
-            self._plain(f"{prefix}input_layernorm.weight", plan.input_norm.weight)
+            input_norm, attention, behind_norm, mlp = plan.ordinary
+            self._plain(f"{prefix}input_layernorm.weight", input_norm.weight)
             self._linear(f"{prefix}attention.qkv", attention.qkv.weight, attention.qkv.bias)
             for name, norm in zip(("q_layernorm", "k_layernorm"), attention.head_norms, strict=False):
                 self._plain(f"{prefix}attention.{name}.weight", norm.weight)
             self._linear(f"{prefix}attention.dense", attention.output.weight, attention.output.bias)
             self._kv_scale(index, f"{prefix}{KV_SCALE}")
-            self._plain(f"{prefix}post_layernorm.weight", plan.post_attention_norm.weight)
+            self._plain(f"{prefix}post_layernorm.weight", behind_norm.weight)
             for at, name in enumerate(("fc", "gate")):
                 bias = mlp.gate_up.bias
                 weight = Weight(mlp.gate_up.weight.parts[at : at + 1], "linear")

@@ -54,18 +54,19 @@ class Pair:
 
 def norm_pairs(plan: DecoderPlan) -> Sequence[Pair]:
     """Norms and the linear layers behind them."""
-    attention, mlp = plan.attention.name, plan.mlp.name
+    blocks = plan.ordinary
+    attention, mlp = blocks.attention.name, blocks.mlp.name
     behind_input = tuple(f"{attention}.{name}" for name in ("q_proj", "k_proj", "v_proj"))
     behind_attention = tuple(f"{mlp}.{name}" for name in ("gate_proj", "up_proj"))
     return (
-        Pair("attention", plan.input_norm.name, behind_input),
-        Pair("mlp", plan.post_attention_norm.name, behind_attention),
+        Pair("attention", blocks.input_norm.name, behind_input),
+        Pair("mlp", blocks.post_attention_norm.name, behind_attention),
     )
 
 
 def linear_pairs(plan: DecoderPlan) -> Sequence[Pair]:
     """Linear layers whose output features are the inputs of others, but for what is between without mixing channels."""
-    attention, mlp, shape = plan.attention.name, plan.mlp.name, plan.attention.shape
+    attention, mlp, shape = plan.attention.name, plan.ordinary.mlp.name, plan.attention.shape
     per_head = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
     return (
         Pair("output", f"{attention}.v_proj", (f"{attention}.o_proj",), per_head),
@@ -165,7 +166,7 @@ class Awq:
             ratios[pair.site], scale = self._search(pair, loss)
             scales.append((pair, scale))
 
-        attended = self.hidden.map(lambda slot, x: self.layers[slot].norm(plan.input_norm, x))
+        attended = self.hidden.map(lambda slot, x: self.layers[slot].norm(plan.ordinary.input_norm, x))
         search(inputs_norm, self._block_loss(inputs_norm, attended, PlainLayer.attention))
         normed = self._mlp_inputs(attended)
         del attended
@@ -183,7 +184,7 @@ class Awq:
         for index in range(len(attended)):
             layer = self.layers[self.devices.slot(index)]
             hidden = self.hidden[index] + layer.attention(attended[index])
-            found.append(layer.norm(layer.plan.post_attention_norm, hidden))
+            found.append(layer.norm(layer.plan.ordinary.post_attention_norm, hidden))
         return found
 
     def _search(self, pair: Pair, loss: Loss) -> tuple[float, Tensor]:

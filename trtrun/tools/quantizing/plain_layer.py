@@ -59,8 +59,8 @@ class PlainLayer:
 
     def forward(self, hidden: Tensor, watch: Watch = _pass) -> Tensor:
         """The layer: the residual stream [texts, tokens, hidden] → the same behind it."""
-        hidden = hidden + self.attention(self.norm(self.plan.input_norm, hidden), watch)
-        return hidden + self.mlp(self.norm(self.plan.post_attention_norm, hidden), watch)
+        hidden = hidden + self.attention(self.norm(self.plan.ordinary.input_norm, hidden), watch)
+        return hidden + self.mlp(self.norm(self.plan.ordinary.post_attention_norm, hidden), watch)
 
     def norm(self, plan: NormPlan, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weights[f"{plan.name}.weight"], plan.eps)
@@ -95,7 +95,7 @@ class PlainLayer:
 
     def mlp(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
         """The feed-forward layer of [texts, tokens, hidden] that are normalised."""
-        name = self.plan.mlp.name
+        name = self.plan.ordinary.mlp.name
         watch("mlp", inputs)
         inputs = self._rounded("mlp", inputs)
         gated = F.silu(self._linear(f"{name}.gate_proj", inputs)) * self._linear(f"{name}.up_proj", inputs)

@@ -1,0 +1,88 @@
+"""Tiny checkpoints of families as transformers writes them, with weights that make texts depend on their context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 203,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "head_dim": 24,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 7,
+        "final_logit_softcapping": 30.0,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 0.5,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9},
+    "qwen2_moe": {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {
+        "head_dim": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},
+}
+"""By model_type, what of its config.json is not in COMMON."""
+
+
+def write_family(path: Path, model_type: str, seed: int = 0, dtype: torch.dtype = torch.float32, **values: Any) -> Path:
+    """Write config.json and random weights to `path`; returns `path`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[model_type], **values})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                made = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(made * 1.5 * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        if not config.tie_word_embeddings:
+            embedding = model.get_input_embeddings().weight
+            embedding.copy_(torch.randn(embedding.shape, generator=generator))
+    model.to(dtype).save_pretrained(path)
+    return path

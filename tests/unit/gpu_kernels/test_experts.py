@@ -1,0 +1,86 @@
+"""Experts by Triton's kernels, in its interpreter where there is no GPU: what plain torch makes, and a token's bits in
+any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from norms import difference
+
+from trtrun.kernels.torch.experts import Choice, MaskedExperts, choose_experts
+from trtrun.kernels.torch.operations import TorchOperations
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+HAS_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if HAS_GPU else ("cpu", torch.float16)
+BOUND = 1e-2 if HAS_GPU else 2e-3
+pytestmark = [] if HAS_GPU else [pytest.mark.usefixtures("sums_without_order")]
+SHAPES = [(7, 72, 40, 3), (4, 64, 96, 2), (9, 256, 64, 8)]
+"""Experts, hidden, features, and how many a token chooses."""
+if HAS_GPU:
+    SHAPES += [(128, 2048, 768, 8), (8, 1024, 3584, 2)]
+
+
+def made(shape: tuple[int, int, int, int], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Choice]:
+    """Weights of all experts, x, and what its tokens choose; the last expert is chosen by none."""
+    torch.manual_seed(sum(shape))
+    count, hidden, features, chosen = shape
+    gate_up = torch.randn(count, 2 * features, hidden, device=DEVICE).mul_(hidden**-0.5).to(DTYPE)
+    down = torch.randn(count, hidden, features, device=DEVICE).mul_(features**-0.5).to(DTYPE)
+    x = torch.randn(tokens, hidden, device=DEVICE).to(DTYPE)
+    logits = torch.randn(tokens, count, device=DEVICE)
+    if count > chosen:
+        logits[:, -1] = -100.0
+    return gate_up, down, x, choose_experts(logits, chosen, renormalises=True)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int, int, int], activation: str) -> None:
+    from trtrun.kernels.triton.experts import TritonExperts
+
+    tokens = 700 if HAS_GPU else 23
+    gate_up, down, x, choice = made(shape, tokens)
+    wide = MaskedExperts(
+        gate_up.double(),
+        down.double(),
+        lambda fused: TorchOperations().activate_and_multiply(fused, activation),  # type: ignore[arg-type]
+    )
+    experts = TritonExperts(gate_up, down, activation)  # type: ignore[arg-type]
+    whole = experts(x, choice)
+    assert difference(whole, wide(x.double(), choice)) < BOUND
+    for first, last in ((0, 1), (5, 6), (tokens - 1, tokens), (2, 9), (0, tokens // 2)):
+        part = Choice(choice.experts[first:last], choice.shares[first:last])
+        assert torch.equal(experts(x[first:last], part), whole[first:last]), (first, last)
+    assert experts(x[:0], Choice(choice.experts[:0], choice.shares[:0])).shape == (0, shape[1])
+
+
+@pytest.mark.parametrize("renormalises", [True, False])
+@pytest.mark.parametrize("count", [2, 7, 60, 128])
+def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renormalises: bool) -> None:
+    from trtrun.kernels.triton import experts
+
+    torch.manual_seed(count)
+    logits = torch.randn(11, count, device=DEVICE).to(DTYPE)
+    logits[3] = 0.5
+    logits[4, : count // 2] = logits[4].max()
+    for chosen in {1, 2, min(8, count)}:
+        found = experts.choose_experts(logits, chosen, renormalises=renormalises)
+        expected = choose_experts(logits, chosen, renormalises=renormalises)
+        assert torch.equal(found.experts, expected.experts)
+        assert (found.shares - expected.shares).abs().max() < 1e-6
+    assert found.experts[3].tolist() == list(range(chosen))
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 2), (40, 3), (200, 1)])
+def test_tiles_hold_each_pair_once_and_one_expert_each(tokens: int, chosen: int) -> None:
+    from trtrun.kernels.triton.experts import lay_out
+
+    torch.manual_seed(tokens)
+    experts = torch.stack([torch.randperm(9)[:chosen] for _ in range(tokens)]).clamp(max=7).to(DEVICE)
+    pairs, of_tile = lay_out(experts, 9, 16)
+    tiles = pairs.view(-1, 16).tolist()
+    assert sorted(pair for tile in tiles for pair in tile if pair >= 0) == list(range(tokens * chosen))
+    for tile, expert in zip(tiles, of_tile.tolist(), strict=True):
+        assert all(experts.flatten()[pair] == expert for pair in tile if pair >= 0)
+        assert (expert >= 0) == any(pair >= 0 for pair in tile)

@@ -1,0 +1,252 @@
+"""Experts on CUDA in half precision: which of them a token chooses, and their products, grouped by expert.
+
+The pairs of a token and an expert that it chose are sorted by expert into tiles of rows; a program multiplies a tile
+with some features of its expert. Each number is one chain of sums over the inputs, whatever stands in the other rows of
+its tile: so a token's bits do not depend on its company, or on the tile. Its experts are added in the order in which it
+chose them, in float32. Nothing is read back: for so many tokens there are so many tiles, of which some are empty.
+
+It knows tensors; it does not know when Triton can be used (see support.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from trtrun.kernels.arguments import Activation
+from trtrun.kernels.torch.experts import Choice
+from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.fused import activated
+
+_FEW_PAIRS = 64
+"""Pairs that have a tile each: an expert that several tokens chose is read by several programs, from the cache."""
+
+_NO_ROW = tl.constexpr(-1)
+
+
+class _Tile(NamedTuple):
+    """What a program computes at a time: ROWS of x by FEATURES of an expert, INPUTS of them in a step."""
+
+    rows: int
+    features: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+_NARROW, _WIDE = _Tile(16, 32, 128, 4, 3), _Tile(64, 64, 64, 4, 4)
+"""For few rows an expert, which memory bounds, and for many."""
+
+
+@triton.jit
+def _choose_kernel(
+    logits, experts, shares, num_experts,
+    CHOSEN: tl.constexpr, PLACES: tl.constexpr, RENORMALISES: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, PADDED)
+    inside = number < num_experts
+    value = tl.load(logits + row * num_experts + number, mask=inside, other=-float("inf")).to(tl.float32)
+    power = tl.exp(value - tl.max(value, axis=0))
+    left = tl.where(inside, power / tl.sum(power, axis=0), -1.0)
+    places = tl.arange(0, PLACES)
+    chosen, of_chosen, total = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32), 0.0
+    for place in tl.static_range(CHOSEN):
+        share, expert = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = tl.where(places == place, expert.to(tl.int64), chosen)
+        of_chosen = tl.where(places == place, share, of_chosen)
+        total += share
+        left = tl.where(number == expert, -1.0, left)
+    if RENORMALISES:
+        of_chosen = of_chosen / total
+    tl.store(experts + row * CHOSEN + places, chosen, mask=places < CHOSEN)
+    tl.store(shares + row * CHOSEN + places, of_chosen, mask=places < CHOSEN)
+
+
+def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool) -> Choice:
+    """Choose as trtrun.kernels.torch.experts does, in one kernel."""
+    tokens, num_experts = logits.shape
+    experts = torch.empty((tokens, num_chosen), dtype=torch.int64, device=logits.device)
+    shares = torch.empty((tokens, num_chosen), dtype=torch.float32, device=logits.device)
+    if tokens:
+        _choose_kernel[(tokens,)](
+            logits.contiguous(), experts, shares, num_experts,
+            CHOSEN=num_chosen, PLACES=triton.next_power_of_2(num_chosen), RENORMALISES=renormalises,
+            PADDED=triton.next_power_of_2(num_experts), num_warps=1, **early(logits),
+        )  # fmt: skip
+    return Choice(experts, shares)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, weight, output, pairs, experts, features, inputs,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+    GELU: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
+    begin(EARLY)
+    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    if expert < 0:
+        return
+    kind = output.dtype.element_ty
+    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_pair = pair != _NO_ROW
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    is_feature = feature < features
+    # The last tile computes some features again instead of reading behind the expert.
+    start = tl.where(is_feature, feature, 0).to(tl.int64) * inputs
+    gates = weight + expert * 2 * features * inputs + start
+    factors = gates + features.to(tl.int64) * inputs
+    token = x + (pair // CHOSEN) * inputs
+    gate, factor = tl.zeros((ROWS, FEATURES), tl.float32), tl.zeros((ROWS, FEATURES), tl.float32)
+    for first in range(0, inputs, INPUTS):
+        number = first + tl.arange(0, INPUTS)
+        known = number < inputs
+        values = tl.load(token[:, None] + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
+        if IS_EVEN:
+            of_gate = tl.load(gates[None, :] + number[:, None], eviction_policy="evict_first")
+            of_factor = tl.load(factors[None, :] + number[:, None], eviction_policy="evict_first")
+        else:
+            of_gate = tl.load(
+                gates[None, :] + number[:, None], mask=known[:, None], other=0.0, eviction_policy="evict_first"
+            )
+            of_factor = tl.load(
+                factors[None, :] + number[:, None], mask=known[:, None], other=0.0, eviction_policy="evict_first"
+            )
+        gate = tl.dot(values, of_gate, gate)
+        factor = tl.dot(values, of_factor, factor)
+    made = activated(gate.to(kind).to(tl.float32), kind, GELU) * factor.to(kind).to(tl.float32)
+    place = output + pair[:, None] * features + feature[None, :]
+    tl.store(place, made.to(kind), mask=is_pair[:, None] & is_feature[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    x, weight, output, pairs, experts, features, inputs,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The product of the pairs of a tile, x [pairs, inputs], with their expert: output [pairs, features]."""
+    begin(EARLY)
+    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pairs + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_pair = pair != _NO_ROW
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    is_feature = feature < features
+    start = weight + expert * features * inputs + tl.where(is_feature, feature, 0).to(tl.int64) * inputs
+    total = tl.zeros((ROWS, FEATURES), tl.float32)
+    for first in range(0, inputs, INPUTS):
+        number = first + tl.arange(0, INPUTS)
+        known = number < inputs
+        values = tl.load(
+            x + pair[:, None] * inputs + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0
+        )
+        if IS_EVEN:
+            weights = tl.load(start[None, :] + number[:, None], eviction_policy="evict_first")
+        else:
+            weights = tl.load(
+                start[None, :] + number[:, None], mask=known[:, None], other=0.0, eviction_policy="evict_first"
+            )
+        total = tl.dot(values, weights, total)
+    place = output + pair[:, None] * features + feature[None, :]
+    tl.store(place, total.to(output.dtype.element_ty), mask=is_pair[:, None] & is_feature[None, :])
+
+
+@triton.jit
+def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + place
+        value = tl.load(made + pair * size + element, mask=inside, other=0.0).to(tl.float32)
+        total += value * tl.load(shares + pair)
+    tl.store(output + token * size + element, total.to(output.dtype.element_ty), mask=inside)
+
+
+class _Layout(NamedTuple):
+    """Tiles of pairs of a token and an expert.
+
+    Attributes:
+        pairs: [tiles * rows]: pair token * chosen + place, or -1.
+        experts: [tiles]: of each tile, or -1 where it is empty.
+    """
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+
+
+@cache
+def _apart(num_pairs: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Pairs of tiles that have one each."""
+    pairs = torch.full((num_pairs, rows), -1, dtype=torch.int64, device=device)
+    pairs[:, 0] = torch.arange(num_pairs, device=device)
+    return pairs.flatten()
+
+
+def lay_out(experts: torch.Tensor, num_experts: int, rows: int) -> _Layout:
+    """Sort pairs into tiles of so many rows: experts [tokens, chosen] int64, by operations whose shapes do not depend
+    on what was chosen."""
+    flat, device = experts.flatten(), experts.device
+    num_pairs = len(flat)
+    if num_pairs <= _FEW_PAIRS:
+        return _Layout(_apart(num_pairs, rows, device), flat)
+    ordered, order = flat.sort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    tiles = (counts + (rows - 1)) // rows
+    ends = tiles.cumsum(0)
+    first_place = (ends - tiles) * rows - (counts.cumsum(0) - counts)
+    places = first_place[ordered] + torch.arange(num_pairs, device=device)
+    num_tiles = -(-num_pairs // rows) + min(num_experts, num_pairs)
+    pairs = torch.full((num_tiles * rows,), -1, dtype=torch.int64, device=device).scatter_(0, places, order)
+    of_tile = torch.searchsorted(ends, torch.arange(num_tiles, device=device), right=True)
+    return _Layout(pairs, torch.where(of_tile < num_experts, of_tile, -1))
+
+
+class TritonExperts:
+    """Experts with weights of half precision.
+
+    Args:
+        gate_up: [experts, 2 * features, hidden], contiguous.
+        down: [experts, hidden, features], contiguous.
+        activation: what gates go through.
+    """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> None:
+        self._gate_up, self._down, self._is_gelu = gate_up, down, activation == "gelu_tanh"
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+        x = x.contiguous()
+        (tokens, hidden), num_chosen = x.shape, choice.experts.shape[1]
+        output = torch.empty_like(x)
+        if not tokens:
+            return output
+        num_experts, _, features = self._down.shape
+        tile = _NARROW if tokens * num_chosen < 16 * num_experts else _WIDE
+        pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
+        gated = x.new_empty((tokens * num_chosen, features))
+        made = x.new_empty((tokens * num_chosen, hidden))
+        sizes = {"ROWS": tile.rows, "FEATURES": tile.features, "INPUTS": tile.inputs}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **early(x)}
+        _gate_up_kernel[(len(experts), triton.cdiv(features, tile.features))](
+            x, self._gate_up, gated, pairs, experts, features, hidden,
+            CHOSEN=num_chosen, IS_EVEN=hidden % tile.inputs == 0, GELU=self._is_gelu, **sizes, **options,
+        )  # fmt: skip
+        _down_kernel[(len(experts), triton.cdiv(hidden, tile.features))](
+            gated, self._down, made, pairs, experts, hidden, features,
+            IS_EVEN=features % tile.inputs == 0, **sizes, **options,
+        )  # fmt: skip
+        block = min(1024, triton.next_power_of_2(hidden))
+        _add_kernel[(tokens, triton.cdiv(hidden, block))](
+            made, choice.shares, output, hidden, CHOSEN=num_chosen, BLOCK=block, num_warps=4, **early(x)
+        )
+        return output
