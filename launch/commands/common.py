@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import click
 
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.topology import make_topology
+from trtrun.configuration.yaml_source import read_values
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

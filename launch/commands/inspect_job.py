@@ -23,8 +23,7 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
     It also plans for hosts and GPUs that this machine does not have: what only they know is left open.
     """
     from launch.jobs.mpi.job import Job
-    from launch.jobs.plan.simulated_hosts import load_plan_config, place_on_simulated_hosts
-    from launch.jobs.slurm.resources import read_resources
+    from launch.jobs.slurm.resources import load_plan_config, place_on_simulated_hosts, read_resources
 
     arguments = ["run", "--config", str(config_path), *(word for value in overrides for word in ("--set", value))]
     if speculation is not None:

@@ -25,8 +25,9 @@ from launch.jobs.slurm.resources import SlurmResources
 from launch.jobs.slurm.script import Array, BatchJob, Word, part_output
 from launch.train.job import place_training_ranks, read_training_values
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
+from trtrun.configuration.yaml_source import read_values
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, nearest
 

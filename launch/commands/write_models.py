@@ -208,19 +208,15 @@ def build(
     dtype: str,
     quantization: str,
     device: str | None,
-    max_batch_size: int | None,
-    max_num_tokens: int | None,
-    max_seq_len: int | None,
-    max_draft_len: int | None,
     force: bool,
+    **limits: int | None,
 ) -> int:
     """Build an engine of a checkpoint: a directory that starts faster and gives the same texts.
 
     Weights lie in it as kernels want them, a file for each device, with limits in place of the scheduler's defaults.
     `target.model` and `draft.model` name it. The last line is JSON.
     """
-    limits = Limits(max_batch_size, max_num_tokens, max_seq_len, max_draft_len)
-    settings = BuildSettings(tp_size, dtype, quantization, device, limits)
+    settings = BuildSettings(tp_size, dtype, quantization, device, Limits(**limits))
     return run_build(BuildOptions(checkpoint, output, settings, force))
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from launch.jobs.mpi.job import Job
 from parallel.topology import Slot, Topology
-from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting.drafting_methods import is_unknown
 from trtrun.configuration.topology import make_topology
+from trtrun.configuration.yaml_source import read_values
 from trtrun.tools.training.settings import TrainingSettings
 
 

@@ -1,4 +1,5 @@
-"""A training run: models, data and loop put together on each rank, and what the user sees of it.
+"""A training run: models, data and loop put together on each rank, and what the user sees of it: lines, and curves of
+loss and acceptance by depth.
 
 It knows how a run goes and how it ends. The arithmetic is `trtrun.tools.training`'s.
 """
@@ -8,10 +9,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from launch.exit_codes import ExitCode, FailedError
@@ -29,13 +32,19 @@ from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.fault_attribution import FIRST_STEP
 from trtrun.start.job_spec import JobSpec
 from trtrun.tokens.text import hash_tokenizer_files
-from trtrun.tools.training.curves import draw_curves
 from trtrun.tools.training.loop import DivergedError, TrainingLoop, describe
 from trtrun.tools.training.methods.table import DraftTraining, MethodContext, find_method
 from trtrun.tools.training.models import Target, tell_modules
 from trtrun.tools.training.state import StateFile, replace
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 CURVES = "curves.png"
+
+MOST_POINTS = 400
+"""Points of a curve: more are averaged."""
 
 
 def play_training(spec: JobSpec, options: TrainOptions, drain: Drain) -> int:
@@ -203,6 +212,53 @@ def write_drafter(training: DraftTraining, output: Path, activity: Activity) -> 
         path.chmod(0o644)
         replace(path, output / path.name)
     incoming.rmdir()
+
+
+def draw_curves(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write the picture of a run, as PNG or whatever else matplotlib writes.
+
+    Args:
+        metrics: a mapping a step, with `step`, `loss` and on some steps `acceptance_by_depth`.
+        path: of the file, whose end says of which kind it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    figure_of(metrics).savefig(path, dpi=150)
+
+
+def figure_of(metrics: Sequence[Mapping[str, Any]]) -> Figure:
+    """The picture: loss above, acceptance below, a curve for each depth. Arguments as of `draw_curves`."""
+    from matplotlib.figure import Figure  # without pyplot, which looks for a display
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    losses, shares = figure.subplots(2, 1, sharex=True)
+    _draw(losses, [_thin(curve) for curve in _by_depth(metrics, "loss")])
+    losses.set(ylabel="loss by depth", ylim=(0, None))
+    _draw(shares, _by_depth([line for line in metrics if "acceptance_by_depth" in line], "acceptance_by_depth"), "o-")
+    shares.set(ylabel="share accepted up to each depth, held-out rows", xlabel="step", ylim=(0, 1))
+    return figure
+
+
+def _by_depth(metrics: Sequence[Mapping[str, Any]], key: str) -> list[np.ndarray]:
+    """A curve [points, 2] of steps and values for each depth."""
+    depths = max((len(line[key]) for line in metrics), default=0)
+    return [np.array([(line["step"], line[key][depth]) for line in metrics]) for depth in range(depths)]
+
+
+def _thin(curve: np.ndarray) -> np.ndarray:
+    """The means of neighbouring points at the last one's step, MOST_POINTS at most."""
+    size = -(-len(curve) // MOST_POINTS)
+    groups = [curve[first : first + size] for first in range(0, len(curve), size)]
+    return np.array([(group[-1, 0], group[:, 1].mean()) for group in groups])
+
+
+def _draw(axes: Axes, curves: Sequence[np.ndarray], form: str = "-") -> None:
+    for depth, curve in enumerate(curves):
+        axes.plot(curve[:, 0], curve[:, 1], form, markersize=3, linewidth=1, label=f"depth {depth + 1}")
+    axes.grid(alpha=0.3)
+    if curves:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 @dataclass

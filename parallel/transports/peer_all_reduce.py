@@ -5,8 +5,9 @@ Two kernels (`peer_all_reduce.cu`), compiled by CuPy's NVRTC at first use and ke
 - one_shot, for small messages: every rank sends its whole message to all others and sums all of them.
 - two_shot, for messages of any size: rank r sums slice r of each piece and sends the sums to all others.
 
-Both begin while the kernel before them ends, and let the next one begin (early_launch.py). Both only enqueue. What
-tells calls apart is counted on the device, so that a CUDA graph may hold them and be replayed any number of times
+Both begin while the kernel before them ends, and let the next one begin: programmatic dependent launch, of compute
+capability 9.0 on (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). Both only enqueue.
+What tells calls apart is counted on the device, so that a CUDA graph may hold them and be replayed any number of times
 between other calls. Multicast (NVLink SHARP) is not used: it adds up in an order of its own.
 
 It knows addresses, bytes and ranks. It does not know which kernel is better for a size.
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from parallel.transports.early_launch import begins_early, launch_early
+from parallel.errors import CommunicatorError
 from parallel.transports.peer_memory import PeerMemory
 
 MOST_RANKS = 8
@@ -196,3 +197,61 @@ def _compile(layout: Layout, device: torch.device) -> tuple[Any, dict[tuple[str,
             for dtype, name in _NAMES.items()
         }
     return (module, kernels), {key: int(kernel.ptr) for key, kernel in kernels.items()}
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h; its value is a union of 64 bytes, which begins with the number."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+def begins_early(device: torch.device) -> bool:
+    """Whether kernels on `device` can be launched so."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def launch_early(kernel: int, blocks: int, threads: int, stream: int, arguments: int) -> None:
+    """Enqueue a kernel in the current context, so that it begins while the one before it ends. What it does to wait for
+    all before it is its own: see `begin` in peer_all_reduce.cu. CuPy's driver has no word for such a launch, so CUDA's
+    own library is called.
+
+    Args:
+        kernel: its handle.
+        blocks, threads: of the grid, and of a block, in one dimension.
+        stream: handle of the stream.
+        arguments: address of an array of pointers to the arguments, which are copied.
+
+    Raises:
+        CommunicatorError: the driver refuses.
+    """
+    attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+    one = (ctypes.c_uint * 3)(1, 1, 1)
+    config = _Config(one, one, 0, stream, ctypes.pointer(attribute), 1)
+    config.grid[0], config.block[0] = blocks, threads
+    status = _library().cuLaunchKernelEx(
+        ctypes.byref(config), ctypes.c_void_p(kernel), ctypes.c_void_p(arguments), ctypes.c_void_p(0)
+    )
+    if status:
+        raise CommunicatorError(f"CUDA's driver refuses to launch a sum over the ranks: error {status}")

@@ -30,7 +30,7 @@ from trtrun.rounds.exchange.message_exchange import MessageExchange
 from trtrun.rounds.launched_round import LaunchedRound
 from trtrun.rounds.round import Worker
 from trtrun.rounds.served_rank import serve
-from trtrun.scheduling.batch import Completion
+from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.policy import NEVER

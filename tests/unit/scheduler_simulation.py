@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from trtrun.core.nouns import FinishReason, Request, RoundPlan
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.scheduling.batch import Completion, RowResult
+from trtrun.scheduling.completions import Completion, RowResult
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import Scheduler

@@ -84,7 +84,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"llm", "async_llm"}),
         frozenset({"calls", "engine_thread"}),
         frozenset({"llm_engine", "interrupts"}),
-        frozenset({"adapter_loads"}),
+        frozenset({"adapter_loads", "engine_requests"}),
         frozenset({"prompts", "deltas", "adapters"}),
     ),
     "trtrun.start": (
@@ -120,6 +120,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.rounds": (
         frozenset({"orchestrator"}),
+        frozenset({"commit"}),
         frozenset({"solo_ranks", "served_rank"}),
         frozenset({"engine_ranks"}),
         frozenset({"prepared_work"}),
@@ -138,7 +139,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.tools.training": (
         frozenset({"loop"}),
         frozenset({"methods"}),
-        frozenset({"models", "evaluation", "state", "curves"}),
+        frozenset({"models", "evaluation", "state"}),
         frozenset({"data", "settings"}),
     ),
     "trtrun.tools.conversion": (

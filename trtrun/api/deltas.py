@@ -8,7 +8,7 @@ import numpy as np
 
 from trtrun.core.nouns import FinishReason, TokenLogprobs
 from trtrun.core.outputs import GUIDE_ENDED, NONE_ALLOWED, CompletionDelta, Logits, PromptLogprobs, RequestId
-from trtrun.scheduling.batch import Completion, RowResult
+from trtrun.scheduling.completions import Completion, RowResult
 
 NOT_FINITE = (
     "the target's logits are not finite (NaN or infinite): the checkpoint may be damaged, or need another dtype"
@@ -49,7 +49,7 @@ def make_delta(
         _why_failed(completion, vocab_size) if reason is FinishReason.ERROR else None,
         result.token_origins,
         _prompt_logprobs(completion),
-        _prompt_logits(completion),
+        None if completion.logits is None else completion.logits.take_new(),
         None if logits is None else Logits(logits.shape[1], (logits[: len(gained)].tobytes(),)),
     )
 
@@ -75,11 +75,6 @@ def _prompt_logprobs(completion: Completion) -> PromptLogprobs | None:
         return None
     completion.scores = None
     return scores.whole()
-
-
-def _prompt_logits(completion: Completion) -> Logits | None:
-    """Logits of the prompt that have come and were not sent yet."""
-    return None if completion.logits is None else completion.logits.take_new()
 
 
 def _why_failed(completion: Completion, vocab_size: int) -> str:

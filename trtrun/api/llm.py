@@ -88,7 +88,8 @@ class LLM:
         if config is None:
             device = device or ("cuda:0" if torch.cuda.is_available() else "cpu:0")
             config = make_one_device_config(
-                *(target, draft, draft_len, use_logits, dtype, draft_quantization, device, target_quantization),
+                *(target, draft, device, dtype, (target_quantization, draft_quantization)),
+                {"draft_len": draft_len, "use_logits": use_logits},
                 adapters,
                 generation_config,
             )

@@ -14,34 +14,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.api.adapter_loads import AdapterLoads
 from trtrun.api.adapters import AdapterTable, check_adapter
-from trtrun.api.deltas import make_delta, make_lost_delta, new_text
+from trtrun.api.engine_requests import EngineRequests
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.core.nouns import FinishReason
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import show_value
 from trtrun.engine.batch import tile_width
-from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedError, TrtrunError
+from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.loading.model_settings import sampling_defaults, target_context
 from trtrun.memory.spaces import most_chunk
 from trtrun.models.config import ModelConfig
-from trtrun.rounds.orchestrator import RowGain
-from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
 from trtrun.start.job_spec import JobSpec
 from trtrun.start.policies import make_orchestrator
 from trtrun.timing.telemetry import RunStatistics
-from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer, read_shared_tokenizer
 
 T = TypeVar("T")
@@ -52,15 +47,6 @@ _ADAPTER_SECONDS = 0.005
 _MOST_REPORTED = 1 << 22
 """Logits of prompts that a round reports, or as many as a tile has: 16 MiB, which reach rank 0 in some milliseconds,
 so that other rows do not wait for long."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A request: its id, and its completions that go on, by their ids in the scheduler."""
-
-    request_id: RequestId
-    num_completions: int
-    going_on: dict[int, Completion]
 
 
 class LLMEngine:
@@ -94,10 +80,10 @@ class LLMEngine:
         self._prompts = PromptReader(model, tokenizer)
         self.adapters = AdapterTable(config.adapters, config.num_adapter_slots)
         self.default_sampling = sampling
-        self._vocab_size = model.vocab_size
-        self._request_ids, self._completion_ids = count(), count()
-        self._requests: dict[RequestId, _Request] = {}
-        self._owners: dict[int, tuple[_Request, int]] = {}
+        self._requests = EngineRequests(
+            *(self.scheduler, self._prompts, tokenizer, self.adapters, model.vocab_size),
+            on_end=lambda statistics: self.orchestrator.totals.add_request(statistics),
+        )
         self._lost: list[CompletionDelta] = []
         self._failure: RankFailedError | None = None
         self._loads = AdapterLoads(self.adapters, self.orchestrator, lambda: self.scheduler.slots_in_use)
@@ -134,16 +120,11 @@ class LLMEngine:
         draft_context = draft_model.max_position_embeddings if draft_model is not None else None
         if config.translates_drafts:
             draft_context = None  # its store follows texts by itself, in tokens of its own
-        tile = tile_width(model, len(config.target.devices), config.target.devices[0])
-        in_parallel = spec.models.mask_token is not None
         context = target_context(config, model)
-        limits = SchedulerLimits.of(
-            config,
-            context,
-            draft_context,
-            started.num_blocks,
-            tile,
-            drafts_in_parallel=in_parallel,
+        limits = replace(
+            SchedulerLimits.of(config, context, draft_context, started.num_blocks),
+            prompt_tile=tile_width(model, len(config.target.devices), config.target.devices[0]),
+            drafts_in_parallel=spec.models.mask_token is not None,
             most_chunk=most_chunk(config, model, draft_model),
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
             has_longer_context=context < model.max_position_embeddings,
@@ -240,74 +221,15 @@ class LLMEngine:
             InvalidRequestError: its id is in use, one of its completions had ended, or its adapter is gone.
             QueueFullError: as many wait as may.
         """
-        if request_id in self._requests:
-            raise InvalidRequestError(f"the request id {request_id!r} is in use")
-        assert not isinstance(prompt, str)
-        tokens = tuple(prompt)
-        adapter = self.adapters.find(sampling.lora_name)
-        requests = self._prompts.requests(
-            tokens, sampling, lambda: next(self._completion_ids), self.scheduler.limits.max_length, adapter
-        )
-        parts = dict(enumerate(requests))
-        behind = dict.fromkeys(parts, ()) if generated is None else generated
-        if not behind or not parts.keys() >= behind.keys():
-            raise InvalidRequestError(f"generated must name completions between 0 and {len(parts) - 1}, one at least")
-        parts = {index: parts[index] for index in behind}
-        self.scheduler.check_room(len(parts), owner)
-        while request_id is None or request_id in self._requests:
-            request_id = next(self._request_ids)
-        request = _Request(request_id, len(parts), {})
-        text = None  # of each completion, which share what the prompt and the stop strings take
-        if self.tokenizer is not None:
-            stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
-            ends = self._prompts.end_token_ids
-            try:
-                detokenizer = IncrementalDetokenizer(self.tokenizer, tokens, sampling.skip_special_tokens, ends)
-            except LibraryPanicError as panic:
-                raise InvalidRequestError(f"the prompt's tokens cannot be made text: {panic}") from None
-            text = CompletionText(detokenizer, stop, keeps_stop, self._prompts.thoughts_without_stops(sampling, tokens))
-        stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
-        try:
-            for index, part in parts.items():
-                self._owners[part.request_id] = (request, index)
-                completion = self.scheduler.add(
-                    part,
-                    text if text is None or len(parts) == 1 else text.copied(),
-                    behind[index],
-                    ("request", request_id) if group is None else group,
-                    stops,
-                    owner,
-                )
-                new_text(completion, behind[index])  # it has been told
-                request.going_on[part.request_id] = completion
-            self._requests[request_id] = request
-        except BaseException:
-            for part in parts.values():
-                self.scheduler.cancel(part.request_id)
-                self._owners.pop(part.request_id, None)
-            self._requests.pop(request_id, None)
-            raise
-        return request_id
+        return self._requests.add(prompt, sampling, request_id, generated, group, owner)
 
     def abort_request(self, request_id: RequestId) -> bool:
         """End a request now, without a further delta; False when it is not known (any more)."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return False
-        for completion_id, completion in request.going_on.items():
-            del self._owners[completion_id]
-            # What rounds still out produce for it is ignored at their commit.
-            self.scheduler.cancel(completion_id)
-            self.orchestrator.totals.add_request(completion.statistics)
-        return True
+        return self._requests.abort(request_id)
 
     def has_begun(self, request_id: RequestId) -> bool:
         """Whether a completion of the request has, or had, a row; False when the request is not known (any more)."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
-        some_have_ended = len(request.going_on) < request.num_completions
-        return some_have_ended or any(map(self.scheduler.has_begun, request.going_on))
+        return self._requests.has_begun(request_id)
 
     def step(self) -> list[CompletionDelta]:
         """Keep the ranks supplied with plans, and take one verdict in. If all that is left is an adapter
@@ -380,8 +302,7 @@ class LLMEngine:
         """
         try:
             if self._failure is None:
-                for request_id in list(self._requests):
-                    self.abort_request(request_id)
+                self._requests.abort_all()
                 self.drain()
         finally:
             closed = InvalidRequestError("the engine was closed while the adapter was loaded")
@@ -391,8 +312,7 @@ class LLMEngine:
 
     def prompt_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
         """The prompt's tokens of a request that goes on."""
-        completion = next(iter(self._requests[request_id].going_on.values()))
-        return completion.request.prompt_token_ids
+        return self._requests.prompt_token_ids(request_id)
 
     def _guard(self, work: Callable[[], T]) -> T:
         """Do some rounds' work; whatever goes wrong, what is left is whole, or says that it has failed."""
@@ -413,25 +333,10 @@ class LLMEngine:
             self._loads.go_on(0.0 if has_rounds else _ADAPTER_SECONDS)
         gains = self.orchestrator.step() if has_rounds else []
         started, began = time.perf_counter(), time.thread_time()
-        deltas = [self._tell(gain) for gain in gains]
+        deltas = [self._requests.tell(gain) for gain in gains]
         self.orchestrator.add_committing(time.perf_counter() - started)
         self.add_request_work("texts", self.orchestrator.commit_seconds + time.thread_time() - began)
         return deltas
-
-    def _tell(self, gain: RowGain) -> CompletionDelta:
-        completion = gain.result.completion
-        completion_id = completion.request.request_id
-        request, index = self._owners[completion_id]
-        text = new_text(completion, gain.result.new_token_ids)
-        if completion.text is not None and completion.text.failure is not None:
-            self.scheduler.cancel(completion_id)  # unless it has just ended
-            completion.finish(FinishReason.ERROR, time.perf_counter())
-        if completion.finish_reason is not None:
-            del self._owners[completion_id], request.going_on[completion_id]
-            if not request.going_on:
-                del self._requests[request.request_id]
-            self.orchestrator.totals.add_request(completion.statistics)
-        return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size, gain.logits, text)
 
     def _recover(self) -> None:
         """Recover from an exception in the middle of a round: forget all requests, so that the next one finds all
@@ -439,10 +344,7 @@ class LLMEngine:
 
         The requests end with an error, which the next step tells.
         """
-        for completion_id, (request, index) in self._owners.items():
-            self._lost.append(make_lost_delta(request.request_id, index, request.going_on[completion_id]))
-        self._owners.clear()
-        self._requests.clear()
+        self._lost += self._requests.lose_all()
         try:
             self.orchestrator.reset()
         except BaseException as error:

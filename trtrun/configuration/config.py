@@ -42,11 +42,8 @@ from trtrun.configuration.engine_sections import (
 )
 from trtrun.configuration.model_paths import ASSET_NAMES, ASSET_PREFIX, find_file, find_model
 from trtrun.configuration.process_sections import FilePath, LaunchSection, Line, Number, Section, ServerSection
-from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, nearest, shorten, shorten_path, wrap_errors
-
-MOST_BYTES = 1024 * 1024
-"""Of a configuration file: something else was named by mistake."""
+from trtrun.configuration.yaml_source import read_values
+from trtrun.errors import ConfigError, nearest, shorten, wrap_errors
 
 
 class RuntimeConfig(Section):
@@ -280,31 +277,6 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     return make_config(read_values(path, overrides), base=Path(path).resolve().parent, where=str(path))
 
 
-def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file and apply overrides, without checking what the values mean.
-
-    Raises:
-        ConfigError: the file cannot be read, is no YAML, or no mapping; or what was given is no path.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"a configuration must be a RuntimeConfig or a YAML file's path, not {describe_kind(path)}")
-    file = Path(path)
-    try:
-        with file.open(encoding="utf-8") as opened:
-            text = opened.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or a name that no file can have
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {shorten_path(file)}: {reason}") from None
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"cannot read the configuration file {file}: it is larger than {MOST_BYTES >> 20} MiB")
-    values = parse_yaml(text, str(file))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
-    for change in overrides:
-        apply_override(values, change)
-    return values
-
-
 def make_config(values: Mapping[str, Any], base: Path | None = None, where: str = "configuration") -> RuntimeConfig:
     """Check a mapping of the YAML's shape and resolve its model directories.
 
@@ -359,12 +331,10 @@ def _drafts_of(config: RuntimeConfig) -> Drafts:
 def make_one_device_config(
     target: str | os.PathLike[str] | None,
     draft: str | os.PathLike[str] | None,
-    draft_len: int,
-    use_logits: bool,
-    dtype: str,
-    draft_quantization: str,
     device: str,
-    target_quantization: str = "none",
+    dtype: str,
+    quantizations: tuple[str, str],
+    speculation: Mapping[str, object],
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     generation_config: str = "auto",
 ) -> RuntimeConfig:
@@ -372,8 +342,10 @@ def make_one_device_config(
 
     Args:
         target, draft: directories; a draft of None runs the target alone.
-        draft_len, use_logits, dtype, draft_quantization, target_quantization: as in the YAML file.
         device: such as "cuda:0".
+        dtype: of both, as in the YAML file.
+        quantizations: of the target and of the draft, as there.
+        speculation: keys of the section, without the method.
         adapters: directories by name.
         generation_config: as `server.generation_config` in the YAML file.
 
@@ -386,15 +358,14 @@ def make_one_device_config(
         return {"model": str(path), "devices": [device], "dtype": dtype, **rounded}
 
     values: dict[str, Any] = {
-        "target": model(target if target is not None else "", target_quantization),
-        "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
-                        "use_logits": use_logits},
+        "target": model(target if target is not None else "", quantizations[0]),
+        "speculation": {"method": "none" if draft is None else "draft_target", **speculation},
         "server": {"generation_config": generation_config},
-    }  # fmt: skip
+    }
     if target is None:
         raise ConfigError("LLM needs `target`, the directory of a model, or `config`")
     if draft is not None:
-        values["draft"] = model(draft, draft_quantization)
+        values["draft"] = model(draft, quantizations[1])
     values["adapters"] = adapters or {}
     if isinstance(adapters, Mapping):  # what is something else is refused below
         values["adapters"] = {name: str(path) for name, path in adapters.items()}

@@ -1,4 +1,4 @@
-"""YAML as people write it: read strictly, with one-line errors, and changed by `a.b=value` options.
+"""YAML as people write it: files, read strictly, with one-line errors, and changed by `a.b=value` options.
 
 What comes out is what JSON could hold: mappings with words as keys, lists, texts, numbers, true, false and nothing.
 It knows YAML and mappings. It does not know which keys mean something (config.py).
@@ -6,12 +6,18 @@ It knows YAML and mappings. It does not know which keys mean something (config.p
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trtrun.errors import ConfigError, shorten, wrap_errors
+from trtrun.errors import ConfigError, shorten, shorten_path, wrap_errors
+
+MOST_BYTES = 1024 * 1024
+"""Of a configuration file: something else was named by mistake."""
 
 MOST_VALUES = 20_000
 """Values of one file with every alias written out: a few aliases of aliases would fill any memory."""
@@ -29,6 +35,31 @@ _KINDS = {
     "map": "a mapping",
 }
 """YAML's own kinds that a configuration may hold. Dates, sets and bytes mean nothing in it."""
+
+
+def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file and apply overrides, without checking what the values mean.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or no mapping; or what was given is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a configuration must be a RuntimeConfig or a YAML file's path, not {describe_kind(path)}")
+    file = Path(path)
+    try:
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {shorten_path(file)}: {reason}") from None
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"cannot read the configuration file {file}: it is larger than {MOST_BYTES >> 20} MiB")
+    values = parse_yaml(text, str(file))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
+    for change in overrides:
+        apply_override(values, change)
+    return values
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -40,7 +40,7 @@ from trtrun.speculation.ahead.policy import NEVER
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import RoundEngine, TargetEngine
 from trtrun.speculation.trees import accepted_paths, verify_paths
-from trtrun.speculation.verify import verify
+from trtrun.speculation.verify import Verification, verify
 from trtrun.tensors import cached_tensor
 from trtrun.timing.phase_clock import HostPhases, PhaseClock
 from trtrun.warmup_misses import WarmupMissWatch
@@ -226,32 +226,12 @@ class Worker:
         lengths = state.lengths.index_select(0, rows)
         width = draft.tokens.shape[1]
         masks = None if self.guides is None else self.guides.masks(sampled, width, told)
+        token_ids, context, forced = state.token_ids, plan.max_context, self.forced_acceptance
+        verification = Verification(logits, state.sampling, sampled, lengths, token_ids, context, forced, masks)
         if draft.paths is not None:
-            return verify_paths(
-                logits,
-                state.sampling,
-                sampled,
-                lengths,
-                state.token_ids,
-                proposed,
-                plan.max_context,
-                self.forced_acceptance,
-                masks,
-            )
-        return verify(
-            logits,
-            state.sampling,
-            sampled,
-            lengths,
-            state.token_ids,
-            proposed.tokens,
-            proposed.draft_lens,
-            draft.draft_probs,
-            by_probability if draft.draft_probs is not None else (),
-            plan.max_context,
-            self.forced_acceptance,
-            masks,
-        )
+            return verify_paths(verification, proposed)
+        by_probability = by_probability if draft.draft_probs is not None else ()
+        return verify(verification, proposed.tokens, proposed.draft_lens, draft.draft_probs, by_probability)
 
     def _observe(self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, step: Step | None) -> None:
         """The rows that the process drafts for move on; a head elsewhere is told what it reads of the step."""

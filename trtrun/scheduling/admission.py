@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from itertools import islice
 
-from trtrun.scheduling.batch import NO_ROW, Completion, RunningBatch
+from trtrun.scheduling.batch import RunningBatch
+from trtrun.scheduling.completions import NO_ROW, Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue

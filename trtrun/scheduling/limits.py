@@ -75,21 +75,9 @@ class SchedulerLimits:
     has_longer_context: bool = True
 
     @classmethod
-    def of(
-        cls,
-        config: RuntimeConfig,
-        context: int,
-        draft_context: int | None,
-        num_blocks: int,
-        prompt_tile: int | None = None,
-        *,
-        drafts_in_parallel: bool = False,
-        most_chunk: int | None = None,
-        most_reported: int | None = None,
-        has_longer_context: bool = True,
-    ) -> SchedulerLimits:
+    def of(cls, config: RuntimeConfig, context: int, draft_context: int | None, num_blocks: int) -> SchedulerLimits:
         """The limits of a configuration, for models with these contexts (the draft's is None without a draft model) and
-        KV stores of `num_blocks` blocks."""
+        KV stores of `num_blocks` blocks; without what else follows from the models."""
         return cls(
             max_batch_size=config.scheduler.max_batch_size,
             max_num_tokens=config.scheduler.max_num_tokens,
@@ -101,15 +89,10 @@ class SchedulerLimits:
             enable_block_reuse=config.kv_cache.enable_block_reuse,
             plans_ahead=config.plans_ahead,
             max_waiting=config.scheduler.max_waiting,
-            prompt_tile=prompt_tile,
             draft_nodes=config.draft_nodes if config.max_paths > 1 else (),
-            drafts_in_parallel=drafts_in_parallel,
             num_behind=METHODS[config.speculation.method].num_behind,
             match_rule=config.speculation.match_rule if config.is_paced else None,
             lookahead=tuple(config.speculation.sizes) if isinstance(config.speculation, LookaheadSection) else (),
-            most_chunk=most_chunk,
-            most_reported=most_reported,
-            has_longer_context=has_longer_context,
         )
 
     def __post_init__(self) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.kvcache.tile_widths import padding
-from trtrun.scheduling.batch import Completion, PlannedRow, ScoredRow, Work
+from trtrun.scheduling.batch import PlannedRow, ScoredRow, Work
+from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.limits import SchedulerLimits, most_unfed
 
 MOST_MISSED_ROUNDS = 30

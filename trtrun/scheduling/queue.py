@@ -23,7 +23,7 @@ from itertools import count, zip_longest
 from typing import Generic, TypeVar
 
 from trtrun.core.guide import GuideStart
-from trtrun.scheduling.batch import Completion
+from trtrun.scheduling.completions import Completion
 
 _KEPT_SHARE = 4
 """One place in so many is kept for who has few of them, where several want some."""

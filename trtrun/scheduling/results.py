@@ -13,7 +13,8 @@ import numpy as np
 
 from trtrun.core.nouns import FinishReason
 from trtrun.core.request_statistics import token_origins
-from trtrun.scheduling.batch import Completion, PlannedRow, RowResult, ScoredRow, Work
+from trtrun.scheduling.batch import PlannedRow, ScoredRow, Work
+from trtrun.scheduling.completions import Completion, RowResult
 from trtrun.scheduling.limits import SchedulerLimits
 
 
@@ -139,6 +140,24 @@ def commit_chunk(planned: PlannedRow) -> None:
     """Offer for reuse what a prompt's chunk has written."""
     running = planned.completion
     running.table.commit(running.token_ids, planned.end, planned.has_draft_kv)
+
+
+def count_draft(planned: PlannedRow, verified: int, num_tokens: int, found: int, is_hit: bool | None) -> None:
+    """Count where a row's draft came from.
+
+    Args:
+        planned: the row's part in the plan.
+        verified: draft tokens that were verified.
+        num_tokens: tokens that it gained.
+        found: of the draft's first tokens those that were found in texts.
+        is_hit: whether it was made before the verdict that it follows; None where none are.
+    """
+    running = planned.completion
+    # A draft that was found in texts is neither a cache hit nor waited for.
+    if is_hit is not None and planned.draft_len > 0 and not found:
+        running.statistics.foresight.record(running.last_accepted, is_hit, verified)
+    if found and num_tokens:
+        running.statistics.record_suffix(found, min(found, num_tokens - 1))
 
 
 def commit_row(

@@ -22,15 +22,14 @@ import numpy as np
 
 from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import WAITS_ALONE, FinishReason, Request, RoundPlan
-from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.admission import Admission, Decoding
-from trtrun.scheduling.batch import NO_PLACE, NO_ROW, Completion, RowResult, RunningBatch
+from trtrun.scheduling.batch import RunningBatch
+from trtrun.scheduling.completions import NO_PLACE, NO_ROW, Completion, RowResult
 from trtrun.scheduling.guide_books import GuideBooks, GuideOrders
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.matches import MatchRecord, OwnMatch
 from trtrun.scheduling.planning import PlanBuilder
-from trtrun.scheduling.prompt_results import PromptLogits, PromptScores
 from trtrun.scheduling.queue import WaitingQueue
 from trtrun.scheduling.results import (
     PlannedRound,
@@ -40,6 +39,7 @@ from trtrun.scheduling.results import (
     commit_logits,
     commit_row,
     commit_scores,
+    count_draft,
 )
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText
 
@@ -151,21 +151,10 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id} is in use")
-        most_drafted = request.sampling.draft_len
-        completion = Completion(
-            request=request,
-            table=self._batch.new_table(request.adapter, request.sampling.cache_salt),
-            token_ids=list(request.prompt_token_ids),
-            text=text,
-            stops=stops,
-            statistics=RequestStatistics(arrival=time.perf_counter()),
-            most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
-            group=("completion", request.request_id) if group is None else group,
-            owner=owner,
-            predicted_output=request.sampling.draft_token_ids[
-                : min(request.sampling.max_tokens, self.limits.max_length - len(request.prompt_token_ids))
-            ],
-        )
+        table = self._batch.new_table(request.adapter, request.sampling.cache_salt)
+        # What was asked of the prompt is told with the first token.
+        is_told = not generated
+        completion = Completion.begin(request, table, self.limits, text, stops, group, owner, is_told=is_told)
         if self.limits.match_rule is not None:
             completion.match = OwnMatch(self.limits.match_rule, self.matches)
         appended, reason = append_tokens(completion, generated, self.limits)
@@ -175,11 +164,6 @@ class Scheduler:
                 f"the completion cannot go on behind {len(generated)} tokens: it ended with token {len(appended)} "
                 f"({reason}); another engine with other limits may have made them"
             )
-        alternatives = request.sampling.prompt_logprobs
-        if alternatives is not None and not generated:  # they are told with the first token
-            completion.scores = PromptScores(len(request.prompt_token_ids), alternatives)
-        if request.sampling.return_context_logits and not generated:
-            completion.logits = PromptLogits(len(request.prompt_token_ids))
         self._requests[request.request_id] = completion
         if request.sampling.guided is not None:
             completion.guide_start = GuideStart(request.sampling.guided, tuple(appended))
@@ -393,15 +377,14 @@ class Scheduler:
             # gets the same tokens again: randomness is keyed by position.
             if planned.completion.epoch == planned.epoch:
                 if num_tokens[index] < 0:
-                    self._preempt(planned.completion, is_alone=num_tokens[index] == WAITS_ALONE)
+                    # Its guide has to go on beside the rounds.
+                    self._batch.preempt(planned.completion)
+                    self._put_back(planned.completion, is_alone=num_tokens[index] == WAITS_ALONE)
                     continue
                 verified = planned.draft_len if draft_lens is None else draft_lens[index]
-                running, found = planned.completion, min(num_suffix_tokens[index], verified) if num_suffix_tokens else 0
-                # A draft that was found in texts is neither a cache hit nor waited for.
-                if cache_hits is not None and planned.draft_len > 0 and not found:
-                    running.statistics.foresight.record(running.last_accepted, cache_hits[index], verified)
-                if found and num_tokens[index]:
-                    running.statistics.record_suffix(found, min(found, num_tokens[index] - 1))
+                found = min(num_suffix_tokens[index], verified) if num_suffix_tokens else 0
+                is_hit = cache_hits[index] if cache_hits is not None else None
+                count_draft(planned, verified, num_tokens[index], found, is_hit)
                 row = commit_row(planned, index, verified, num_tokens[index], tokens[index], self.limits, now)
                 if row.completion.finish_reason is not None:
                     self._release(row.completion)
@@ -411,11 +394,6 @@ class Scheduler:
             if all(completion is not row.completion for row in results):
                 results.append(RowResult(completion, [], NO_PLACE))
         return results
-
-    def _preempt(self, running: Completion, *, is_alone: bool) -> None:
-        """Take the row of a completion whose guide has to go on beside the rounds."""
-        self._batch.preempt(running)
-        self._put_back(running, is_alone=is_alone)
 
     def _put_back(self, preempted: Completion, *, is_alone: bool = False) -> None:
         """A completion has lost its row. One that is guided waits until ranks have built what it goes on with."""

@@ -36,15 +36,13 @@ class HeadTrees:
 
     def warm_up(self, rows: Tensor, draft_len: int) -> None:
         """Play a tree of `rows` [R] int64 that writes to scratch alone, for kernels that are compiled then."""
-        lens, hidden = torch.full_like(rows, draft_len), self._no_states(rows)
+        lens = torch.full_like(rows, draft_len)
+        hidden = torch.zeros((len(rows), self._heads.hidden_size), dtype=self._heads.dtype, device=rows.device)
         positions = rows.new_full((len(rows), max(0, draft_len - 1)), -1)
         self._draw(draft_len, lens, hidden, self._heads.begin_tree(rows, positions, 1))
         for depth in range(1, draft_len + 1):
             for context in self._heads.tree_contexts(len(rows), depth):
                 self._draw_as_one(depth, rows, positions[:, : depth - 1], lens, hidden, context)
-
-    def _no_states(self, rows: Tensor) -> Tensor:
-        return torch.zeros((len(rows), self._heads.hidden_size), dtype=self._heads.dtype, device=rows.device)
 
     def _draw(self, depth: int, lens: Tensor, hidden: Tensor, grow: GrowTree) -> Tensor:
         """The trees of R greedy rows, so deep, [R, nodes + paths * depth] int64, behind states [R, hidden]; see

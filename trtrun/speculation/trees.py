@@ -12,7 +12,7 @@ Pure functions of tensors, without a read-back from the device. It knows no engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,73 +22,46 @@ from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.filters import pieces
 from trtrun.sampling.random import Stream
-from trtrun.sampling.row_sampling import RowSampling
-from trtrun.sampling.row_steps import TokenMasks
-from trtrun.speculation.verify import accept_by_token, end_where_forbidden, top_logprobs, verify
+from trtrun.speculation.verify import Verification, accept_by_token, end_where_forbidden, top_logprobs, verify
 from trtrun.tensors import cached_range
 
 
-def verify_paths(
-    logits: Tensor,
-    sampling: RowSampling,
-    rows: Sequence[int],
-    lengths: Tensor,
-    token_ids: Tensor,
-    draft: Draft,
-    max_context: int | None = None,
-    forced_acceptance: float | None = None,
-    masks: TokenMasks | None = None,
-) -> Verdict:
+def verify_paths(verification: Verification, draft: Draft) -> Verdict:
     """Decide what each row gains from the target's logits after every node of its tree.
 
     Args:
-        logits: [R, nodes + 1, V] float32, raw: after the row's newest token, then after each of `draft.tokens`.
+        verification: the R rows and their logits, which are of the row's newest token and of each of `draft.tokens`.
         draft: of the R rows, with paths; its draft_probs are not looked at.
-        sampling, rows, lengths, token_ids, max_context, forced_acceptance: as in `verify`.
-        masks: as there, with a position for the row's newest token and for each of its nodes.
 
     Returns:
         As `verify`: tokens are [R, depth + 1], and draft_lens those of the deepest paths, cut off where the draft is.
     """
-    if forced_acceptance is None and not sampling.needs_history(rows):
-        return _verify_nodes(logits, sampling, rows, lengths, token_ids, draft, masks)
+    if verification.forced_acceptance is None and not verification.sampling.needs_history(verification.rows):
+        return _verify_nodes(verification, draft)
     lens, lines, tokens = draft.path_lens(), _lines(draft), path_tokens(draft)
-    if forced_acceptance is None:
-        allowed = logits if masks is None else masks.apply(logits)
-        best = _longest_path(allowed, sampling, rows, lengths, token_ids, draft, lines, tokens, max_context)
+    if verification.forced_acceptance is None:
+        best = _longest_path(verification, draft, lines, tokens)
     else:
         best = lens.argmax(dim=1)
+    along = _pick(lines, best)
+    masks = None if verification.masks is None else verification.masks.picked(along)
     verdict = verify(
-        _gather(logits, _pick(lines, best)),
-        sampling,
-        rows,
-        lengths,
-        token_ids,
+        replace(verification, logits=_gather(verification.logits, along), masks=masks),
         _pick(tokens, best),
         lens.gather(1, best.unsqueeze(1)).squeeze(1),
-        max_context=max_context,
-        forced_acceptance=forced_acceptance,
-        masks=None if masks is None else masks.picked(_pick(lines, best)),
     )
     verdict.draft_lens = torch.where(draft.draft_lens < 0, draft.draft_lens, lens.amax(dim=1))
     verdict.paths = best
     return verdict
 
 
-def _verify_nodes(
-    logits: Tensor,
-    sampling: RowSampling,
-    rows: Sequence[int],
-    lengths: Tensor,
-    token_ids: Tensor,
-    draft: Draft,
-    masks: TokenMasks | None,
-) -> Verdict:
+def _verify_nodes(verification: Verification, draft: Draft) -> Verdict:
     """`verify_paths` where no choice looks at a row's tokens: it depends on the node alone, so that each node is looked
     at once, however many paths go through it."""
     assert draft.paths is not None
+    logits, sampling, rows = verification.logits, verification.sampling, verification.rows
     count, of_nodes = logits.shape[:2]
-    places = lengths.unsqueeze(1).expand(-1, of_nodes)
+    places = verification.lengths.unsqueeze(1).expand(-1, of_nodes)
     if not sampling.passes(rows):
         steps = cached_range(1, draft.depth + 1, logits.device).expand_as(draft.paths)
         # Paths go through a node at one depth; what is behind a path's end counts for the newest token, and as nothing.
@@ -96,13 +69,13 @@ def _verify_nodes(
         depths.scatter_(1, (draft.paths + 1).flatten(1), steps.masked_fill(draft.paths < 0, 0).flatten(1))
         places = places + depths
     every = [row for row in rows for _ in range(of_nodes)]
-    allowed = logits if masks is None else masks.apply(logits)
+    allowed, token_ids = verification.allowed(), verification.token_ids
     found = distributions_of(sampling, allowed.flatten(0, 1).unsqueeze(1), every, places.flatten(), token_ids)
     chosen = found.choose(Stream.TARGET).view(count, of_nodes)
     operations = operations_of(logits.device.type)
     kept = operations.accept_paths(chosen, allowed, draft.tokens, draft.paths, draft.draft_lens)
     num_tokens, tokens, chosen_logits = kept.num_tokens, kept.tokens, kept.logits
-    if masks is not None:
+    if verification.masks is not None:
         forbidden = chosen_logits == -torch.inf
         num_tokens, tokens, chosen_logits = end_where_forbidden(num_tokens, tokens, chosen_logits, forbidden)
     logprobs = None
@@ -116,29 +89,20 @@ def _verify_nodes(
     return Verdict(num_tokens, tokens, longest, logprobs, chosen_logits, paths=kept.paths, reported_logits=of_rows)
 
 
-def _longest_path(
-    logits: Tensor,
-    sampling: RowSampling,
-    rows: Sequence[int],
-    lengths: Tensor,
-    token_ids: Tensor,
-    draft: Draft,
-    lines: Tensor,
-    tokens: Tensor,
-    max_context: int | None,
-) -> Tensor:
+def _longest_path(verification: Verification, draft: Draft, lines: Tensor, tokens: Tensor) -> Tensor:
     """[R] int64: of each row the path of which the target keeps most; `lines` of `_lines`, `tokens` of `path_tokens`,
     else as in `verify_paths`: with penalties and bans each path is looked at as the chain that it is, of some rows at a
     time."""
     assert draft.paths is not None
+    logits, token_ids, max_context = verification.allowed(), verification.token_ids, verification.max_context
     count, num_paths, depth = draft.paths.shape
     vocabulary = logits.shape[-1]
     chosen = torch.empty((count, num_paths, depth + 1), dtype=torch.int64, device=logits.device)
     for part in pieces(count, num_paths * (depth + 1) * vocabulary):
         of_paths = _gather(logits[part], lines[part].flatten(1)).view(-1, depth + 1, vocabulary)
-        every = [row for row in rows[part] for _ in range(num_paths)]
-        starts, before = lengths[part].repeat_interleave(num_paths), tokens[part].flatten(0, 1)
-        found = distributions_of(sampling, of_paths, every, starts, token_ids, before, max_context)
+        every = [row for row in verification.rows[part] for _ in range(num_paths)]
+        starts, before = verification.lengths[part].repeat_interleave(num_paths), tokens[part].flatten(0, 1)
+        found = distributions_of(verification.sampling, of_paths, every, starts, token_ids, before, max_context)
         chosen[part] = found.choose(Stream.TARGET).view(-1, num_paths, depth + 1)
     kept, _ = accept_by_token(chosen.flatten(0, 1), tokens.flatten(0, 1), draft.path_lens().flatten())
     return kept.view(count, num_paths).argmax(dim=1)

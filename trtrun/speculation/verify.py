@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -121,36 +122,52 @@ def accept_by_probability(
     return gained(draft_tokens, num_accepted, gumbel_argmax(last_probs.log(), seeds, lengths + num_accepted, streams))
 
 
-def verify(
-    logits: Tensor,
-    sampling: RowSampling,
-    rows: Sequence[int],
-    lengths: Tensor,
-    token_ids: Tensor,
-    draft_tokens: Tensor,
-    draft_lens: Tensor,
-    draft_probs: Tensor | None = None,
-    probability_rows: Sequence[int] = (),
-    max_context: int | None = None,
-    forced_acceptance: float | None = None,
-    masks: TokenMasks | None = None,
-) -> Verdict:
-    """Decide what each row gains from the target's logits at K + 1 positions.
+@dataclass(frozen=True)
+class Verification:
+    """What drafts are verified with: the target's logits of rows, and what is known of these.
 
-    Args:
-        logits: [R, K + 1, V] float32, raw; not altered.
+    Attributes:
+        logits: [R, K + 1, V] float32, raw; not altered. Of trees [R, nodes + 1, V]: after the row's newest token, then
+            after each of its nodes.
         sampling: the rows' parameters.
         rows: the R rows.
         lengths: [R] int64, device: tokens in each row so far.
         token_ids: [max_rows, max_seq_len] int32, device, valid below lengths.
+        max_context: upper bound of lengths, if the host knows one.
+        forced_acceptance: see accept_forced; not where rows are accepted by probability.
+        masks: tokens that may be chosen after each of `logits`, of rows that are guided; None where none is. What they
+            forbid is forbidden before everything else: nothing that follows makes it possible again.
+    """
+
+    logits: Tensor
+    sampling: RowSampling
+    rows: Sequence[int]
+    lengths: Tensor
+    token_ids: Tensor
+    max_context: int | None = None
+    forced_acceptance: float | None = None
+    masks: TokenMasks | None = None
+
+    def allowed(self) -> Tensor:
+        """The logits, -inf where masks forbid a token."""
+        return self.logits if self.masks is None else self.masks.apply(self.logits)
+
+
+def verify(
+    verification: Verification,
+    draft_tokens: Tensor,
+    draft_lens: Tensor,
+    draft_probs: Tensor | None = None,
+    probability_rows: Sequence[int] = (),
+) -> Verdict:
+    """Decide what each row gains from the target's logits at K + 1 positions.
+
+    Args:
+        verification: the R rows and their logits.
         draft_tokens: [R, K] int64, device, each row contiguous; K may be 0; padding may hold any value.
         draft_lens: [R] int64, device, -1 to K.
         draft_probs: [S, K, V] float32, device, beside probability_rows; None when there are none.
         probability_rows: S indices into `rows` of the rows accepted by probability; the others are accepted by token.
-        max_context: upper bound of lengths, if the host knows one.
-        forced_acceptance: see accept_forced; not with probability_rows.
-        masks: tokens that may be chosen at each position, of rows that are guided; None where none is. What they forbid
-            is forbidden before everything else: nothing that follows makes it possible again.
 
     Returns:
         Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] as given, logprobs for the rows that asked, in the
@@ -163,15 +180,19 @@ def verify(
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
     """
-    allowed = logits if masks is None else masks.apply(logits)
-    found = distributions_of(sampling, allowed, rows, lengths, token_ids, draft_tokens, max_context)
+    logits, sampling, rows = verification.logits, verification.sampling, verification.rows
+    lengths, masks, forced_acceptance = verification.lengths, verification.masks, verification.forced_acceptance
+    allowed = verification.allowed()
+    found = distributions_of(
+        sampling, allowed, rows, lengths, verification.token_ids, draft_tokens, verification.max_context
+    )
     if probability_rows:
         shape = (len(probability_rows), draft_tokens.shape[1], logits.shape[-1])
         if draft_probs is None or tuple(draft_probs.shape) != shape:
             given = None if draft_probs is None else list(draft_probs.shape)
             raise ValueError(f"draft_probs must be {list(shape)} for the rows verified by probability, not {given}")
         num_tokens, tokens = _accept_both_ways(
-            found, sampling, rows, lengths, draft_tokens, draft_lens, draft_probs, probability_rows
+            found, verification, draft_tokens, draft_lens, draft_probs, probability_rows
         )
     else:
         target_tokens = found.choose(Stream.TARGET)
@@ -219,15 +240,14 @@ def end_where_forbidden(
 
 def _accept_both_ways(
     found: TorchDistributions | KernelDistributions,
-    sampling: RowSampling,
-    rows: Sequence[int],
-    lengths: Tensor,
+    verification: Verification,
     draft_tokens: Tensor,
     draft_lens: Tensor,
     draft_probs: Tensor,
     probability_rows: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """(num_tokens, tokens) of all rows; arguments as in `verify`."""
+    sampling, rows, lengths = verification.sampling, verification.rows, verification.lengths
     device = lengths.device
     chosen = set(probability_rows)
     others = [place for place in range(len(rows)) if place not in chosen]

@@ -256,7 +256,8 @@ def _open_orchestrator(spec: JobSpec, world: MPI.Intracomm, progress: Progress |
         raise
     activity.rest()
     heartbeat.finish_start()
-    return StartedJob(MpiRanks(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
+    own = RankReport(rank=0, host=os.uname().nodename, role="orchestrator", device="host")
+    return StartedJob(MpiRanks(control, activity, failures), blocks, StartReport((own, *reports)))
 
 
 def _run_worker(spec: JobSpec, control: ControlPlane, world: MPI.Intracomm, may_spin: bool) -> None:
@@ -298,7 +299,3 @@ def _is_lost(heartbeat: HeartbeatClient, topology: Topology) -> bool:
 def _cause(error: Exception) -> str:
     """An exception as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _orchestrator_report() -> RankReport:
-    return RankReport(rank=0, host=os.uname().nodename, role="orchestrator", device="host")

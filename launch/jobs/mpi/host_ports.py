@@ -74,7 +74,7 @@ class HostPorts:
             connections: list[socket.socket] = []
             ports: set[int] = set()
             for name, found in self._sockets(process):
-                if not _listens(found):
+                if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # it does not listen
                     connections.append(found)
                     continue
                 with found as listening:
@@ -167,10 +167,6 @@ def _take_socket(handle: int, number: int) -> socket.socket:
 
 def _is_tcp(found: socket.socket) -> bool:
     return found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-
-
-def _listens(found: socket.socket) -> bool:
-    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _part_from_stranger(connection: socket.socket) -> None:

@@ -161,7 +161,8 @@ def build_command(launch: Launch, program: Sequence[str], threads: int | None) -
         command = [*_fill(flavour.ssh_before, arguments=arguments), *command]
         command += _fill(flavour.ssh, arguments=arguments)
     command += section.mpirun_arguments
-    needed = {**dict(_unset(flavour, launch)), **needed}
+    unset = {name: value for name, value in flavour.variables if name not in launch.environment}
+    needed = {**unset, **needed}
     if threads is not None:
         needed["OMP_NUM_THREADS"] = str(threads)
     variables = [word for name, value in needed.items() for word in _fill(flavour.define, name=name, value=value)]
@@ -175,11 +176,6 @@ def build_command(launch: Launch, program: Sequence[str], threads: int | None) -
 def rank_program(module: str, arguments: Sequence[str]) -> list[str]:
     """What a rank runs. Under plain python an exception on one rank would hang the others; `-m mpi4py` aborts."""
     return [sys.executable, "-m", "mpi4py", "-m", module, *arguments]
-
-
-def _unset(flavour: Flavour, launch: Launch) -> Iterator[tuple[str, str]]:
-    """Variables that the ranks of an MPI library need, and that the user has not set."""
-    return ((name, value) for name, value in flavour.variables if name not in launch.environment)
 
 
 def _fill(templates: Sequence[str], **values: object) -> list[str]:

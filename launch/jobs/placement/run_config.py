@@ -27,10 +27,11 @@ from launch.jobs.placement.devices import (
 )
 from parallel.mpi_rank import MpiRank, all_gather_json, find_mpi_rank
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig, make_config, read_values
+from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.device_lists import host_of, is_counts
 from trtrun.configuration.model_paths import find_snapshot, read_hub_name
 from trtrun.configuration.topology import make_topology
+from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, PlacementError, TrtrunError
 
 Result = TypeVar("Result")
@@ -135,7 +136,7 @@ def name_places(
     """
     if in_allocation():
         allocation = find_allocation()
-        counts = any(is_counts(section.get("devices")) for section in _sections(values))
+        counts = any(is_counts(section.get("devices")) for section in engine_sections(values))
         # mpirun spreads ranks without a host over the whole allocation; devices without one are this host's.
         several = counts or len(allocation.hosts) > 1
         home = next(filter(has_own_name, allocation.hosts), allocation.hosts[0]) if several else ""
@@ -252,6 +253,6 @@ def _own_path(paths: Mapping[str, Any], where: str, place: MpiRank | None) -> An
     )
 
 
-def _sections(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def engine_sections(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The engines' sections, as far as they are sections."""
     return [section for section in (values.get(name) for name in ENGINES) if isinstance(section, dict)]

@@ -1,8 +1,9 @@
 """How long a start will take, from the command to ready, by phase and why: what is known is counted, what was measured
 elsewhere is called an estimate and names what was measured, and the rest is told as work, without seconds.
 
-It knows the order of a start (trtrun/start/startup.py). It does not know how bytes, graphs and marks are found
-(start_ranks.py), or what anything takes on this machine.
+Seconds are those of docs/performance.md, which has machine, models and method in "First runs" and in "Pacing": what is
+estimated comes from there alone. This module knows the order of a start (trtrun/start/startup.py). It does not know how
+bytes, graphs and marks are found (start_ranks.py), or what anything takes on this machine.
 """
 
 from __future__ import annotations
@@ -10,23 +11,70 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from launch.jobs.placement.memory import JobMemory
-from launch.jobs.plan import measured_starts as measured
-from launch.jobs.plan.measured_starts import Measured, Seconds
 from launch.jobs.plan.start_ranks import Kernels, ModelFiles, RankStart, RankStarts, inspect_files, of_all
 from launch.jobs.plan.start_work import describe_cpu_kernels, describe_weights, shorten_start
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.kernels_ahead import count_processes
 from trtrun.start.policies import KeptPacing, count_first_rounds
 
-_MEASURED_ROUNDS = "measured rounds"
-_NO_TIME = (0.0, 0.0)
+_PACING_PHASE = "measured rounds"
 _LEAST_BLOCKS = 2  # what limits of rounds here do not depend on
+
+Seconds = tuple[float, float]
+"""From, to."""
+
+_NO_TIME = (0.0, 0.0)
+
+COLD = (7.1, 11.6, 19.9, 21.2, 24.3, 24.8, 25.4)
+WARM = (4.3, 5.2, 5.2, 5.2, 8.3, 8.7, 9.3)
+"""Since the command began, until the end of: imports, weights, kernels, the largest round, all kernels once and graphs,
+a round of each kind, measured rounds. Without the second and third of cold starts warm ones had nothing to do there."""
+
+PAIR = "an 8B-shaped pair on one H100"
+NUM_GRAPHS = 192
+NUM_PROCESSES = 15
+
+
+class Measured(NamedTuple):
+    """Seconds, and of what."""
+
+    seconds: Seconds
+    basis: str
+
+
+def _between(step: int, runs: tuple[tuple[float, ...], ...] = (COLD, WARM)) -> Seconds:
+    """What the step behind `step` others took, in the fastest and the slowest of runs."""
+    found = [round(run[step] - (run[step - 1] if step else 0.0), 1) for run in runs]
+    return min(found), max(found)
+
+
+IMPORTS = Measured(_between(0), "two machines with an H100")
+MADE_UP_COLD = Measured(_between(1, (COLD,)), f"{PAIR}, products compared for the first time")
+MADE_UP_WARM = Measured(_between(1, (WARM,)), PAIR)
+COMPILED = Measured(_between(2, (COLD,)), f"{PAIR}, {NUM_PROCESSES} processes")
+LARGEST_ROUND = Measured(_between(3, (COLD,)), PAIR)
+KINDS_OF_ROUNDS = Measured(_between(5), PAIR)
+MEASURED_ROUNDS = Measured((0.1, 0.6), "the start's rounds in `Pacing`: none is begun that would not be done in 0.5 s")
+
+_GRAPHS = _between(4)
+
+CPU_RUN = "a run of one short prompt on four CPU ranks and two cores took 4.6 to 4.8 s in all, most of it this"
+TWO_GPUS = "two H100, target TP 2, the kernels of one rank warm: 17 s to ready behind the imports"
+
+
+def graph_seconds(count: int) -> Measured:
+    """All kernels once and so many graphs, as many more seconds as there are more graphs."""
+    low, high = (seconds * count / NUM_GRAPHS for seconds in _GRAPHS)
+    return Measured(
+        (low, high), f"{_GRAPHS[1]:g} s for {NUM_GRAPHS} graphs of 32 and 4 layers; more layers take longer"
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +141,7 @@ def plan_start(memory: JobMemory, here: Collection[str], absent: Collection[str]
     total = round(sum(low for low, _ in known), 1), round(sum(high for _, high in known), 1)
     # Without imports, which come first everywhere, the rest would be read as the whole.
     seconds = total if phases[0].seconds is not None else None
-    measures = any(phase.name == _MEASURED_ROUNDS and phase.seconds != _NO_TIME for phase in phases)
+    measures = any(phase.name == _PACING_PHASE and phase.seconds != _NO_TIME for phase in phases)
     shorter = shorten_start(memory, starts, files, kernels, measures_rounds=measures)
     return StartPlan(ranks, kernels, tuple(phases), seconds, tuple(shorter))
 
@@ -129,13 +177,13 @@ def _begin(memory: JobMemory, *, on_gpus: bool, nccl: bool) -> Iterator[StartPha
     """Until the ranks know each other."""
     count, work = memory.topology.world_size, "torch, trtrun and the configuration"
     if on_gpus:
-        yield _estimate("imports", work, measured.IMPORTS)
+        yield _estimate("imports", work, IMPORTS)
     else:
-        yield StartPhase("imports", work, None, measured.CPU_RUN)
+        yield StartPhase("imports", work, None, CPU_RUN)
     if count > 1:
         groups = [shards.tp_size for shards in (memory.draft, memory.target) if shards and shards.tp_size > 1]
         sums = f", NCCL {' and '.join(f'{size} GPUs' for size in groups)}" if on_gpus and nccl and groups else ""
-        yield StartPhase("links", f"MPI connects {count} processes{sums}", None, measured.TWO_GPUS if sums else "")
+        yield StartPhase("links", f"MPI connects {count} processes{sums}", None, TWO_GPUS if sums else "")
 
 
 def _weights(
@@ -147,8 +195,8 @@ def _weights(
 ) -> StartPhase:
     work = describe_weights(memory, files, ranks, here)
     if all(of_role.is_made_up for of_role in files.values()) and kernels != "none":
-        both = {"found": [measured.MADE_UP_WARM], "missing": [measured.MADE_UP_COLD]}
-        return _range("weights", work, both.get(kernels, [measured.MADE_UP_WARM, measured.MADE_UP_COLD]))
+        both = {"found": [MADE_UP_WARM], "missing": [MADE_UP_COLD]}
+        return _range("weights", work, both.get(kernels, [MADE_UP_WARM, MADE_UP_COLD]))
     return StartPhase("weights", work)
 
 
@@ -165,7 +213,7 @@ def _gpu_phases(
         yield StartPhase("largest round", "its memory is known from an earlier start", (0.0, 0.0))
     else:
         unless = ", unless an earlier start has left what it found" if kernels == "unknown" else ""
-        phase = _estimate("largest round", f"run once for the memory that it takes{unless}", measured.LARGEST_ROUND)
+        phase = _estimate("largest round", f"run once for the memory that it takes{unless}", LARGEST_ROUND)
         yield _or_nothing(phase) if kernels == "unknown" else phase
     graphs = Counter(rank.graphs for rank in ranks)
     if set(graphs) == {0}:
@@ -174,7 +222,7 @@ def _gpu_phases(
         return
     told = [f"{rank.graphs} on rank {rank.rank}" for rank in ranks]
     work = f"all kernels once, and CUDA graphs: {', '.join(told)}"
-    yield _estimate("graphs", work, measured.graph_seconds(max(graphs)))
+    yield _estimate("graphs", work, graph_seconds(max(graphs)))
 
 
 def _or_nothing(phase: StartPhase) -> StartPhase:
@@ -192,15 +240,15 @@ def _compilation(memory: JobMemory, starts: RankStarts, ranks: Collection[RankSt
         hosts = {slot.host for slot in topology.slots if not starts.is_visible(slot)}
         where = f"on {', '.join(sorted(hosts))}" if any(hosts) else "not on this host"
         work = f"not known here whether Triton's cache has them: the GPUs are {where}. Compiled side by side where not"
-        return _or_nothing(_estimate("kernels", work, measured.COMPILED))
+        return _or_nothing(_estimate("kernels", work, COMPILED))
     lacking = [str(rank.rank) for rank in ranks if rank.kernels == "missing"]
     count = min(count_processes(len(topology.slots_of_host(slot.host))) for slot in topology.slots)
     which = f"rank{'s' if len(lacking) > 1 else ''} {', '.join(lacking)}"
     work = f"Triton's cache has none of a start like this for {which}: compiled in {count} processes a rank"
-    if count < measured.NUM_PROCESSES:
-        took = f"{measured.COMPILED.seconds[0]:g} s with more processes: {measured.COMPILED.basis}"
+    if count < NUM_PROCESSES:
+        took = f"{COMPILED.seconds[0]:g} s with more processes: {COMPILED.basis}"
         return StartPhase("kernels", work, None, took)
-    return _estimate("kernels", work, measured.COMPILED)
+    return _estimate("kernels", work, COMPILED)
 
 
 def _cpu_phases(memory: JobMemory) -> Iterator[StartPhase]:
@@ -215,14 +263,14 @@ def _rounds(memory: JobMemory, starts: RankStarts) -> Iterator[StartPhase]:
     limits = SchedulerLimits.of(config, memory.context, draft_context, _LEAST_BLOCKS)
     practised, paced = count_first_rounds(config, limits)
     if practised:
-        yield _estimate("rounds of each kind", f"{practised}, for their first use", measured.KINDS_OF_ROUNDS)
+        yield _estimate("rounds of each kind", f"{practised}, for their first use", KINDS_OF_ROUNDS)
     if not paced:
         return
     kinds = starts.device_kinds()
     if kinds is not None and KeptPacing.of(config, kinds).read()[0] is not None:
-        yield StartPhase(_MEASURED_ROUNDS, "none: an earlier run has left what rounds cost", _NO_TIME)
+        yield StartPhase(_PACING_PHASE, "none: an earlier run has left what rounds cost", _NO_TIME)
         return
     unless = ", unless an earlier run has left it" if kinds is None else ""
     work = f"up to {paced}, for what rounds cost (speculation.pacing){unless}"
-    phase = _estimate(_MEASURED_ROUNDS, work, measured.MEASURED_ROUNDS)
+    phase = _estimate(_PACING_PHASE, work, MEASURED_ROUNDS)
     yield _or_nothing(phase) if unless else phase

@@ -123,12 +123,9 @@ def describe_end(job: SlurmJob, is_server: bool = False) -> str:
     """How a job ended, as one line."""
     why = f" ({job.reason})" if job.reason and job.reason != "NonZeroExitCode" else ""
     left = "some requests were cut off" if is_server else "not all is done; the same command goes on with it"
-    drained = f": drained, {left}" if _is_drained(job) else ""
+    is_drained = job.state == "FAILED" and job.exit_status == ExitCode.DRAINED
+    drained = f": drained, {left}" if is_drained else ""
     return f"job {job.label} {job.state}{why} after {job.elapsed}, exit status {job.exit_status}{drained}"
-
-
-def _is_drained(job: SlurmJob) -> bool:
-    return job.state == "FAILED" and job.exit_status == ExitCode.DRAINED
 
 
 def _tell_states(jobs: Sequence[SlurmJob], told: dict[str, str]) -> bool:

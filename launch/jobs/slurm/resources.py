@@ -1,7 +1,8 @@
 """What a configuration needs of Slurm: nodes, ranks on each, GPUs of each. Known before there is an allocation.
 
-Counted devices are placed on hosts with made-up names, as they will be placed on the allocation's when the job runs. It
-does not know sbatch (script.py), and it starts nothing.
+Counted devices are placed on hosts with made-up names, as they will be placed on the allocation's when the job runs.
+`trtrun plan` puts a job there, too, whose counted devices need more than this host has: so the plan of a batch job is
+what the job does. It does not know sbatch (script.py), and it starts nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.jobs.placement.allocation import is_local
+from launch.jobs.placement.allocation import in_allocation, is_local
 from launch.jobs.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
-from launch.jobs.placement.run_config import DEFAULT_HOST, Read, is_model_here, make_run_config
-from launch.jobs.slurm.section import SlurmSection, read_slurm_section
+from launch.jobs.placement.run_config import (
+    DEFAULT_HOST,
+    Read,
+    engine_sections,
+    is_model_here,
+    make_run_config,
+    name_places,
+)
+from launch.jobs.slurm.section import SlurmSection, check_slurm_section, read_slurm_section
 from parallel.topology import Topology
-from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
 from trtrun.configuration.topology import make_topology
+from trtrun.configuration.yaml_source import read_values
 from trtrun.errors import ConfigError, shorten
 from trtrun.threads import CORES_OF_CUDA_SLOT
 
@@ -103,7 +112,7 @@ def read_resources(
     values = spell_hosts(values, home=(*named, f"{PREFIX}1")[0])
     values, hosts = _fill(values, named, slurm, str(path))
     values, has_local_models = _settle_models(values)
-    config = make_run_config({"values": values, "base": str(path.resolve().parent), "where": str(path)})
+    config = _make(values, path)
     used = {host_of(device) for device in (*config.target.devices, *config.draft_devices)}
     used_hosts = tuple(host for host in hosts if host in used)
     if config.launch.orchestrator_host is None:
@@ -121,6 +130,44 @@ def read_resources(
     resources = SlurmResources(config, slurm, topology, used_hosts, named, nodes, gpus, has_local_models)
     _check_gres(resources, str(path))
     return resources
+
+
+def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfig, tuple[str, ...]]:
+    """The configuration of a job that is not started; its hosts are simulated where counts ask for more than is here.
+
+    Returns:
+        The configuration, and the names of the simulated hosts; none where all hosts are real.
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+    """
+    values = read_values(path, overrides)
+    check_slurm_section(values, str(path))
+    try:
+        return _make(name_places(values), path), ()
+    except ConfigError as error:
+        counted = any(is_counts(section.get("devices")) for section in engine_sections(values))
+        if in_allocation() or not counted:
+            raise ConfigError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
+    return place_on_simulated_hosts(path, overrides, read_resources(path, overrides))
+
+
+def place_on_simulated_hosts(
+    path: Path, overrides: Sequence[str], resources: SlurmResources
+) -> tuple[RuntimeConfig, tuple[str, ...]]:
+    """The configuration with its devices where a batch job will have them; otherwise like `load_plan_config`."""
+    values = read_values(path, overrides)
+    placed = {
+        "target": {**values["target"], "devices": list(resources.config.target.devices)},
+        "launch": {**(values.get("launch") or {}), "orchestrator_host": resources.config.launch.orchestrator_host},
+    }
+    if resources.config.draft_devices:
+        placed["draft"] = {**values["draft"], "devices": list(resources.config.draft_devices)}
+    return _make({**values, **placed}, path), tuple(host for host in resources.hosts if host not in resources.named)
+
+
+def _make(values: Mapping[str, Any], path: Path) -> RuntimeConfig:
+    return make_run_config({"values": values, "base": str(path.resolve().parent), "where": str(path)})
 
 
 def count_gres_gpus(gres: str | None) -> int | None:
@@ -181,8 +228,7 @@ def _read_slurm(
 
 def _most_nodes(values: Mapping[str, Any]) -> int:
     """The most nodes that one engine counts, 0 where nothing is counted."""
-    sections = [section for section in (values.get(name) for name in ENGINES) if isinstance(section, dict)]
-    counts = [section["devices"] for section in sections if is_counts(section.get("devices"))]
+    counts = [section["devices"] for section in engine_sections(values) if is_counts(section.get("devices"))]
     # No more than can be filled: `fill_counts` says what is wrong with a number beyond.
     return max((min(max(1, _whole(count.get("nodes", 1))), MOST_DEVICES) for count in counts), default=0)
 

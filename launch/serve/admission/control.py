@@ -1,9 +1,8 @@
-"""Admission control: who is let in while how much is in work, whatever the protocol, and how many logits may be kept.
+"""Admission control: who is let in while how much is in work, whatever the protocol.
 
 Completions that have a row run at once, others wait for one; the numbers of both are bounded and known, so a request is
 answered at once. Places, rows of the engine and parser workers are shared between clients (owners) first, and between
-requests only then. Logits are large, 500 KB a token at 128k entries: what a request may come to is known when it comes,
-and counted until its client has read it.
+requests only then.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,7 +24,6 @@ from launch.serve.admission.refusals import (
     engine_starting,
     server_ending,
 )
-from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.queue import has_share
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
@@ -210,81 +207,3 @@ class Ticket:
             self._has_left = True
             self._owner.num_requests -= 1
             self._admission.leave()
-
-
-_LOGIT_BYTES = 4
-
-
-class LogitsLimit:
-    """Counts the logits of requests. It belongs to one event loop.
-
-    Attributes:
-        vocab_size: numbers of a position.
-        most_bytes: over all positions of a request.
-        most_together: bytes over all requests.
-        num_bytes: of these, now.
-    """
-
-    def __init__(self, vocab_size: int, most_bytes: int, most_together: int) -> None:
-        self.vocab_size = vocab_size
-        self.most_bytes = most_bytes
-        self.most_together = most_together
-        self.num_bytes = 0
-
-    def enter(self, lengths: Sequence[int], sampling: Sequence[SamplingParams], max_length: int) -> LogitsPlace:
-        """Let a request in. Completions of one answer are filled up to the longest.
-
-        Args:
-            lengths: tokens of each prompt.
-            sampling: of each prompt.
-            max_length: tokens at which the engine ends a completion, its prompt among them.
-
-        Raises:
-            Refusal: it may come to more than one may have, or there is no room for it now.
-        """
-        num_bytes = self._check(lengths, sampling, max_length)
-        if num_bytes and self.num_bytes + num_bytes > self.most_together:
-            raise Refusal(
-                Kind.BUSY,
-                f"with {num_bytes} bytes of this request more logits would be kept at once than the "
-                f"{self.most_together} bytes that may be (server.max_total_logits_bytes): send the request again later",
-                code="too_many_bytes",
-                retry_after=RETRY_SECONDS,
-            )
-        return LogitsPlace(self, num_bytes)
-
-    def _check(self, lengths: Sequence[int], sampling: Sequence[SamplingParams], max_length: int) -> int:
-        """The bytes that a request may come to."""
-        of_prompts = of_tokens = 0
-        for length, parameters in zip(lengths, sampling, strict=True):
-            if parameters.return_context_logits:
-                of_prompts = max(of_prompts, length)
-            if parameters.return_generation_logits:
-                of_tokens = max(of_tokens, min(parameters.max_tokens, max_length - length))
-        count = sum(parameters.n for parameters in sampling)
-        num_bytes = count * (of_prompts + of_tokens) * self.vocab_size * _LOGIT_BYTES
-        if num_bytes <= self.most_bytes:
-            return num_bytes
-        asked = {"return_context_logits": of_prompts, "return_generation_logits": of_tokens}
-        names = [name for name, length in asked.items() if length]
-        raise Refusal(
-            Kind.INVALID,
-            f"{' and '.join(names)}: logits of {of_prompts + of_tokens} tokens, {self.vocab_size} each, for each of "
-            f"{count} completions take {num_bytes} bytes, and a request may have {self.most_bytes} "
-            "(server.max_logits_bytes): send a shorter prompt, or ask for fewer tokens",
-            names[0],
-        )
-
-
-class LogitsPlace:
-    """What is counted of one request, from `enter` until `leave`."""
-
-    def __init__(self, limit: LogitsLimit, num_bytes: int) -> None:
-        self._limit = limit
-        self._num_bytes = num_bytes
-        limit.num_bytes += num_bytes
-
-    def leave(self) -> None:
-        """Make room, once the client has read its answer or will not; calling it again does nothing."""
-        self._limit.num_bytes -= self._num_bytes
-        self._num_bytes = 0

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from launch.serve.admission.control import AdmissionControl, LogitsLimit
+from launch.serve.admission.control import AdmissionControl
+from launch.serve.admission.limits import LogitsLimit
 from launch.serve.api.anthropic.api import MessagesApi
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi

@@ -22,10 +22,10 @@ from launch.serve.api.kserve.models import MODELS, Model
 from launch.serve.api.kserve.processing import process
 from launch.serve.api.kserve.requests import check_request, is_stopping
 from launch.serve.api.kserve.row_requests import AskedRows, ModelFacts, read_row_requests
-from launch.serve.api.openai.calls import ChatCall, CompletionCall
+from launch.serve.api.openai.calls import ChatCall, CompletionCall, PromptMaker
 from launch.serve.api.openai.planning import AnswerPlanner
-from launch.serve.api.openai.prompts import PromptMaker, detokenize, tokenize
 from launch.serve.api.openai.responses.requests import in_words_of_responses, read_response
+from launch.serve.api.openai.tokenizing import detokenize, tokenize
 from launch.serve.api.openai.types import ModelNames, read_chat, read_completion
 from launch.serve.http.bodies import parse_json
 from launch.serve.parsing.messages import (

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from launch.serve.admission.control import OWNER, AdmissionControl, LogitsLimit, LogitsPlace, Ticket
-from launch.serve.admission.limits import SHORT_BODY, check_counts, distinct
+from launch.serve.admission.control import OWNER, AdmissionControl, Ticket
+from launch.serve.admission.limits import SHORT_BODY, LogitsLimit, LogitsPlace, check_counts, distinct
 from launch.serve.admission.refusals import Kind, Refusal, engine_starting, out_of_time, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox

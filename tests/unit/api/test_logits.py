@@ -21,7 +21,8 @@ from trtrun.core.outputs import RequestOutput
 from trtrun.engine import verification as prompt_logprobs
 from trtrun.errors import InvalidRequestError
 from trtrun.rounds.launched_round import VerdictCopy
-from trtrun.scheduling.batch import Completion, RunningBatch
+from trtrun.scheduling.batch import RunningBatch
+from trtrun.scheduling.completions import Completion
 from trtrun.start import engine_maker
 
 ASKED = SamplingParams(max_tokens=6, return_context_logits=True, return_generation_logits=True, ignore_eos=True)

@@ -17,7 +17,8 @@ from trtrun.attention.backend import HostAttention
 from trtrun.core.outputs import RequestOutput
 from trtrun.engine import verification as prompt_logprobs
 from trtrun.errors import InvalidRequestError
-from trtrun.scheduling.batch import Completion, RunningBatch
+from trtrun.scheduling.batch import RunningBatch
+from trtrun.scheduling.completions import Completion
 from trtrun.start import engine_maker
 
 SCORED = SamplingParams(max_tokens=6, prompt_logprobs=4, ignore_eos=True)

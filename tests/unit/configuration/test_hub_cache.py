@@ -67,7 +67,7 @@ def test_main_is_found_and_revisions_by_ref_and_commit(cache: Path, model: Path)
     assert config_of(f"{MODEL}@v1.0").target.model == other
     assert config_of(f"{MODEL}@{OTHER_COMMIT}").target.model == other
     assert len(Checkpoint(main).list_files()) == 3
-    assert make_one_device_config(MODEL, None, 1, False, "auto", "none", "cpu:0").target.model == main
+    assert make_one_device_config(MODEL, None, "cpu:0", "auto", ("none", "none"), {"draft_len": 1}).target.model == main
 
 
 def test_heads_and_tokenizers_are_found_without_a_config(cache: Path, model: Path, tmp_path: Path) -> None:

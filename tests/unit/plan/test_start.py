@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 from triton import knobs
 
 from launch.jobs.placement.memory import JobMemory
-from launch.jobs.plan import measured_starts, start, start_ranks
+from launch.jobs.plan import start, start_ranks
 from launch.jobs.plan.start import StartPlan, plan_start
 from parallel.groups import open_groups
 from trtrun import LLM
@@ -97,12 +97,12 @@ def test_the_figures_are_those_of_the_documents() -> None:
     cold, warm = [float(row[0]) for row in rows], list[float]()
     for row in rows:
         warm.append(float(row[1]) if row[1] != "–" else warm[-1])
-    assert (tuple(cold), tuple(warm)) == (measured_starts.COLD, measured_starts.WARM)
+    assert (tuple(cold), tuple(warm)) == (start.COLD, start.WARM)
     text = " ".join(PERFORMANCE.split())
-    low, high = measured_starts.MEASURED_ROUNDS.seconds
+    low, high = start.MEASURED_ROUNDS.seconds
     for part in (
-        f"and {measured_starts.NUM_GRAPHS} graphs",
-        f"compiling them in {measured_starts.NUM_PROCESSES} processes",
+        f"and {start.NUM_GRAPHS} graphs",
+        f"compiling them in {start.NUM_PROCESSES} processes",
         f"rounds that the start measures ({low:g} to {high:g} s",
         "| 4.6 to 4.8 s in all, most of it importing torch |",
         "Two H100, target TP 2: 17 s to ready behind the imports, kernels of one rank warm",
@@ -114,19 +114,19 @@ def test_a_job_like_that_which_was_measured_takes_as_long(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the cold run's 25.4 s and the warm one's 9.3, which differ by imports, too; weights that are made up."""
-    monkeypatch.setattr(start_ranks, "count_graphs", lambda *_: measured_starts.NUM_GRAPHS // 2)
+    monkeypatch.setattr(start_ranks, "count_graphs", lambda *_: start.NUM_GRAPHS // 2)
     config = gpu_job(pair, ["cuda:0"], ["cuda:0"], speculation={"pacing": "measured"})
     made_up = {"load_format": "dummy"}
     assert config.draft is not None
     sections = {"target": config.target.model_copy(update=made_up), "draft": config.draft.model_copy(update=made_up)}
     config = config.model_copy(update=sections)
     cold = plan(config)
-    assert cold.kernels == "missing" and cold.ranks[0].graphs == measured_starts.NUM_GRAPHS
-    assert cold.seconds is not None and cold.seconds[0] <= measured_starts.COLD[-1] <= cold.seconds[1]
+    assert cold.kernels == "missing" and cold.ranks[0].graphs == start.NUM_GRAPHS
+    assert cold.seconds is not None and cold.seconds[0] <= start.COLD[-1] <= cold.seconds[1]
     leave_mark(config, monkeypatch)
     warm = plan(config)
     assert warm.kernels == "found"
-    assert warm.seconds is not None and warm.seconds[0] <= measured_starts.WARM[-1] <= warm.seconds[1]
+    assert warm.seconds is not None and warm.seconds[0] <= start.WARM[-1] <= warm.seconds[1]
     assert phase(warm, "kernels").seconds == phase(warm, "largest round").seconds == (0.0, 0.0)
 
 
@@ -194,7 +194,7 @@ def test_processors_have_no_estimate_of_the_whole(pair: tuple[Path, Path]) -> No
     found = plan(configuration(*pair, speculation={"pacing": "measured"}))
     assert found.seconds is None and found.kernels == "none"
     assert found.ranks[0].graphs == 0
-    assert phase(found, "measured rounds").seconds == measured_starts.MEASURED_ROUNDS.seconds
+    assert phase(found, "measured rounds").seconds == start.MEASURED_ROUNDS.seconds
     assert any("speculation.pacing" in line for line in found.shorter)
     texts = plan(configuration(pair[0], None, speculation={"pacing": "measured", "method": "ngram"}))
     fixed = plan(configuration(*pair))

@@ -14,8 +14,8 @@ from fakes import FakeEngine, Rule, own_link
 from trtrun.configuration.drafting.speculation_section import HybridOptions
 from trtrun.core.nouns import Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.rounds.commit import commit_round
 from trtrun.rounds.exchange.exchange import DeviceExchange
-from trtrun.rounds.orchestrator import commit_round
 from trtrun.rounds.round import Worker, probability_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
@@ -236,6 +236,8 @@ class _Greedy:
 
     def sampled_indices(self, rows: list[int]) -> list[int]:
         return [index for index, row in enumerate(rows) if row not in self._greedy]
+
+    def begin_round(self, timed_rows: Sequence[int]) -> None: ...
 
 
 def test_a_report_of_another_round_is_a_defect_that_is_seen() -> None:

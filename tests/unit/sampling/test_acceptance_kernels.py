@@ -26,7 +26,7 @@ from trtrun.sampling import filters
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation import verify as verification
-from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
+from trtrun.speculation.verify import Verification, accept_by_probability, accept_by_token, verify
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = pytest.mark.usefixtures("sampling_kernels")
@@ -40,7 +40,9 @@ def test_acceptance_by_probability_follows_the_target() -> None:
     found = distributions_of(sampling, DRAFT_LOGITS.to(DEVICE).expand(COUNT, 1, 6), rows, lengths, token_ids)
     drafts, probs = found.choose(Stream.DRAFT), found.probabilities(rows, 6)
     target = TARGET_LOGITS.to(DEVICE).expand(COUNT, 2, 6)
-    verdict = verify(target, sampling, rows, lengths, token_ids, drafts, torch.ones_like(lengths), probs, rows)
+    verdict = verify(
+        Verification(target, sampling, rows, lengths, token_ids), drafts, torch.ones_like(lengths), probs, rows
+    )
     exact, drafted = (
         torch.tensor(softmax(reference_logits(line.tolist(), [1], seeded(**settings), 1)), dtype=torch.float64)
         for line in (TARGET_LOGITS, DRAFT_LOGITS)
@@ -70,7 +72,9 @@ def test_acceptance_by_probability_is_that_of_torch(draft_len: int) -> None:
     _, plain = both_ways(sampling, logits, range(count), lengths, token_ids, drafts)
     arguments = (probs, drafts, lens, sampling.seeds(range(count)), lengths)
     expected = accept_by_probability(plain.probabilities(range(count), vocab), *arguments)
-    verdict = verify(logits, sampling, range(count), lengths, token_ids, drafts, lens, probs, range(count))
+    verdict = verify(
+        Verification(logits, sampling, range(count), lengths, token_ids), drafts, lens, probs, range(count)
+    )
     assert torch.equal(verdict.num_tokens, expected[0]) and torch.equal(verdict.tokens, expected[1])
     assert draft_len == 1 or float(verdict.num_tokens.double().mean()) > 1
 
@@ -82,7 +86,9 @@ def test_equal_distributions_leave_no_residual() -> None:
     target = torch.tensor([0.0, 9.0, 0.0, 9.0, 0.0, 0.0], device=DEVICE).expand(4, 2, 6)
     probs = torch.tensor([[[0.5, 0.9, 0.5, 0.9, 0.5, 0.5]]], device=DEVICE).expand(4, 1, 6)
     drafts = torch.full((4, 1), 2, device=DEVICE)
-    verdict = verify(target, sampling, range(4), lengths, token_ids, drafts, lengths * 0 + 1, probs, range(4))
+    verdict = verify(
+        Verification(target, sampling, range(4), lengths, token_ids), drafts, lengths * 0 + 1, probs, range(4)
+    )
     assert verdict.num_tokens.tolist() == [1] * 4
     assert set(verdict.tokens[:, 0].tolist()) <= {1, 3}
 
@@ -138,7 +144,7 @@ def test_speculative_tokens_are_plain_ones_by_seed() -> None:
             where = lengths[:, None] + torch.arange(draft_len + 1, device=DEVICE)
             logits = table[context.gather(1, where - 2), context.gather(1, where - 1)]
             lens = torch.full_like(lengths, draft_len)
-            verdict = verify(logits, sampling, rows, lengths, token_ids, drafts, lens)
+            verdict = verify(Verification(logits, sampling, rows, lengths, token_ids), drafts, lens)
             token_ids = token_ids.scatter(1, where, verdict.tokens.clamp(min=0).int())
             lengths = lengths + verdict.num_tokens
         return token_ids[:, 3 : 3 + steps].long()
@@ -162,8 +168,8 @@ def test_a_round_of_sampling_can_be_captured(values: dict[str, object]) -> None:
     probs = torch.softmax(torch.randn(5, 3, vocab, device=DEVICE), -1)
 
     def work() -> tuple[torch.Tensor, torch.Tensor]:
-        by_token = verify(logits, sampling, rows, lengths, token_ids, drafts, lens)
-        by_probability = verify(logits, sampling, rows, lengths, token_ids, drafts, lens, probs, rows)
+        by_token = verify(Verification(logits, sampling, rows, lengths, token_ids), drafts, lens)
+        by_probability = verify(Verification(logits, sampling, rows, lengths, token_ids), drafts, lens, probs, rows)
         return by_token.tokens, by_probability.tokens
 
     work()

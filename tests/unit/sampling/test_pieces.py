@@ -15,7 +15,7 @@ from trtrun.sampling import filters as pieces_module
 from trtrun.sampling.filters import pieces
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.speculation.verify import verify
+from trtrun.speculation.verify import Verification, verify
 
 VOCAB, ROWS, DRAFT_LEN = 700, 24, 3
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -59,7 +59,9 @@ def test_a_verdict_does_not_depend_on_how_many_rows_are_worked_on_at_a_time(
         monkeypatch.setattr(filters, "_DEVICE_CHUNK", most)
         processed = sampling.process(logits, rows, lengths, token_ids, drafts)
         verdict = verify(
-            *(logits, sampling, rows, lengths, token_ids, drafts, torch.full_like(lengths, DRAFT_LEN)),
+            Verification(logits, sampling, rows, lengths, token_ids),
+            drafts,
+            torch.full_like(lengths, DRAFT_LEN),
             probabilities if by_probability else None,
             sampled,
         )

@@ -7,7 +7,7 @@ import dataclasses
 from scheduler_simulation import make_request
 
 from trtrun.core.nouns import RoundPlan
-from trtrun.scheduling.batch import RowResult
+from trtrun.scheduling.completions import RowResult
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 

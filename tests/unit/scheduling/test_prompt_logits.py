@@ -10,8 +10,8 @@ from scheduler_simulation import make_request
 from trtrun.core.nouns import LogitsPart, Request, RoundPlan
 from trtrun.core.outputs import Logits
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.scheduling.batch import NO_PLACE, ScoredRow
-from trtrun.scheduling.prompt_results import PromptLogits
+from trtrun.scheduling.batch import ScoredRow
+from trtrun.scheduling.completions import NO_PLACE, PromptLogits
 from trtrun.scheduling.results import commit_logits
 from trtrun.scheduling.scheduler import Scheduler
 

@@ -7,8 +7,8 @@ from scheduler_rounds import LIMITS
 
 from trtrun.core.nouns import Request, ScoredPart
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.scheduling.batch import Completion, ScoredRow
-from trtrun.scheduling.prompt_results import PromptScores
+from trtrun.scheduling.batch import ScoredRow
+from trtrun.scheduling.completions import Completion, PromptScores
 from trtrun.scheduling.results import commit_scores
 from trtrun.scheduling.scheduler import Scheduler
 

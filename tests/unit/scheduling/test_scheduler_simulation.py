@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_simulation import VOCABULARY, Job, make_request
 
-from trtrun.scheduling.batch import Completion
+from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.scheduler import SchedulerLimits
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True, database=None)

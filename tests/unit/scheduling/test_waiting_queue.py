@@ -10,7 +10,7 @@ from scheduler_simulation import make_request
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache
-from trtrun.scheduling.batch import Completion
+from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.queue import WaitingQueue
 
 POOL = BlockPool(2)

@@ -20,7 +20,7 @@ from trtrun.errors import ConfigError
 from trtrun.sampling import filters as pieces
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.trees import accepted_paths, path_tokens, verify_paths
-from trtrun.speculation.verify import verify
+from trtrun.speculation.verify import Verification, verify
 
 COUNT = 40
 DRAFT_LEN = 4
@@ -190,17 +190,19 @@ def test_the_verdict_is_that_of_the_path_that_keeps_most(
             [0, *(paths[row, 0, :-1] + 1).tolist()]
         ]
     listed = list(range(rows))
-    verdict = verify_paths(logits, sampling, listed, lengths, token_ids, draft, 20)
+    verdict = verify_paths(Verification(logits, sampling, listed, lengths, token_ids, max_context=20), draft)
     by_path = [
         verify(
-            torch.stack([logits[row, [0, *(paths[row, path] + 1).tolist()]] for row in listed]),
-            sampling,
-            listed,
-            lengths,
-            token_ids,
+            Verification(
+                torch.stack([logits[row, [0, *(paths[row, path] + 1).tolist()]] for row in listed]),
+                sampling,
+                listed,
+                lengths,
+                token_ids,
+                max_context=20,
+            ),
             path_tokens(draft)[:, path],
             draft.path_lens()[:, path],
-            max_context=20,
         )
         for path in range(num_paths)
     ]

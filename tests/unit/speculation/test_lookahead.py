@@ -25,6 +25,7 @@ from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.drafters import lookahead
 from trtrun.speculation.drafters.lookahead import LookaheadDrafter
 from trtrun.speculation.trees import path_tokens, verify_paths
+from trtrun.speculation.verify import Verification
 
 VOCABULARY = 13
 
@@ -163,7 +164,7 @@ class Rows:
         logits = self._logits(draft, order)
         index = torch.tensor(order)
         verdict = verify_paths(
-            logits, self.state.sampling, order, self.state.lengths[index], self.state.token_ids, draft
+            Verification(logits, self.state.sampling, order, self.state.lengths[index], self.state.token_ids), draft
         )
         gained = [
             tokens[:count] for tokens, count in zip(verdict.tokens.tolist(), verdict.num_tokens.tolist(), strict=True)

@@ -12,7 +12,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.rounds.launched_round import VerdictCopy
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
+from trtrun.speculation.verify import Verification, accept_by_probability, accept_by_token, verify
 from trtrun.wire.reports import RoundReport, decode_report
 
 VOCAB = 12
@@ -139,11 +139,7 @@ class Toy:
         # Behind its valid tokens a row's token_ids is anything.
         self.token_ids = torch.where(torch.arange(40) < self.lengths[:, None], self.token_ids, 3)
         verdict = verify(
-            logits,
-            self.sampling,
-            self.rows,
-            self.lengths,
-            self.token_ids,
+            Verification(logits, self.sampling, self.rows, self.lengths, self.token_ids),
             drafts,
             lens,
             probabilities,
@@ -217,11 +213,13 @@ def test_a_row_to_which_every_token_is_forbidden_ends_there(draft_len: int, temp
         begin = int(toy.lengths[0]) - 2
         drafts = right[begin : begin + draft_len].expand(2, draft_len).contiguous()
         verdict = verify(
-            toy.logits(toy.target, text, toy.lengths, draft_len + 1),
-            toy.sampling,
-            toy.rows,
-            toy.lengths,
-            toy.token_ids,
+            Verification(
+                toy.logits(toy.target, text, toy.lengths, draft_len + 1),
+                toy.sampling,
+                toy.rows,
+                toy.lengths,
+                toy.token_ids,
+            ),
             drafts,
             torch.full((2,), draft_len),
         )
@@ -251,16 +249,14 @@ def test_verify_mixes_modes_and_reports_logprobs_in_order() -> None:
     drafts, probabilities = toy.propose(3, Stream.DRAFT)
     lens = torch.tensor([3, 2, 3, -1])
     raw = torch.randn(4, 4, VOCAB)
-    both = verify(raw, toy.sampling, toy.rows, toy.lengths, toy.token_ids, drafts, lens, probabilities[1:3], [1, 2])
+    both = verify(
+        Verification(raw, toy.sampling, toy.rows, toy.lengths, toy.token_ids), drafts, lens, probabilities[1:3], [1, 2]
+    )
     for row in range(4):
         one = slice(row, row + 1)
         by_probability = row in (1, 2)
         alone = verify(
-            raw[one],
-            toy.sampling,
-            [row],
-            toy.lengths[one],
-            toy.token_ids,
+            Verification(raw[one], toy.sampling, [row], toy.lengths[one], toy.token_ids),
             drafts[one],
             lens[one],
             probabilities[one] if by_probability else None,
@@ -273,10 +269,12 @@ def test_verify_mixes_modes_and_reports_logprobs_in_order() -> None:
     expected = torch.log_softmax(raw[2, 0], -1)
     assert float(both.logprobs.values[1, 0, 0]) == pytest.approx(float(expected[both.tokens[2, 0]]))
     assert both.logprobs.token_ids[1, 0, 1:].tolist() == expected.topk(3).indices.tolist()
-    quiet = verify(raw[1:2], toy.sampling, [1], toy.lengths[1:2], toy.token_ids, drafts[1:2], lens[1:2])
+    quiet = verify(Verification(raw[1:2], toy.sampling, [1], toy.lengths[1:2], toy.token_ids), drafts[1:2], lens[1:2])
     assert quiet.logprobs is None
     with pytest.raises(ValueError, match="draft_probs must be"):
-        verify(raw, toy.sampling, toy.rows, toy.lengths, toy.token_ids, drafts, lens, probabilities, [1, 2])
+        verify(
+            Verification(raw, toy.sampling, toy.rows, toy.lengths, toy.token_ids), drafts, lens, probabilities, [1, 2]
+        )
 
 
 def report_of(verdict: Verdict) -> RoundReport:
@@ -301,15 +299,16 @@ def test_a_row_whose_logits_are_not_finite_gains_nothing(mode: str, damage: str,
     extended = toy.token_ids.scatter(1, toy.lengths[:, None] + torch.arange(2), drafts.int())
     logits = toy.logits(toy.target, extended, toy.lengths, 3)
     lens = torch.full((3,), 2)
-    arguments = (toy.sampling, toy.rows, toy.lengths, toy.token_ids, drafts, lens)
+    verification = Verification(logits, toy.sampling, toy.rows, toy.lengths, toy.token_ids)
+    arguments = (drafts, lens)
     arguments += (probabilities, [0, 1, 2]) if by_probability else (None, ())
-    whole = verify(logits, *arguments)
+    whole = verify(verification, *arguments)
     assert int(whole.num_tokens.min()) == 3, "the draft is the target, so that every position is reached"
     token = int(whole.tokens[1, position])
     damages = {"nan": (token, "nan"), "inf": (token, "inf")}
     place, value = damages.get(damage, (slice(None), damage.removeprefix("all ")))
     logits[1, position, place] = float(value)
-    verdict = verify(logits, *arguments)
+    verdict = verify(verification, *arguments)
     report = report_of(verdict)
     if damage == "nan" and mode != "greedy":
         # A sampled row does not choose it: NaN counts as impossible.
@@ -328,7 +327,9 @@ def test_infinite_logits_of_tokens_that_nobody_chooses_do_no_harm() -> None:
     logits[0, 0, 4] = 1.0
     logits[0, 0, 5:] = -torch.inf
     none = torch.empty(1, 0, dtype=torch.int64)
-    verdict = verify(logits, toy.sampling, [0], toy.lengths, toy.token_ids, none, torch.zeros(1, dtype=torch.int64))
+    verdict = verify(
+        Verification(logits, toy.sampling, [0], toy.lengths, toy.token_ids), none, torch.zeros(1, dtype=torch.int64)
+    )
     assert verdict.num_tokens.tolist() == [1] and verdict.tokens.tolist() == [[4]]
     assert report_of(verdict).tokens == [[4]]
 
@@ -346,7 +347,9 @@ def test_a_draft_without_a_distribution_cannot_be_seen_in_the_output() -> None:
     probabilities = sampling.probabilities(broken)
     assert not probabilities.any()
     target = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(4000, 2, 4)
-    verdict = verify(target, sampling, rows, lengths, token_ids, drafts, torch.ones_like(lengths), probabilities, rows)
+    verdict = verify(
+        Verification(target, sampling, rows, lengths, token_ids), drafts, torch.ones_like(lengths), probabilities, rows
+    )
     counts = torch.bincount(verdict.tokens[:, 0], minlength=4) / 4000
     assert bool((verdict.num_tokens == 1).all())
     assert torch.allclose(counts, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03)
@@ -366,10 +369,14 @@ def test_nothing_is_read_back_from_the_device() -> None:
     sampled = sampling.sampled_indices(rows)
     probabilities = torch.empty(len(sampled), 3, VOCAB, device="meta")
     verdict = verify(
-        logits, sampling, rows, integers(40), token_ids, integers(40, 3), integers(40), probabilities, sampled
+        Verification(logits, sampling, rows, integers(40), token_ids),
+        integers(40, 3),
+        integers(40),
+        probabilities,
+        sampled,
     )
     assert verdict.tokens.shape == (40, 4) and verdict.tokens.device.type == "meta"
-    verdict = verify(logits, sampling, rows, integers(40), token_ids, integers(40, 3), integers(40))
+    verdict = verify(Verification(logits, sampling, rows, integers(40), token_ids), integers(40, 3), integers(40))
     assert verdict.num_tokens.shape == (40,)
     with pytest.raises((RuntimeError, NotImplementedError)):
         bool((verdict.tokens > 0).any())

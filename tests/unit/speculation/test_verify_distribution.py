@@ -15,7 +15,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling.row_steps import TokenMasks
-from trtrun.speculation.verify import verify
+from trtrun.speculation.verify import Verification, verify
 
 VOCAB, ROWS, TOKENS, P_VALUE = 8, 24_000, 3, 1e-4
 PROMPT = (3, 5, 3)
@@ -86,11 +86,7 @@ def speculate(
         before = torch.cat([token_ids.gather(1, lengths[:, None] - 1).long(), tokens], dim=1)
         probs = torch.cat(probabilities, dim=1) if use_logits else None
         verdict = verify(
-            TARGET_LOGITS[before],
-            sampling,
-            rows,
-            lengths,
-            token_ids,
+            Verification(TARGET_LOGITS[before], sampling, rows, lengths, token_ids),
             tokens,
             draft_lens,
             probs,
@@ -190,16 +186,11 @@ def test_masked_tokens_are_drawn_from_what_is_left(sampling: RowSampling, draft:
     drafted = sampling.choose(processed, rows, lengths, Stream.DRAFT if use_logits else Stream.TARGET)
     logits = torch.stack((TARGET_LOGITS[PROMPT[-1]].expand(ROWS, -1), TARGET_LOGITS[drafted[:, 0]]), dim=1)
     found = verify(
-        logits,
-        sampling,
-        rows,
-        lengths,
-        token_ids,
+        Verification(logits, sampling, rows, lengths, token_ids, masks=masks),
         drafted,
         torch.ones_like(lengths),
         sampling.probabilities(processed) if use_logits else None,
         rows if use_logits else (),
-        masks=masks,
     )
     params = SamplingParams.from_mapping(SETTINGS)
 

@@ -366,12 +366,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         for text, most, of_row, candidates in zip(texts, lens, tokens, ranked, strict=True):
             text.extend(of_row[:most], _without_chosen(of_row[:most], candidates), is_written=is_written)
         if chosen.probs is not None:
-            self._keep_probs(rows, chosen.probs)
-
-    def _keep_probs(self, rows: list[int], probs: Tensor) -> None:
-        """Keep draft_probs [sampled rows, steps, vocab] of those of `rows` that are sampled."""
-        for place, index in enumerate(self._engine.rows.sampling.sampled_indices(rows)):
-            self._probs[rows[index]] = probs[place]
+            for place, index in enumerate(self._engine.rows.sampling.sampled_indices(rows)):
+                self._probs[rows[index]] = chosen.probs[place]
 
     def _may_guess(self, row: int, steps: int) -> bool:
         """Whether guesses of so many steps fit behind a row, and are of use there: not where the draft that came with

@@ -100,12 +100,9 @@ class TokenRecyclingDrafter(LeaderDrafter):
             logits = torch.zeros((1, len(self._table.tokens)), device=self._device)
             self._table.learn(nothing, nothing > 0, logits)
 
-    def _of_depth(self, depth: int) -> ChoiceTree:
-        return ChoiceTree.chain(depth) if self._tree is None else self._tree.cut(depth)
-
     @override
     def _make_shape(self, depth: int) -> DraftShape:
-        tree = self._of_depth(depth)
+        tree = ChoiceTree.chain(depth) if self._tree is None else self._tree.cut(depth)
         self._levels[depth] = self._make_levels(tree)
         return DraftShape.of(tree.paths, depth, self._device, is_chain=self._tree is None)
 

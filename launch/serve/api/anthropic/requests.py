@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.api.anthropic.conversations import read_conversation, wrong
-from launch.serve.api.openai.calls import ChatCall
+from launch.serve.api.openai.calls import ChatCall, PromptMaker
 from launch.serve.api.openai.fields import Field, Treatment
-from launch.serve.api.openai.prompts import PromptMaker
 from launch.serve.api.openai.taking import check_names, take_fields
 from launch.serve.api.openai.types import SAMPLING_FIELDS, ModelNames, read_chat
 from trtrun.chats.tools import at_places, words_at_places

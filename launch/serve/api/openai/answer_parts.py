@@ -15,6 +15,7 @@ pieces of its other completions wait until then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -185,6 +186,40 @@ class TokenTexts:
 
 
 Spell = Callable[[int], str]
+
+_REPLACEMENT = "\ufffd"
+_KEPT_SPELLINGS = 2
+"""A tokenizer's, and that without one."""
+
+
+class Spelling:
+    """Tokens as texts of their own, for log probabilities: each made once."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, list[int] | None] = {}
+
+    def spell(self, token: int) -> str:
+        """A token's text; where there is none, such as without a tokenizer, its id."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else ""
+            self._texts[token] = text = text or f"token_id:{token}"
+        return text
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The UTF-8 of what `spell` gives, be it a text or an id; None where it is no text by itself."""
+        if token not in self._bytes:
+            text = self.spell(token)
+            self._bytes[token] = None if _REPLACEMENT in text else list(text.encode())
+        return self._bytes[token]
+
+
+@lru_cache(_KEPT_SPELLINGS)
+def spelling_of(tokenizer: Tokenizer | None) -> Spelling:
+    """The spelling of a tokenizer, which answers share."""
+    return Spelling(tokenizer)
 
 
 class ScoredPrompts:

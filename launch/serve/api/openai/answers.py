@@ -10,7 +10,6 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from launch.serve.api.openai.answer_parts import (
     EchoedPrompts,
     ScoredPrompts,
     TokenTexts,
+    spelling_of,
     tell_logprobs,
     tell_prompt_logprobs,
     tell_tokens,
@@ -36,12 +36,8 @@ from trtrun.core.request_statistics import RequestStatistics
 from trtrun.tokens.detokenizer import TokenText
 from trtrun.tokens.text import Tokenizer
 
-_REPLACEMENT = "\ufffd"
 _OBFUSCATED = 32
 """Bytes of which the length of a chunk's choice is made a multiple, where the request asks for it."""
-
-_KEPT_SPELLINGS = 2
-"""A tokenizer's, and that without one."""
 
 _ENCODER = msgspec.json.Encoder()
 NOTHING = CompletionDelta("", 0, (), "", RequestStatistics())
@@ -84,7 +80,7 @@ class Answer(ABC):
         self._created = int(time.time())
         self._answering = answering
         self._num_choices = len(prompts) * answering.sampling.n
-        self._spelling = _spelling_of(None if answering.tokens_as_ids else tokenizer)
+        self._spelling = spelling_of(None if answering.tokens_as_ids else tokenizer)
         self._choices: dict[int, Choice] = {}
         self._so_far = Usage(sum(map(len, prompts)))
         needs_texts = answering.return_token_texts or (self.tells_offsets and answering.sampling.logprobs is not None)
@@ -221,10 +217,8 @@ class Answer(ABC):
         told = self._choice(number, text, NOTHING, None)
         alternatives = self._answering.sampling.logprobs
         if alternatives is not None:
-            entries, begins = (
-                self._scores.of_choice(number, alternatives),
-                [part.begin for part in self._echoes.parts(number)],
-            )
+            entries = self._scores.of_choice(number, alternatives)
+            begins = [part.begin for part in self._echoes.parts(number)]
             told["logprobs"] = tell_logprobs(self._echoes.tokens(number), entries, begins, self._spelling.spell)
         return told
 
@@ -279,35 +273,6 @@ class CompletionAnswer(Answer):
     def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
         tokens, begins = [entry.token_id for entry in entries], [part.begin for part in texts]
         return tell_logprobs(tokens, entries, begins, self._spelling.spell)
-
-
-class Spelling:
-    """Tokens as texts of their own, for log probabilities: each made once."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        self._bytes: dict[int, list[int] | None] = {}
-
-    def spell(self, token: int) -> str:
-        """A token's text; where there is none, such as without a tokenizer, its id."""
-        text = self._texts.get(token)
-        if text is None:
-            text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else ""
-            self._texts[token] = text = text or f"token_id:{token}"
-        return text
-
-    def bytes_of(self, token: int) -> list[int] | None:
-        """The UTF-8 of what `spell` gives, be it a text or an id; None where it is no text by itself."""
-        if token not in self._bytes:
-            text = self.spell(token)
-            self._bytes[token] = None if _REPLACEMENT in text else list(text.encode())
-        return self._bytes[token]
-
-
-@lru_cache(_KEPT_SPELLINGS)
-def _spelling_of(tokenizer: Tokenizer | None) -> Spelling:
-    return Spelling(tokenizer)
 
 
 class ChatAnswer(Answer):

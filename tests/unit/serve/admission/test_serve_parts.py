@@ -22,11 +22,10 @@ from launch.serve.admission.control import (
     OWNER,
     WANTING_SECONDS,
     AdmissionControl,
-    LogitsLimit,
-    LogitsPlace,
     Owners,
     owner_of_address,
 )
+from launch.serve.admission.limits import LogitsLimit, LogitsPlace
 from launch.serve.admission.refusals import Kind, Refusal
 from launch.serve.application.http_server import Listener, is_loopback, listen
 from launch.serve.http.bodies import parse_json

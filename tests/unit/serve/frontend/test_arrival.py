@@ -16,7 +16,7 @@ from launch.serve.api.kserve import grpc_messages as forms
 from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
 from launch.serve.api.kserve.service import KServeService
-from launch.serve.api.openai import prompts as openai_prompts
+from launch.serve.api.openai import calls as openai_calls
 from launch.serve.api.openai.api import OpenAIApi
 from launch.serve.application import request_parser as reader
 from launch.serve.frontend.frontend import Frontend
@@ -73,7 +73,7 @@ async def call(frontend: Frontend, endpoint: str) -> None:
     [
         ("completions", reader, "read_completion"),
         ("chat_completions", reader, "read_chat"),
-        ("chat_completions", openai_prompts, "encode_text"),
+        ("chat_completions", openai_calls, "encode_text"),
         ("generate", forms, "read_generate"),
         ("generate", reader, "read_row_requests"),
         ("infer", forms, "read_infer"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launch.serve.admission.refusals import Refusal, refusing
-from launch.serve.api.openai.prompts import PromptMaker
+from launch.serve.api.openai.calls import PromptMaker
 from launch.serve.api.openai.types import read_chat, read_completion
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.configuration.model_paths import ASSETS

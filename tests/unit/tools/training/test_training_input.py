@@ -17,9 +17,9 @@ from training_runs import MASK, make_method, rows_of
 from launch.commands.train_drafter import train_drafter, train_options
 from launch.train.checks import check_output, find_start
 from launch.train.job import TrainOptions
+from launch.train.run import draw_curves, figure_of
 from trtrun.configuration.config import make_config
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.tools.training.curves import draw_curves, figure_of
 from trtrun.tools.training.data import batch_indexes, read_data
 from trtrun.tools.training.loop import steps_within
 from trtrun.tools.training.methods.pard import find_pard_token
