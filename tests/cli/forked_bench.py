@@ -17,7 +17,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / "helpers"), str(Path(__fi
 
 from forked_commands import ForkedPrograms
 
-from scripts.bench.gpu_bench import children
+from scripts.harness import children
 
 
 def fork_commands(descriptor: int, set_attribute: Callable[[object, str, object], None] = setattr) -> None:

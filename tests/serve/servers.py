@@ -20,8 +20,8 @@ from forked_commands import ForkedProcess, forked_words, ranks_below, running_pr
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.served.processes import ROOT, server_environment, words_of
-from scripts.served.said import is_idle, read_addresses, read_metrics
+from scripts.harness.announcements import is_idle, read_addresses, read_metrics
+from scripts.harness.processes import ROOT, server_environment, words_of
 
 T = TypeVar("T")
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
@@ -67,7 +67,7 @@ class Server:
         is_forked: bool = True,
     ) -> None:
         words = ["serve", "--config", str(config), *arguments]
-        values = server_environment(environment)
+        values = server_environment(environment or {})
         self.process: subprocess.Popen[str] | ForkedProcess
         if is_forked and not launcher:
             python = [sys.executable, *program]
@@ -118,7 +118,7 @@ class Server:
         return status
 
     def metrics(self) -> dict[str, float]:
-        """See `read_metrics`."""
+        """Every sample of its metrics by its name."""
         return read_metrics(httpx.get(self.metrics_url, timeout=PATIENCE, verify=False).raise_for_status().text)
 
     def wait_idle(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ import pytest
 from servers import ONE_PROCESS, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
-from scripts.served.processes import is_alive
+from scripts.harness.processes import is_alive
 from trtrun import LLM, SamplingParams
 
 pytestmark = pytest.mark.timeout(400)

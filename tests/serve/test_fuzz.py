@@ -13,8 +13,8 @@ import pytest
 from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
 from triton_clients import GREEDY, PROMPT, connected, expected, inputs_of, of_tokens, tokens_of
 
-from scripts.served.fuzz import try_endpoint, try_method
-from scripts.served.odd_calls import (
+from scripts.soak.fuzz import try_endpoint, try_method
+from scripts.soak.odd_calls import (
     METHODS,
     ODD_BYTES,
     OddCall,
@@ -24,7 +24,7 @@ from scripts.served.odd_calls import (
     find_call_fault,
     send_bytes,
 )
-from scripts.served.odd_requests import Answered, OddRequest, find_fault, kserve_endpoints, openai_endpoints
+from scripts.soak.odd_requests import Answered, OddRequest, find_fault, kserve_endpoints, openai_endpoints
 from trtrun import LLM
 
 pytestmark = pytest.mark.timeout(300)

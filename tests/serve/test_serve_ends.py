@@ -18,7 +18,7 @@ import pytest
 from forked_commands import shared_commands
 from servers import ONE_PROCESS, PATIENCE, PLAIN, THREE_RANKS, Server, serving, write_config
 
-from scripts.served.processes import ROOT, server_environment
+from scripts.harness.processes import ROOT, server_environment
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = "a secret of the prompt"
@@ -142,7 +142,7 @@ def test_keys_tls_and_the_time_of_a_request(pair: Path, tmp_path: Path, certific
 def run_refused(*arguments: object, environment: dict[str, str] | None = None) -> str:
     """The one line of a server that does not start."""
     words = ["serve", *map(str, arguments)]
-    done = shared_commands().run(words, server_environment(environment), ROOT, PATIENCE)
+    done = shared_commands().run(words, server_environment(environment or {}), ROOT, PATIENCE)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     return line

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from scripts.served.questions import Question
+from scripts.soak.questions import Question
 
 
 class Verdict(StrEnum):

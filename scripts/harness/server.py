@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import signal
-import sys
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 
 import httpx
 
-from scripts.served.processes import all_processes, environment_of, is_alive, rank_of, server_environment, words_of
-from scripts.served.said import read_addresses, read_metrics
+from scripts.harness.announcements import read_metrics
+from scripts.harness.children import Child, ChildError
+from scripts.harness.processes import all_processes, environment_of, is_alive, rank_of, server_environment, words_of
+from scripts.harness.serving import serve_words, wait_for_addresses
 from trtrun.configuration.model_paths import ASSETS
 
 T = TypeVar("T")
@@ -33,15 +35,11 @@ CLEAR_SECONDS = 60.0
 """How long processes and files may take to be gone after whoever needed them."""
 
 
-class TrialError(Exception):
-    """The server is not as it has to be."""
-
-
 def write_config(path: Path, num_ranks: int, **sections: Any) -> Path:
     """The shipped pair on CPU slots: one process, or a rank for the orchestrator, one for the draft, the others for the
     target. JSON is YAML."""
     if num_ranks not in (1, 3, 4, 5):
-        raise TrialError(f"--ranks is 1, 3, 4 or 5, not {num_ranks}")
+        raise ChildError(f"--ranks is 1, 3, 4 or 5, not {num_ranks}")
     target = ["cpu:0"] if num_ranks == 1 else [f"cpu:{place}" for place in range(1, num_ranks - 1)]
     values = {
         "target": {"model": "asset:target", "devices": target},
@@ -63,65 +61,62 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def open_client(url: str, patience: float) -> httpx.AsyncClient:
+    """A client of a server, which waits so many seconds for each piece of an answer."""
+    return httpx.AsyncClient(base_url=url, timeout=patience, trust_env=False)
+
+
 class Server:
     """A running `trtrun serve`, whose temporary files all lie in one folder.
 
+    Args:
+        config: its configuration.
+        folder: for what it says, and in a folder there for its temporary files.
+        options: of the command, behind those that name free ports.
+
     Attributes:
-        folder: for its temporary files, and for nothing else.
-        lines: what it has said.
         model, url, metrics_url, grpc_address: once it is ready.
     """
 
-    def __init__(self, config: Path, folder: Path, arguments: tuple[str, ...] = ()) -> None:
-        self.folder = folder
-        self.lines: list[str] = []
+    def __init__(self, config: Path, folder: Path, options: tuple[str, ...] = ()) -> None:
         self.model = self.url = self.metrics_url = self.grpc_address = ""
+        self._folder = folder
+        self._temporary = folder / "tmp"
+        self._temporary.mkdir()
         self._mark = secrets.token_hex(8)
-        self._command = [sys.executable, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._words = serve_words(config, *options)
+        self._started: list[Child] = []
         self._shared_memory: set[Path] = set()
 
     async def start(self, patience: float) -> None:
         """Start it, and wait until it says where it listens.
 
         Raises:
-            TrialError: it does not.
+            ChildError: it does not.
         """
         self.url = ""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            "--http-port",
-            "0",
-            "--grpc-port",
-            "0",
-            "--metrics-port",
-            "0",
-            stderr=asyncio.subprocess.PIPE,
-            env=server_environment({"TMPDIR": str(self.folder), MARK: self._mark}),
-        )
-        self._reading = asyncio.create_task(self._read(self._process))
-        deadline = time.monotonic() + patience
-        while not self.url:
-            if self._reading.done() or time.monotonic() > deadline:
-                raise TrialError("the server did not start:\n" + "\n".join(self.lines[-20:]))
-            self._news.clear()
-            await _wait(self._news, 1.0)
+        variables = server_environment({"TMPDIR": str(self._temporary), MARK: self._mark})
+        self._started.append(Child(self._words, self._folder, variables))
+        told = await asyncio.to_thread(wait_for_addresses, self._started[-1], patience)
+        self.model, self.metrics_url, self.grpc_address = told.model, told.metrics_url, told.grpc_address
+        self.url = told.url
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        async for line in process.stderr:
-            self.lines.append(line.decode(errors="replace").rstrip("\n"))
-            if told := read_addresses(self.lines[-1]):
-                self.model, self.url, self.metrics_url = told.model, told.url, told.metrics_url
-                self.grpc_address = told.grpc_address
-            self._news.set()
+    @property
+    def lines(self) -> list[str]:
+        """What it has said, and said before it was started again."""
+        return [line for child in self._started for line in child.errors.splitlines()]
+
+    def error_lines(self) -> list[str]:
+        """What it has said of errors of its own."""
+        return [line for line in self.lines if "Traceback" in line or " ERROR " in line]
+
+    @property
+    def _process(self) -> subprocess.Popen[bytes]:
+        return self._started[-1].process
 
     @property
     def front(self) -> int:
-        """Process id of the front."""
-        assert self._process is not None
+        """Process id of the frontend."""
         return self._process.pid
 
     def processes(self) -> dict[int, str]:
@@ -154,7 +149,7 @@ class Server:
         """Process id of a part, once it is there.
 
         Raises:
-            TrialError: it does not come.
+            ChildError: it does not come.
         """
         return await wait_for(
             lambda: next((process for process, part in self.processes().items() if part == name), None), patience, name
@@ -164,18 +159,18 @@ class Server:
         """Wait until requests are let in.
 
         Raises:
-            TrialError: they are not.
+            ChildError: they are not.
         """
-        async with httpx.AsyncClient(timeout=patience, trust_env=False) as client:
+        async with open_client(self.url, patience) as client:
             deadline = time.monotonic() + patience
-            while not (await client.get(self.url + "/health")).is_success:
+            while not (await client.get("/health")).is_success:
                 if time.monotonic() > deadline:
-                    raise TrialError(f"no engine after {patience:g} s:\n" + "\n".join(self.lines[-20:]))
+                    raise ChildError(f"no engine after {patience:g} s:\n" + "\n".join(self.lines[-20:]))
                 await asyncio.sleep(0.02)
 
     async def metrics(self) -> dict[str, float]:
-        """See `read_metrics`."""
-        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+        """Every sample of its metrics by its name."""
+        async with open_client(self.url, 30) as client:
             return read_metrics((await client.get(self.metrics_url)).raise_for_status().text)
 
     def resident_bytes(self) -> dict[str, int]:
@@ -194,34 +189,35 @@ class Server:
         """Its exit status, once it has ended, and all of its processes and files with it.
 
         Raises:
-            TrialError: some are left; they are ended.
+            ChildError: some are left; they are ended.
         """
-        assert self._process is not None and self._reading is not None
-        status = await self._process.wait()
+        status = await asyncio.to_thread(self._process.wait)
         try:
             await wait_for(lambda: not self.processes() or None, patience, "the end of all processes")
-        except TrialError:
-            left = self.processes()
-            for process in left:
-                os.kill(process, signal.SIGKILL)
-            raise TrialError(f"left behind: {', '.join(sorted(left.values()))}") from None
-        await self._reading
-        left_files = sorted(map(str, [*self.folder.rglob("*"), *filter(Path.exists, self._shared_memory)]))
+        except ChildError:
+            raise ChildError(f"left behind: {', '.join(sorted(self.kill().values()))}") from None
+        left_files = sorted(map(str, [*self._temporary.rglob("*"), *filter(Path.exists, self._shared_memory)]))
         if left_files:
-            raise TrialError(f"left behind: {', '.join(left_files)}")
+            raise ChildError(f"left behind: {', '.join(left_files)}")
         return status
+
+    def kill(self) -> dict[int, str]:
+        """Kill all of its processes; returns those that ran."""
+        left = self.processes()
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+        return left
 
     async def end(self, patience: float) -> int:
         """Let it drain, and see it gone. Returns its exit status."""
-        assert self._process is not None
-        if self._process.returncode is None:
+        if self._process.poll() is None:
             self._process.terminate()
         try:
-            await asyncio.wait_for(self._process.wait(), patience)
-        except TimeoutError:
+            await asyncio.to_thread(self._process.wait, patience)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             await self.wait_over()
-            raise TrialError(f"the server did not end within {patience:g} s of SIGTERM") from None
+            raise ChildError(f"the server did not end within {patience:g} s of SIGTERM") from None
         return await self.wait_over()
 
 
@@ -229,18 +225,11 @@ async def wait_for(ask: Callable[[], T | None], patience: float, what: str) -> T
     """Ask again and again for something that can be seen from outside.
 
     Raises:
-        TrialError: it does not come in time.
+        ChildError: it does not come in time.
     """
     deadline = time.monotonic() + patience
     while (found := ask()) is None:
         if time.monotonic() > deadline:
-            raise TrialError(f"waited {patience:g} s for {what}")
+            raise ChildError(f"waited {patience:g} s for {what}")
         await asyncio.sleep(0.02)
     return found
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from launch.serve.api.kserve.models import MODELS, TARGET, Model, TensorSpec
-from scripts.served.odd_requests import DAMAGE, is_one_line
+from scripts.soak.odd_requests import DAMAGE, is_one_line
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 STREAM = "ModelStreamInfer"

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.errors import Flaky
 
-from scripts.served.odd_calls import OddCall, find_call_fault, make_call, odd_calls
-from scripts.served.odd_requests import Endpoint, OddRequest, exchange, find_fault, odd_requests
+from scripts.soak.odd_calls import OddCall, find_call_fault, make_call, odd_calls
+from scripts.soak.odd_requests import Endpoint, OddRequest, exchange, find_fault, odd_requests
 
 PATIENCE = 120.0
 """Seconds that an answer may take on a busy machine."""

@@ -1,4 +1,4 @@
-"""Processes of a server: what a new one is given, and what /proc shows of those that run.
+"""Processes: what a new one is given, and what /proc shows of those that run.
 
 It does not know requests, nor what a process is for.
 """
@@ -6,16 +6,23 @@ It does not know requests, nor what a process is for.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
 """This checkout, whose code servers run."""
 
 
-def server_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a server of this checkout, with one thread a rank unless it says otherwise."""
+def child_environment(extra: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """This process's environment, in which Python finds this checkout, and `extra`."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths, **(extra or {})}
+    return {**os.environ, "PYTHONPATH": paths, **extra}
+
+
+def server_environment(extra: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """The same for a server, with one thread a rank unless the environment says otherwise."""
+    return {"OMP_NUM_THREADS": "1", **child_environment(extra)}
 
 
 def all_processes() -> list[int]:
@@ -27,11 +34,6 @@ def is_alive(process: int) -> bool:
     """Whether a process runs; a zombie does not."""
     fields = _status_fields(process)
     return fields is not None and fields[0] != "Z"
-
-
-def children_of(process: int) -> list[int]:
-    """Its child processes that run."""
-    return _all_children().get(process, [])
 
 
 def _all_children() -> dict[int, list[int]]:
@@ -61,25 +63,36 @@ def words_of(process: int) -> list[str]:
         return []
 
 
-def rank_of(environment: dict[str, str]) -> int | None:
+def rank_of(environment: Mapping[str, str]) -> int | None:
     """The MPI rank that an environment makes of a process; None where it makes none."""
-    rank = environment.get("OMPI_COMM_WORLD_RANK")
+    rank = environment.get("OMPI_COMM_WORLD_RANK", environment.get("PMI_RANK"))
     return None if rank is None else int(rank)
+
+
+def descendants_of(process: int) -> Iterator[int]:
+    """Process ids of all that descend from a process and run."""
+    children = _all_children()
+    waiting = [process]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        waiting += below
+        yield from below
 
 
 def ranks_below(process: int) -> dict[int, int]:
     """Process ids of the MPI ranks that descend from a process, by rank."""
-    found: dict[int, int] = {}
-    children = _all_children()
-    waiting = [process]
-    while waiting:
-        parent = waiting.pop()
-        for child in children.get(parent, []):
-            waiting.append(child)
-            rank = rank_of(environment_of(child))
-            if rank is not None:
-                found[rank] = child
+    found = {}
+    for child in descendants_of(process):
+        rank = rank_of(environment_of(child))
+        if rank is not None:
+            found[rank] = child
     return found
+
+
+def cpu_seconds(process: int) -> float:
+    """User and system seconds that a process has taken so far; 0 where it is gone."""
+    fields = _status_fields(process)
+    return 0.0 if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status_fields(process: int) -> list[str] | None:

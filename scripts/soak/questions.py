@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.served.processes import ROOT
-from scripts.served.server import TrialError
+from scripts.harness.children import TRTRUN, ChildError, run
+from scripts.harness.processes import server_environment
 from trtrun.configuration.model_paths import ASSETS
 
 _REFERENCE_SECONDS = 900.0
@@ -78,23 +77,19 @@ async def ask_reference(config: Path, rows: Sequence[dict[str, Any]], folder: Pa
     """What `trtrun run` writes for rows, on the ranks of the same configuration.
 
     Raises:
-        TrialError: it refuses a row, or fails.
+        ChildError: it refuses a row, or fails.
     """
     prompts, output = folder / "rows.jsonl", folder / "answers.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    command = [sys.executable, "-m", "launch.cli", "run", "--config", str(config)]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = await asyncio.create_subprocess_exec(
-        *command, "--prompts", str(prompts), "--output", str(output),
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-    )  # fmt: skip
-    if await asyncio.wait_for(process.wait(), _REFERENCE_SECONDS):
-        raise TrialError(f"trtrun run ended with status {process.returncode}")
+    words = [*TRTRUN, "run", "--config", config, "--prompts", prompts, "--output", output]
+    deadline = time.monotonic() + _REFERENCE_SECONDS
+    ended = await asyncio.to_thread(run, words, folder, deadline, server_environment())
+    ended.succeed()
     questions = []
     for row, line in zip(rows, output.read_text(encoding="utf-8").splitlines(), strict=True):
         answer = json.loads(line)
         if answer["error"] is not None:
-            raise TrialError(f"trtrun run refused a row: {answer['error']}")
+            raise ChildError(f"trtrun run refused a row: {answer['error']}")
         completions = answer.get("completions") or [answer]
         expected = [Completion(item["text"], tuple(item["token_ids"]), item["finish_reason"]) for item in completions]
         questions.append(Question(row, tuple(expected)))

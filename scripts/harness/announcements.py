@@ -1,4 +1,4 @@
-"""What a `trtrun serve` says of itself, for programs that start one: the line with its addresses, and its metrics."""
+"""Reads what a `trtrun serve` says of itself: the line with its addresses, and its metrics."""
 
 from __future__ import annotations
 
@@ -45,3 +45,13 @@ def is_idle(metrics: dict[str, float]) -> bool:
     """Whether an engine is up, and nothing runs or waits."""
     busy = metrics["vllm:num_requests_running"] or metrics["vllm:num_requests_waiting"]
     return bool(metrics["trtrun:engine_up"]) and not busy
+
+
+def find_leftovers(metrics: dict[str, float]) -> list[str]:
+    """What an engine still holds that nobody asks for; a line each."""
+    found = []
+    if metrics["vllm:num_requests_running"] or metrics["vllm:num_requests_waiting"]:
+        found.append("rows run that nobody asks for")
+    if metrics["vllm:kv_cache_usage_perc"]:
+        found.append(f"KV blocks are held by nobody: {metrics['vllm:kv_cache_usage_perc']:.4f} of all")
+    return found

@@ -6,21 +6,21 @@ It knows processes and files. It does not know what the commands are for.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.jobs.mpi.processes import clear_session, ending_with_parent
+from scripts.harness.processes import child_environment
 
-ROOT = Path(__file__).resolve().parents[3]
+T = TypeVar("T")
 
 END_SECONDS = 12.0
 """How long a command may take to end its ranks once it is told to."""
@@ -31,7 +31,7 @@ TRTRUN = (sys.executable, "-m", "launch.cli")
 
 
 class ChildError(Exception):
-    """A command failed, or was not done in time; the message is one line."""
+    """A command failed, was not done in time, or is not as it has to be; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class Ended:
     stdout: str
     stderr: str
     seconds: float
+
+    def succeed(self) -> Ended:
+        """The same end, of a command that must not fail.
+
+        Raises:
+            ChildError: it did.
+        """
+        if self.status != 0:
+            raise ChildError(f"status {self.status}: {last_words(self.stderr)}")
+        return self
 
     def last_json(self) -> dict[str, Any]:
         """The object in the last line of its output.
@@ -72,15 +82,14 @@ class Child:
         number = len(list(folder.glob("*.out")))
         self._files = (folder / f"{number:03d}.out", folder / f"{number:03d}.err")
         self._started = time.monotonic()
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             self.process = subprocess.Popen(
                 ending_with_parent(self.words),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables},
-                cwd=ROOT,
+                env=child_environment(variables),
+                cwd=Path.cwd(),
                 start_new_session=True,
             )
 
@@ -95,56 +104,69 @@ class Child:
         if self.process.poll() is None:
             self.stop()
             seconds = time.monotonic() - self._started
-            raise ChildError(f"not done after {seconds:.0f} s: {last_words(self._read()[1])}")
+            raise ChildError(f"not done after {seconds:.0f} s: {last_words(self.errors)}")
         clear_session(self.process.pid)
-        return Ended(self.process.returncode, *self._read(), time.monotonic() - self._started)
+        return Ended(self.process.returncode, self.output, self.errors, time.monotonic() - self._started)
 
-    def stop(self) -> None:
-        """End it and all that it started: first as a user would."""
+    def stop(self, patience: float = END_SECONDS) -> None:
+        """End it and all that it started: first as a user would, and so many seconds later by force."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=END_SECONDS)
+                self.process.wait(timeout=patience)
         clear_session(self.process.pid)
         self.process.wait()
 
-    def wait_until(self, is_there: Any, deadline: float, what: str) -> None:
-        """Wait for something that the command does.
+    def wait_until(self, ask: Callable[[], T | None], deadline: float, what: str) -> T:
+        """What `ask` finds of something that the command does, once it is neither None nor false.
 
         Raises:
-            ChildError: it ended before that, or the time is over.
+            ChildError: the command ended before that, or the time is over.
         """
-        while not is_there():
+        while not (found := ask()):
             if self.process.poll() is not None:
-                raise ChildError(f"ended before {what}: {last_words(self._read()[1])}")
+                raise ChildError(f"ended before {what}: {last_words(self.errors)}")
             if time.monotonic() > deadline:
                 raise ChildError(f"no {what} in time")
             time.sleep(PAUSE_SECONDS)
+        return found
 
-    def _read(self) -> tuple[str, str]:
-        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in self._files)
-        return out, err
+    @property
+    def output(self) -> str:
+        """What it has written to its standard output so far."""
+        return self._files[0].read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def errors(self) -> str:
+        """What it has written to its standard error so far."""
+        return self._files[1].read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
 def started(
-    words: Sequence[object], folder: Path, variables: Mapping[str, str] = MappingProxyType({})
+    words: Sequence[object],
+    folder: Path,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    patience: float = END_SECONDS,
 ) -> Iterator[Child]:
-    """A command that runs as long as the block does, at most; see `Child`."""
+    """A command that runs as long as the block does, at most, and then has `patience` seconds to end; its other
+    arguments are `Child`'s."""
     child = Child(words, folder, variables)
     try:
         yield child
     finally:
-        child.stop()
+        child.stop(patience)
 
 
-def run(words: Sequence[object], folder: Path, deadline: float) -> Ended:
-    """Run a command to its end.
+def run(
+    words: Sequence[object], folder: Path, deadline: float, variables: Mapping[str, str] = MappingProxyType({})
+) -> Ended:
+    """Run a command to its end, with `variables` in its environment.
 
     Raises:
         ChildError: it was not done in time.
     """
-    with started(words, folder) as child:
+    with started(words, folder, variables) as child:
         return child.wait(deadline)
 
 
@@ -153,24 +175,3 @@ def last_words(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("trtrun: ")]
     return (own or lines[-1:] or ["it said nothing"])[0][:400]
-
-
-def ranks_below(process: int) -> dict[int, int]:
-    """Process ids of the MPI ranks that descend from a process, by rank."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: dict[int, int] = {}
-    waiting = list(children.get(process, []))
-    while waiting:
-        child = waiting.pop()
-        waiting += children.get(child, [])
-        with suppress(OSError):
-            for item in Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0"):
-                name, _, value = item.partition("=")
-                if name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-                    found[int(value)] = child
-    return found
