@@ -192,7 +192,7 @@ _END = "it is not tried again"
 
 
 @dataclass(frozen=True)
-class Blame:
+class FaultyRequest:
     """A request that is given up, with those that came with it.
 
     Attributes:
@@ -208,8 +208,8 @@ class Blame:
     reason: str
 
 
-class Suspects:
-    """What is known of one engine after the other.
+class FaultAttribution:
+    """Finds requests that end engines, of one engine after the other.
 
     Attributes:
         engine: number of the one that is there, or was there last.
@@ -240,7 +240,7 @@ class Suspects:
                 return opened
         return None
 
-    def lose(self, requests: Mapping[str, OpenRequest]) -> list[Blame]:
+    def lose(self, requests: Mapping[str, OpenRequest]) -> list[FaultyRequest]:
         """The engine is gone: who of those that go on is given up."""
         had = self._had(requests)
         self._waiting.clear()
@@ -248,10 +248,12 @@ class Suspects:
         was_alone = len({opened.group for opened in requests.values()}) == 1
         for opened in had:
             opened.lose_engine(self.engine, was_alone)
-        blames = [blame for opened in had if (blame := _judge(opened)) is not None]
-        return list({blame.group: blame for blame in blames}.values())
+        found = [faulty for opened in had if (faulty := _judge(opened)) is not None]
+        return list({faulty.group: faulty for faulty in found}.values())
 
-    def find_culprit(self, engines: Collection[int | None], requests: Mapping[str, OpenRequest]) -> Blame | None:
+    def find_faulty_request(
+        self, engines: Collection[int | None], requests: Mapping[str, OpenRequest]
+    ) -> FaultyRequest | None:
         """The request that was alone in work when each of several engines was lost, whatever it got in between.
 
         Args:
@@ -264,7 +266,7 @@ class Suspects:
         for opened in requests.values():
             if ended <= opened.lost_alone:
                 reason = f"the engine ended {len(ended)} times while it had this request alone: {_END}"
-                return Blame(opened.group, ended, True, reason)
+                return FaultyRequest(opened.group, ended, True, reason)
         return None
 
     def _had(self, requests: Mapping[str, OpenRequest]) -> list[OpenRequest]:
@@ -273,14 +275,16 @@ class Suspects:
         return [opened for opened in requests.values() if opened.request_id not in waiting]
 
 
-def _judge(opened: OpenRequest) -> Blame | None:
+def _judge(opened: OpenRequest) -> FaultyRequest | None:
     """Whether a request is given up for the engines that it has lost."""
     alone = frozenset(opened.lost) & opened.lost_alone
     count = len(opened.lost)
     if len(alone) >= LOSSES_ALONE:
         had = "had this request alone" if len(alone) == count else "had this request"
-        return Blame(opened.group, alone, True, f"the engine ended {count} times in a row while it {had}: {_END}")
+        return FaultyRequest(
+            opened.group, alone, True, f"the engine ended {count} times in a row while it {had}: {_END}"
+        )
     if count >= MOST_LOSSES:
         reason = f"the engine ended {count} times in a row while it had this request: {_END}"
-        return Blame(opened.group, frozenset(opened.lost), False, reason)
+        return FaultyRequest(opened.group, frozenset(opened.lost), False, reason)
     return None

@@ -95,7 +95,7 @@ class RestartedEngine:
             events.on_early_end,
         )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
-        self.engine.on_blame = self._limit.forgive
+        self.engine.on_faulty_request = self._limit.forgive
         await self.engine.listen(self._socket)
         watching = asyncio.create_task(self._watch_on(keeper))
         try:
@@ -144,7 +144,7 @@ class RestartedEngine:
         if self._limit.allow(number):
             return True
         # The server ends where the engine is at fault, not where one request has ended it again and again.
-        return self.engine.give_up_culprit([*self._limit.engines, number]) and self._limit.allow(number)
+        return self.engine.give_up_faulty_request([*self._limit.engines, number]) and self._limit.allow(number)
 
     def _build_command(self) -> list[str]:
         """The words that start the next engine: behind the first one with its room, however much memory is free."""
