@@ -35,7 +35,7 @@ class GuideOrders(NamedTuple):
         return bool(self.over or self.begun)
 
 
-class GuideBooks:
+class GuideRegistry:
     """The guides of all completions of a scheduler, as starts."""
 
     def __init__(self) -> None:
