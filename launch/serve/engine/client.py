@@ -27,11 +27,11 @@ from launch.serve.engine.messages import (
     Abort,
     AdapterChanged,
     AskStatus,
-    Beat,
     Begin,
     Close,
     Deltas,
     Ended,
+    Heartbeat,
     LoadAdapter,
     Message,
     MessageError,
@@ -70,7 +70,7 @@ class EngineClient:
         accepts: asked whether an engine may have the requests, before it gets any.
         adapters: that engines have to have.
         on_ready, on_lost: called when an engine is there, and when it is gone.
-        on_beat: called with its signs of life.
+        on_heartbeat: called with its signs of life.
         on_faulty_request: called with the numbers of engines that a request has ended, which is given up.
     """
 
@@ -81,7 +81,7 @@ class EngineClient:
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
-        self.on_beat: Callable[[Beat], None] = lambda beat: None
+        self.on_heartbeat: Callable[[Heartbeat], None] = lambda heartbeat: None
         self.on_faulty_request: Callable[[Collection[int]], None] = lambda engines: None
         self._writer: asyncio.StreamWriter | None = None
         self._beginning: list[OpenRequest] = []
@@ -94,7 +94,7 @@ class EngineClient:
         self._statuses: deque[asyncio.Future[Status | None]] = deque()
         self._changes: deque[tuple[AdapterChange, asyncio.Future[None] | None]] = deque()
         self._server: asyncio.Server | None = None
-        self._beat: Beat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._heard = self._absent_since = time.monotonic()
 
     @property
@@ -108,10 +108,10 @@ class EngineClient:
         if self.ready is None:
             since = now - self._absent_since
             return [Standing(rank=0, phase="start", doing="starting", seconds=since, still_seconds=since)]
-        if self._beat is None:
+        if self._heartbeat is None:
             return []
         ago = now - self._heard
-        return [msgspec.structs.replace(one, seconds=one.seconds + ago) for one in self._beat.standings]
+        return [msgspec.structs.replace(one, seconds=one.seconds + ago) for one in self._heartbeat.standings]
 
     async def listen(self, socket: str) -> None:
         """Wait for engines at a socket, one after the other."""
@@ -301,7 +301,7 @@ class EngineClient:
         self.on_ready()
 
     def _detach(self, cause: str | None = None) -> None:
-        self._beat, self._absent_since = None, time.monotonic()
+        self._heartbeat, self._absent_since = None, time.monotonic()
         self.ready = self.limits = self._writer = None
         self._beginning, self._num_together = [], 0
         while self._statuses:
@@ -357,9 +357,9 @@ class EngineClient:
                 self._take_change(message)
             case Status():
                 self._answer_status(message)
-            case Beat():
-                self._beat, self._heard = message, time.monotonic()
-                self.on_beat(message)
+            case Heartbeat():
+                self._heartbeat, self._heard = message, time.monotonic()
+                self.on_heartbeat(message)
             case _:
                 raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
 

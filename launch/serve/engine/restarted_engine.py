@@ -108,9 +108,9 @@ class RestartedEngine:
 
     async def _watch_on(self, keeper: EngineKeeper) -> None:
         """End an engine that hangs."""
-        self.engine.on_beat = self._watch.hear
+        self.engine.on_heartbeat = self._watch.hear
         while True:
-            await asyncio.sleep(self._watch.beat)
+            await asyncio.sleep(self._watch.interval)
             if (cause := self._watch.find_fault()) is not None:
                 is_in_change = self._watch.late_phase == "adapters"
                 keeper.end_hung(cause, has_ranks=not self._is_alone)
