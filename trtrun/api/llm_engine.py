@@ -34,7 +34,7 @@ from trtrun.errors import InvalidRequestError, LibraryPanicError, RankFailedErro
 from trtrun.loading.model_settings import sampling_defaults, target_context
 from trtrun.memory.spaces import most_chunk
 from trtrun.models.config import ModelConfig
-from trtrun.rounds.orchestrator import RowGain
+from trtrun.rounds.orchestrator import RowUpdate
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
@@ -411,18 +411,18 @@ class LLMEngine:
         has_rounds = self.orchestrator.has_work
         if self._loads:
             self._loads.go_on(0.0 if has_rounds else _ADAPTER_SECONDS)
-        gains = self.orchestrator.step() if has_rounds else []
+        updates = self.orchestrator.step() if has_rounds else []
         started, began = time.perf_counter(), time.thread_time()
-        deltas = [self._tell(gain) for gain in gains]
+        deltas = [self._tell(update) for update in updates]
         self.orchestrator.add_committing(time.perf_counter() - started)
         self.add_request_work("texts", self.orchestrator.commit_seconds + time.thread_time() - began)
         return deltas
 
-    def _tell(self, gain: RowGain) -> CompletionDelta:
-        completion = gain.result.completion
+    def _tell(self, update: RowUpdate) -> CompletionDelta:
+        completion = update.result.completion
         completion_id = completion.request.request_id
         request, index = self._owners[completion_id]
-        text = new_text(completion, gain.result.new_token_ids)
+        text = new_text(completion, update.result.new_token_ids)
         if completion.text is not None and completion.text.failure is not None:
             self.scheduler.cancel(completion_id)  # unless it has just ended
             completion.finish(FinishReason.ERROR, time.perf_counter())
@@ -431,7 +431,7 @@ class LLMEngine:
             if not request.going_on:
                 del self._requests[request.request_id]
             self.orchestrator.totals.add_request(completion.statistics)
-        return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size, gain.logits, text)
+        return make_delta(request.request_id, index, update.result, update.logprobs, self._vocab_size, update.logits, text)
 
     def _recover(self) -> None:
         """Recover from an exception in the middle of a round: forget all requests, so that the next one finds all

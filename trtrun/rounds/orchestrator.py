@@ -39,7 +39,7 @@ _ROUNDS_BETWEEN_KEEPING = 4096
 """After so many what was seen of drafts is written to disk, which takes about a millisecond."""
 
 
-class RowGain(NamedTuple):
+class RowUpdate(NamedTuple):
     """What a round gave one completion, and the log probabilities of its verdict where the row asked for them: at
     least one entry a token, with as many alternatives as any row of the round asked for; and its logits, [tokens,
     vocab] float32, of at least as many."""
@@ -106,7 +106,7 @@ class Orchestrator:
         """Whether a completion waits or runs, or a plan is still out."""
         return self.scheduler.has_work or bool(self._published)
 
-    def step(self) -> list[RowGain]:
+    def step(self) -> list[RowUpdate]:
         """Keep the ranks supplied with plans, and take one verdict in. Where all that is left waits for guides, nothing
         comes, after a moment.
 
@@ -128,14 +128,14 @@ class Orchestrator:
             self.totals.waiting += received - planned
             self._trace("waiting", self._published[0].plan.round_index, planned, received)
             began = time.thread_time()
-            gains = self._commit(self._published.popleft(), report, received)
+            updates = self._commit(self._published.popleft(), report, received)
             self.commit_seconds = time.thread_time() - began
             self.add_committing(self._clock() - received)
             if self._plans_ahead:  # the ranks go on while the text of this round is made
                 started = self._clock()
                 self._publish_plans(started)
                 self.totals.orchestrating += self._clock() - started
-            return gains
+            return updates
 
     @property
     def draft_is_lost(self) -> bool:
@@ -331,7 +331,7 @@ class Orchestrator:
                 report.hit_chances,
             )
 
-    def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowGain]:
+    def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowUpdate]:
         seconds = received - max(self._last_verdict, published.published)
         self._last_verdict = received
         self._committed = published.plan.round_index
@@ -359,7 +359,7 @@ class Orchestrator:
         )
         self.totals.num_tokens += sum([len(result.new_token_ids) for result in results])
         return [
-            RowGain(result, logprobs.get(result.index_in_verdict), report.logits.get(result.index_in_verdict))
+            RowUpdate(result, logprobs.get(result.index_in_verdict), report.logits.get(result.index_in_verdict))
             for result in results
         ]
 
