@@ -431,7 +431,9 @@ class LLMEngine:
             if not request.going_on:
                 del self._requests[request.request_id]
             self.orchestrator.totals.add_request(completion.statistics)
-        return make_delta(request.request_id, index, update.result, update.logprobs, self._vocab_size, update.logits, text)
+        return make_delta(
+            request.request_id, index, update.result, update.logprobs, self._vocab_size, update.logits, text
+        )
 
     def _recover(self) -> None:
         """Recover from an exception in the middle of a round: forget all requests, so that the next one finds all

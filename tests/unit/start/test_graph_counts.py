@@ -180,7 +180,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
     loaded, vocab_size = {"draft": LoadedEngine(model, report, SoloCommunicator())}, model.config.vocab_size
     maker = EngineMaker(spec, CPU, loaded, None, False, lambda *_: None)  # type: ignore[arg-type,return-value]
     engines = maker.engines(9)
-    place = DrafterContext(
+    context = DrafterContext(
         config.speculation,
         engines["draft"],
         None,
@@ -189,7 +189,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
         guess_steps(config),
         spec.models.mask_token,
     )
-    return maker, engines, SimpleNamespace(drafter=DRAFTERS.get(config.speculation.method)(place))
+    return maker, engines, SimpleNamespace(drafter=DRAFTERS.get(config.speculation.method)(context))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -150,13 +150,13 @@ class TokenRecyclingDrafter(LeaderDrafter):
 
 
 @DRAFTERS.register("token_recycling")
-def make_token_recycling_drafter(place: DrafterContext) -> Drafter:
+def make_token_recycling_drafter(context: DrafterContext) -> Drafter:
     """A table of the target's successors, with the section's tree.
 
     Raises:
         ConfigError: the table is to keep more successors than there are tokens.
     """
-    section, target, group = place.section, place.target, place.group
+    section, target, group = context.section, context.target, context.group
     assert isinstance(section, TokenRecyclingSection) and target is not None and group is not None
     if section.token_recycling_top_k > target.vocab_size:
         raise ConfigError(
