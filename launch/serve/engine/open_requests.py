@@ -93,11 +93,11 @@ class OpenRequest:
         generated: output tokens of each completion that goes on.
         group: of the requests that came with it.
         before: counters of each completion from engines that are gone.
-        told: counters of each completion that its reader has been told, `before` among them.
+        reported: counters of each completion that its reader has been told, `before` among them.
         lost: engines that it has lost since its last token, by their numbers.
         lost_alone: those that it has lost while no other request was in work, ever.
         is_given_back: whether it has lost an engine, ever.
-        num_context_told: positions of its prompt whose logits its reader has been told.
+        num_context_reported: positions of its prompt whose logits its reader has been told.
         num_context: the same of this engine, which begins anew where none of its tokens came before.
     """
 
@@ -108,11 +108,11 @@ class OpenRequest:
     generated: dict[int, list[int]]
     group: str
     before: dict[int, RequestStatistics] = field(default_factory=dict)
-    told: dict[int, RequestStatistics] = field(default_factory=dict)
+    reported: dict[int, RequestStatistics] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
     lost_alone: set[int] = field(default_factory=set)
     is_given_back: bool = False
-    num_context_told: int = 0
+    num_context_reported: int = 0
     num_context: int = 0
 
     def message(self) -> Generate:
@@ -129,7 +129,7 @@ class OpenRequest:
         before = self.before.get(delta.index)
         if before is not None:
             delta = msgspec.structs.replace(delta, statistics=_add(before, delta.statistics))
-        self.told[delta.index] = delta.statistics
+        self.reported[delta.index] = delta.statistics
         self.generated[delta.index] += delta.token_ids
         if delta.context_logits is not None:
             delta = msgspec.structs.replace(delta, context_logits=self._new_context(delta.context_logits))
@@ -143,13 +143,13 @@ class OpenRequest:
         """What the reader has not been told of a prompt's logits."""
         begin = self.num_context
         self.num_context += logits.num_positions
-        known = self.num_context_told - begin
-        self.num_context_told = max(self.num_context_told, self.num_context)
+        known = self.num_context_reported - begin
+        self.num_context_reported = max(self.num_context_reported, self.num_context)
         return logits if known <= 0 else logits.behind(known)
 
     def lose_engine(self, engine: int, was_alone: bool) -> None:
         """The engine of this number is gone: the next one counts from zero."""
-        self.before = dict(self.told)
+        self.before = dict(self.reported)
         self.lost.append(engine)
         self.num_context = 0
         self.is_given_back = True
