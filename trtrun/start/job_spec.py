@@ -34,11 +34,11 @@ class JobSpec:
 
     Attributes:
         config: with this host's model directories.
-        told: config.json of models as rank 0 has read it, by role. This process reads those that are not there.
+        model_values: config.json of models as rank 0 has read it, by role. This process reads those that are not there.
     """
 
     config: RuntimeConfig
-    told: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    model_values: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def topology(self) -> Topology:
@@ -112,10 +112,11 @@ class JobSpec:
 
     def told_by(self, message: bytes) -> JobSpec:
         """This job with the models that rank 0 has told."""
-        return replace(self, told=json.loads(message))
+        return replace(self, model_values=json.loads(message))
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
-        return ModelConfig.from_values(self.told[role]) if role in self.told else read_model_config(section.model)
+        values = self.model_values.get(role)
+        return read_model_config(section.model) if values is None else ModelConfig.from_values(values)
 
 
 def _has_weights(directory: Path) -> bool:
