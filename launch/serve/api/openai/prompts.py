@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.serve.admission.limits import check_text
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.refusals import Kind, Refusal, wrap_errors
 from launch.serve.api.openai.calls import ChatCall, CompletionCall, Encoding
 from launch.serve.api.openai.types import ModelNames, read_chat, read_completion, unknown_model
 from trtrun.api.prompts import Prompt, PromptReader
@@ -62,7 +62,7 @@ class PromptMaker:
         encoding = call.encoding
         if not encoding.is_needed:
             return call.prompts
-        with refusing():
+        with wrap_errors():
             return [
                 _cut(
                     self._encode(prompt, encoding) if isinstance(prompt, str) else tuple(prompt), encoding, most_tokens
@@ -93,7 +93,7 @@ class PromptMaker:
             )
         self._check_tools(call.tools, self._template)
         asked = call.rendering
-        with refusing():
+        with wrap_errors():
             text = self._template.render(
                 call.messages,
                 asked.add_generation_prompt,
@@ -162,7 +162,7 @@ def tokenize(
     if not isinstance(values, dict):
         raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
     given = {name: value for name, value in values.items() if name != "return_token_strs"}
-    with refusing():
+    with wrap_errors():
         names_tokens = read_flag("return_token_strs", values.get("return_token_strs") or False)
     tokens: Sequence[int]
     if given.get("messages") is not None:
@@ -171,7 +171,7 @@ def tokenize(
         if not isinstance(given.get("prompt"), str):
             raise Refusal(Kind.INVALID, "prompt must be a text; give that, or messages", "prompt")
         call = read_completion(given, *names)
-        with refusing():
+        with wrap_errors():
             tokens = prompts.of_text(given["prompt"], call.encoding, most_tokens)
     told: dict[str, Any] = {"count": len(tokens), "tokens": list(tokens), "token_strs": None}
     if names_tokens and tokenizer is not None:
