@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.watchdog.activity import Activity, Doing
-from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan, TokenLogprobs
+from trtrun.core.nouns import FIRST_WARM_UP_ROUND, RoundPlan, TokenLogprobs
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.batch import RowResult
 from trtrun.scheduling.scheduler import Scheduler
@@ -308,7 +308,7 @@ class Orchestrator:
             report = self._ranks.collect()
             if self._ranks.draft_is_lost:
                 self.totals.draft_losses = 1
-            if report.round_index >= FIRST_REHEARSED_ROUND:
+            if report.round_index >= FIRST_WARM_UP_ROUND:
                 continue  # the draft leader's of a round before the first request, whose verdict has been there
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)

@@ -160,9 +160,9 @@ def test_graphs_of_a_head_on_a_rank_of_its_own_are_counted(tmp_path: Path, tree:
     assert worker.drafter is not None
     assert worker.drafter.num_graphs == count_graphs(config, startup._models, "draft", None, NUM_KINDS) > 5
     shape = round_shape(config, startup._models)
-    rehearsal = startup._made.rehearsal(shape)
+    trial = startup._made.trial_run(shape)
     for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
-        rehearsal.play(plan)
+        trial.play(plan)
 
 
 def name_mask_token(draft: Path) -> None:

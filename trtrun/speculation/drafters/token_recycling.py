@@ -141,7 +141,7 @@ class TokenRecyclingDrafter(LeaderDrafter):
         assert self._table is not None and self._newest is not None
         tokens = torch.cat((self._newest.unsqueeze(1), proposed.tokens), dim=1)
         is_verified = verified_nodes(proposed)
-        if plan.is_rehearsed:  # of made-up rows
+        if plan.is_warm_up:  # of made-up rows
             is_verified.zero_()
         elif self._salted:
             salted = [row in self._salted for row in plan.decode_rows.tolist()]

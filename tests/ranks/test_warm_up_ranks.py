@@ -13,7 +13,7 @@ from mpi4py import MPI
 from pipelines import Reference, configuration, noisy_copy, prompt_of, tokens_of
 
 from trtrun import SamplingParams, open_llm
-from trtrun.core.nouns import FIRST_REHEARSED_ROUND
+from trtrun.core.nouns import FIRST_WARM_UP_ROUND
 from trtrun.rounds.orchestrator import Orchestrator
 from trtrun.start import policies
 
@@ -35,7 +35,7 @@ def test_requests_find_ranks_as_if_no_round_had_been_run(
     """As on GPUs, where rounds of each kind are run first; what draft ranks report of them late counts for nobody."""
     folder: Path | None = None
     if MPI.COMM_WORLD.rank == 0:
-        folder = tmp_path_factory.mktemp("rehearsed")
+        folder = tmp_path_factory.mktemp("warm-up")
         noisy_copy(folder / "draft", make_checkpoint(folder / "target", seed=1, num_hidden_layers=2), 0.05)
     folder = from_rank_0(folder)
     noted: list[int] = []
@@ -58,5 +58,5 @@ def test_requests_find_ranks_as_if_no_round_had_been_run(
         rounds = llm.statistics()["num_rounds"]
     reference = Reference(folder / "target")
     assert found == [reference.greedy(prompt, 12) for prompt in prompts]
-    assert all(index < FIRST_REHEARSED_ROUND for index in noted)
+    assert all(index < FIRST_WARM_UP_ROUND for index in noted)
     assert 0 < rounds < 40
