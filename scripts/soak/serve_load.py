@@ -49,7 +49,7 @@ MOST_WARMING = 64
 NONSENSE: tuple[tuple[bytes, int], ...] = (
     (b"{", 400),
     (b'{"model": "nobody", "prompt": "x"}', 404),
-    (b'{"prompt": 5}', 404),
+    (b'{"prompt": 5}', 400),
     (b"[" * 5000, 400),
     (b'{"model": MODEL, "prompt": []}', 400),
     (b'{"model": MODEL, "prompt": "x", "temperature": NaN}', 400),
