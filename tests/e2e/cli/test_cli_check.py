@@ -1,6 +1,6 @@
 """`trtrun check` through the real command: a good job, bad set-ups, broken links and ranks that are stuck.
 
-Ranks misbehave by tests/cli/faults/sitecustomize.py, by signals, or because their host really differs (a mount
+Ranks misbehave by tests/e2e/cli/faults/sitecustomize.py, by signals, or because their host really differs (a mount
 namespace of their own).
 """
 

@@ -17,7 +17,7 @@ from drains import wait_for_end_of, wait_until
 from engines import build_engine
 
 FAKE = Path(__file__).parent / "fake_vllm"
-MEDUSA = Path(__file__).parents[2] / "launch" / "configs" / "medusa_cpu.yaml"
+MEDUSA = Path(__file__).parents[3] / "launch" / "configs" / "medusa_cpu.yaml"
 SHORT = ("--repeats", 1, "--max-tokens", 4, "--prompt-tokens", 6)
 
 

@@ -48,7 +48,7 @@ def test_three_ranks_by_names(config: Configs, trtrun: Run, home: Path) -> None:
 
 def test_a_run_without_network(config: Configs, trtrun: Run, home: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK, encoding="utf-8")
-    env = environment(home) | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}", "HF_HUB_OFFLINE": "0"}
+    env = environment(home) | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[3]}", "HF_HUB_OFFLINE": "0"}
     done = trtrun("run", "--config", config(ONE_PROCESS, **NAMES), *PROMPT, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout == trtrun("run", "--config", config(ONE_PROCESS), *PROMPT).stdout != ""

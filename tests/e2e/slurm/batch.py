@@ -15,7 +15,7 @@ from cluster import Cluster
 from forked_commands import shared_commands
 from output_rows import without_drafting
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., "subprocess.Popen[str]"]
 Rows = list[dict[str, Any]]

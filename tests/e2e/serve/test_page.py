@@ -50,7 +50,7 @@ def server(pair: Path, hold: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         speculation={"pacing": "fixed"},  # every round drafts, however slow the machine is
         server={"api_key_file": str(folder / "keys"), "max_restarts": 10},
     )
-    program = ["tests/serve/programs/held_engine.py"]
+    program = ["tests/e2e/serve/programs/held_engine.py"]
     with serving(config, program=program, environment={"HOLD": str(hold)}) as server:
         yield server
 

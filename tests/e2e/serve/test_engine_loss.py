@@ -115,7 +115,7 @@ def test_an_engine_of_one_process_is_killed_every_stream_goes_on_and_too_many_lo
     settings = {"scheduler": {"max_batch_size": 64}, "kv_cache": {"free_memory_fraction": 0.02}}
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)
     environment = {"DEADLY_PROMPT": " ".join(map(str, DEADLY))}
-    with serving(config, program=["tests/serve/programs/deadly_prompt.py"], environment=environment) as server:
+    with serving(config, program=["tests/e2e/serve/programs/deadly_prompt.py"], environment=environment) as server:
         room = num_blocks(server)
         with memory_in_use(1 << 28):
             check_streams_over(server, llm, [server.engine, server.engine])
@@ -152,7 +152,7 @@ def test_a_request_that_ends_engines_behind_logits_of_its_prompt_costs_no_other(
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS | {"scheduler": scheduler})
     deadly = {"input_ids": DEADLY * 2, "input_lengths": 10, "request_output_len": 4, "return_context_logits": True}
     environment = {"DEADLY_PROMPT": " ".join(map(str, DEADLY))}
-    program = ["tests/serve/programs/deadly_prompt.py"]
+    program = ["tests/e2e/serve/programs/deadly_prompt.py"]
     with serving(config, program=program, environment=environment) as server, ThreadPoolExecutor(2) as pool:
         with server.engine_stopped():
             ending = pool.submit(server.post, "/v2/models/tensorrt_llm/generate", deadly)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(600)
 ONE_BY_ONE = {"max_batch_size": 1}
 """Rows that run one after another finish one after another, so that some are left at any moment."""
 SLOW, SLOW_ALONE = (
-    f'[ -e hurry ] || export PYTHONPATH="{ROOT}/tests/cli/faults:$PYTHONPATH" TRTRUN_TEST_FAULT="{rank} slow"'
+    f'[ -e hurry ] || export PYTHONPATH="{ROOT}/tests/e2e/cli/faults:$PYTHONPATH" TRTRUN_TEST_FAULT="{rank} slow"'
     for rank in ("2", "alone")
 )
 """What a job of three ranks, or of one process, does first: its target sleeps in each round, however fast the machine

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import httpx
 from forked_commands import ForkedProcess, forked_words, ranks_below, running_processes, shared_commands
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from scripts.harness.announcements import is_idle, read_addresses, read_metrics
 from scripts.harness.processes import ROOT, server_environment, words_of

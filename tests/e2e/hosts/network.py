@@ -20,7 +20,7 @@ from typing import Any
 
 from forked_commands import ForkedCommands
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HOST_PROGRAM = Path(__file__).parent / "programs" / "host.py"
 ADDRESSES = {"north": "10.78.0.1", "south": "10.78.0.2"}
 NOBODY = "10.78.0.9"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path += [str(Path(__file__).resolve().parents[1] / "helpers"), str(Path(__file__).resolve().parents[2])]
+sys.path += [str(Path(__file__).resolve().parents[2] / "helpers"), str(Path(__file__).resolve().parents[3])]
 
 from forked_commands import ForkedPrograms
 

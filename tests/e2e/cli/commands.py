@@ -14,7 +14,7 @@ from typing import Any
 from forked_commands import forked_words, running_processes
 from forking_process import FAULT, FAULTS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
 THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}

@@ -47,7 +47,7 @@ def config(folder: Path, pair: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(config: Path) -> Iterator[Server]:
-    with serving(config, program=["tests/serve/programs/stalling_adapter.py"]) as server:
+    with serving(config, program=["tests/e2e/serve/programs/stalling_adapter.py"]) as server:
         yield server
 
 
