@@ -96,8 +96,8 @@ class JobSpec:
         assert model is not None, "the job has no draft model"
         return model
 
-    def tell_models(self) -> bytes:
-        """The models for other ranks, as `told_by` takes them.
+    def encode_models(self) -> bytes:
+        """The models for other ranks, as `with_models` takes them.
 
         A model whose weights are not on this host is left out, as they need be only where ranks hold them: headers of
         weights say a part of what it is, such as whether scales of keys and values are there.
@@ -110,8 +110,8 @@ class JobSpec:
         }
         return json.dumps(told).encode()
 
-    def told_by(self, message: bytes) -> JobSpec:
-        """This job with the models that rank 0 has told."""
+    def with_models(self, message: bytes) -> JobSpec:
+        """This job with the models that rank 0 has sent."""
         return replace(self, model_values=json.loads(message))
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
