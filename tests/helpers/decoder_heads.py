@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from medusa_heads import Proposals
 from pipelines import Reference
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -127,6 +127,12 @@ def read_config(target: Path) -> dict[str, Any]:
     return dict(json.loads((target / "config.json").read_text(encoding="utf-8")))
 
 
+def write_config(path: Path, values: dict[str, Any]) -> None:
+    """Write config.json; what is None is left out."""
+    kept = {name: value for name, value in values.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+
+
 def token_tables(token_ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
     """The tensors d2t and t2d of a head that knows some of the target's tokens alone."""
     if token_ids is None:
@@ -156,10 +162,24 @@ def layer_values(head: DecoderHead, vocab_size: int, theta: float = THETA) -> di
 def write_files(path: Path, tensors: dict[str, Tensor], config: dict[str, Any], changes: dict[str, Any]) -> Path:
     """Write a head's directory; `changes` are values of config.json, None leaves one out. Returns the directory."""
     path.mkdir(parents=True, exist_ok=True)
-    kept = {name: value for name, value in {**config, **changes}.items() if value is not None}
-    (path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    write_config(path, config | changes)
     save_file({key: value.contiguous().clone() for key, value in tensors.items()}, path / "model.safetensors")
     return path
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    """Change values of a head's config.json; None leaves one out."""
+    write_config(path, read_config(path) | changes)
+
+
+def change_tensors(path: Path, **changes: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """Tensors of a file made anew, or left out; `_` stands for a point in their names."""
+    found = {name.replace(".", "_"): (name, value) for name, value in load_file(path / "model.safetensors").items()}
+    for key, made in changes.items():
+        name, value = found.pop(key)
+        if made is not None:
+            found[key] = name, made(value).contiguous()
+    save_file(dict(found.values()), path / "model.safetensors")
 
 
 Draft = Callable[[Reference, list[int], int, float, int], list[int]]
