@@ -105,7 +105,7 @@ class Clients:
 
 
 def medians(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each figure by itself."""
+    """The median of each figure by itself."""
     return {name: statistics.median(result[name] for result in results) for name in results[0]}
 
 

@@ -174,7 +174,7 @@ class OddRequest:
 
     @property
     def method(self) -> str:
-        """Of HTTP."""
+        """The method of HTTP."""
         return self.data.split(b" ", 1)[0].decode("latin-1")
 
 

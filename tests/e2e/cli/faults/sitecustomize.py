@@ -133,7 +133,7 @@ class BreakingFinder(importlib.abc.MetaPathFinder):
     """Lets the breaker of a module run behind its import."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """See the base."""
+        """The module's spec, as the base has it."""
         if name not in BREAKERS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
