@@ -102,8 +102,8 @@ class RowSampling:
             members.discard(row)
 
     def begin_round(self, timed_rows: Iterable[int]) -> None:
-        """Let steps that depend on how long an output is be taken by these rows alone from now on: in others they
-        would change nothing. Until a round begins, all that were admitted take them."""
+        """Have these rows alone, of those with steps that depend on how long their output is, take such steps from now
+        on: in others they would change nothing. Until a round begins, all that were admitted take them."""
         if self._timed:
             timely = set(timed_rows)
             for row in self._timed:

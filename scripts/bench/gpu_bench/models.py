@@ -17,9 +17,9 @@ MOST_POSITIONS = 32768
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a Llama without biases and with an output head of its own; with `drafts_in_parallel` its last token
-    is a mask token. Where it `repeats`, weights in files make texts of one token (write_weights.py): a draft is always
-    right. Where it is `quantized`, its config.json says that its matrices are stored in 4 bits, in groups of 128."""
+    """Of a Llama without biases and with an output head of its own; with `drafts_in_parallel` its last token is a mask
+    token. Where it `repeats`, weights in files make texts of one token (write_weights.py): a draft is always right.
+    Where it is `quantized`, its config.json says that its matrices are stored in 4 bits, in groups of 128."""
 
     hidden: int
     intermediate: int
