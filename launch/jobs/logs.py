@@ -73,16 +73,16 @@ def find_front() -> Speaker:
     return Speaker(socket.gethostname(), FRONT)
 
 
-def find_speaker(topology: Topology, place: MpiRank | None) -> Speaker:
+def find_speaker(topology: Topology, mpi_rank: MpiRank | None) -> Speaker:
     """Who this process is: a rank, the launcher of several, or a job by itself.
 
     Args:
         topology: of the job.
-        place: this process's, as mpirun told it.
+        mpi_rank: this process's, as mpirun told it.
     """
-    rank = place.rank if place is not None else 0
+    rank = mpi_rank.rank if mpi_rank is not None else 0
     # A job of one rank has a launcher too where that rank is on another host.
-    if topology.world_size != (1 if place is None else place.size) or (place is None and is_placed(topology)):
+    if topology.world_size != (1 if mpi_rank is None else mpi_rank.size) or (mpi_rank is None and is_placed(topology)):
         return Speaker(socket.gethostname())  # also one of too few ranks, which are about to be refused
     return Speaker(topology.host(rank) or socket.gethostname(), "+".join(topology.roles(rank)), rank)
 

@@ -16,46 +16,44 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.harness.children import TRTRUN, Ended, run
+from scripts.harness.processes import ROOT
+from scripts.harness.serving import serve_words, serving
+from scripts.harness.trials import exiting_clearly
 from trtrun.threads import count_cores
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "launch" / "configs"
 PLACEMENTS = {"process": CONFIGS / "one_process_cpu.yaml", "ranks": CONFIGS / "cpu_pair.yaml"}
-TRTRUN = [sys.executable, "-m", "launch.cli"]
 PROMPT = "def main("
 LONGEST_RUN_SECONDS = 600.0
-START_SECONDS = 300.0
 
 Measure = Callable[[], float]
 
 
-def child_environment() -> dict[str, str]:
-    """This process's environment, in which Python finds this checkout."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": paths}
+def call(*arguments: object) -> Ended:
+    """A trtrun command that ends by itself.
 
-
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A trtrun command that ends by itself; its last words are shown where it fails."""
-    done = subprocess.run(
-        [*TRTRUN, *arguments], env=child_environment(), capture_output=True, text=True, timeout=LONGEST_RUN_SECONDS
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"trtrun {' '.join(arguments)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    return done
+    Raises:
+        ChildError: it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-busy-") as folder:
+        return run([*TRTRUN, *arguments], Path(folder), time.monotonic() + LONGEST_RUN_SECONDS).succeed()
 
 
 @contextmanager
@@ -64,7 +62,7 @@ def run_speed(config: Path, tokens: int) -> Iterator[Measure]:
 
     def measure() -> float:
         arguments = ("--prompt", PROMPT, "--max-tokens", str(tokens), "--ignore-eos")
-        said = call("run", "--config", str(config), *arguments).stderr
+        said = call("run", "--config", config, *arguments).stderr
         found = re.search(r"\(([\d.]+) tokens/s\)", said)
         if found is None:
             raise SystemExit(f"trtrun run told no speed:\n{said[-2000:]}")
@@ -79,7 +77,7 @@ def bench_speed(config: Path, tokens: int) -> Iterator[Measure]:
 
     def measure() -> float:
         arguments = ("--rows", "1", "--repeats", "1", "--seed", "1", "--max-tokens", str(tokens), "--json")
-        said = json.loads(call("bench", "--config", str(config), *arguments).stdout.splitlines()[-1])
+        said = call("bench", "--config", config, *arguments).last_json()
         return float(said["results"][0]["speculative"]["tokens_per_s"])
 
     yield measure
@@ -88,12 +86,8 @@ def bench_speed(config: Path, tokens: int) -> Iterator[Measure]:
 @contextmanager
 def serve_speed(config: Path, tokens: int) -> Iterator[Measure]:
     """tokens/s of one request to a server, from its sending to the end of its answer."""
-    settings = ["server.http_port=0", "server.grpc_port=0", "server.metrics_port=0"]
-    options = [word for setting in settings for word in ("--set", setting)]
-    command = [*TRTRUN, "serve", "--config", str(config), *options]
-    server = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
-    try:
-        url = _wait_for_address(server)
+    with serving(serve_words(config)) as server:
+        url = server.addresses.url
 
         def measure() -> float:
             body = {"model": "target", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -103,24 +97,6 @@ def serve_speed(config: Path, tokens: int) -> Iterator[Measure]:
 
         measure()
         yield measure
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-
-
-def _wait_for_address(server: subprocess.Popen[str]) -> str:
-    """The address that a server says it has; raises SystemExit where it ends first."""
-    said = []
-    assert server.stderr is not None
-    for line in server.stderr:
-        said.append(line)
-        found = re.search(r"http://[^\s,/]+:\d+", line)
-        if found:
-            return found[0]
-    raise SystemExit(f"trtrun serve did not start:\n{''.join(said)[-2000:]}")
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -182,10 +158,9 @@ def main() -> None:
     results = []
     if not options.json:
         print(f"{'':<16}{'quiet':>8}{'least':>8}{'beside':>8}{'least':>8}{'median ratio':>14}{'least ratio':>13}")
-    for placement, config in placements.items():
-        for way in options.ways.split(","):
-            result = compare(way, placement, config, options)
-            results.append(result)
+    for placement, way in product(placements, options.ways.split(",")):
+        with exiting_clearly():
+            results.append(result := compare(way, placement, placements[placement], options))
             if not options.json:
                 figures = [f(result[kind]) for kind in ("quiet", "beside") for f in (statistics.median, min)]
                 line = "".join(f"{figure:>8.0f}" for figure in figures)

@@ -28,11 +28,11 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.gpu_bench.children import ChildError
 from scripts.bench.gpu_bench.parts import Part, list_parts
 from scripts.bench.gpu_bench.placements import PLACEMENTS
 from scripts.bench.gpu_bench.tables import Table
 from scripts.bench.gpu_bench.workbench import Options, Workbench
+from scripts.harness.children import ChildError
 from trtrun.errors import nearest
 
 END_SECONDS = 15.0

@@ -47,7 +47,7 @@ class NapOnly:
     """Waits as ranks did before they learned."""
 
     def wait(self, test: Callable[[], bool], timeout: float | None = None) -> bool:
-        """See Waiter.wait; the timeout does not count."""
+        """Wait until the test holds; the timeout does not count."""
         if test():
             return True
         for _ in range(QUICK_TRIES):

@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,9 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.served.said import read_addresses
+from scripts.harness.processes import cpu_seconds
+from scripts.harness.serving import Served, serve_words, serving
+from scripts.harness.trials import exiting_clearly
 from trtrun import LLM, SamplingParams, load_config
 from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.outputs import CompletionDelta, RequestId
@@ -53,47 +54,10 @@ ROUND_MS = 2.0
 TOKENS_PER_ROUND = 2
 
 
-@dataclass
-class Served:
-    """A server that is ready.
-
-    Attributes:
-        model, host, port: as it has told them.
-        process: the front's process id.
-    """
-
-    model: str
-    host: str
-    port: int
-    process: int
-
-    def cpu_seconds(self) -> tuple[float, float]:
-        """User and system seconds so far: of the front, and of all processes below it."""
-        return _cpu_seconds(self.process), sum(map(_cpu_seconds, _descendants(self.process)))
-
-
 def read_prompts(count: int) -> list[str]:
     """Texts that neither model of the shipped pair has seen in training; from the first again where they are few."""
     record = json.loads((ASSETS / "heldout.json").read_text(encoding="utf-8"))
     return [entry["text"] for entry, _ in zip(cycle(record["prompts"]), range(count), strict=False)]
-
-
-@contextmanager
-def serving(command: Sequence[object]) -> Iterator[Served]:
-    """Start a server and wait until it is ready; end it at the end."""
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if told := read_addresses(line.rstrip("\n")):
-                    url = urlsplit(told.url)
-                    assert url.hostname is not None and url.port is not None
-                    yield Served(told.model, url.hostname, url.port, process.pid)
-                    return
-                print(line, end="", file=sys.stderr)
-            sys.exit("bench_serve.py: the server did not start")
-        finally:
-            process.terminate()
 
 
 class Clients:
@@ -109,7 +73,8 @@ class Clients:
     def started(cls, server: Served, num_streams: int) -> Iterator[Clients]:
         """With a process for these streams, which ends afterwards."""
         script = [sys.executable, str(SCRIPTS / "bench_serve_client.py")]
-        words = [*script, server.host, str(server.port), server.model, str(num_streams)]
+        url = urlsplit(server.addresses.url)
+        words = [*script, str(url.hostname), str(url.port), server.addresses.model, str(num_streams)]
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(server, num_streams, process)
 
@@ -140,7 +105,7 @@ class Clients:
 
 
 def medians(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each figure by itself."""
+    """The median of each figure by itself."""
     return {name: statistics.median(result[name] for result in results) for name in results[0]}
 
 
@@ -204,12 +169,12 @@ def measure_here(llm: LLM, firsts: FirstTokens, num_streams: int, options: argpa
 
     def run() -> dict[str, float]:
         firsts.seconds.clear()
-        before, began = _cpu_seconds(os.getpid()), time.perf_counter()
+        before, began = cpu_seconds(os.getpid()), time.perf_counter()
         outputs = []
         for _ in range(options.bursts):
             firsts.expect(num_streams)
             outputs += llm.generate(prompts, sampling)
-        seconds, cpu = time.perf_counter() - began, _cpu_seconds(os.getpid()) - before
+        seconds, cpu = time.perf_counter() - began, cpu_seconds(os.getpid()) - before
         tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
         return {
             "tokens_per_s": tokens / seconds,
@@ -223,8 +188,7 @@ def measure_here(llm: LLM, firsts: FirstTokens, num_streams: int, options: argpa
 def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
     """Through the server, and then in this process."""
     settings = [word for setting in options.set for word in ("--set", setting)]
-    command = [sys.executable, "-m", "launch.cli", "serve", "--config", options.config, *settings]
-    with serving([*command, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]) as server:
+    with serving(serve_words(options.config, *settings)) as server:
         served = {
             count: measure_clients(server, count, options, options.max_tokens, options.bursts)
             for count in options.streams
@@ -301,10 +265,11 @@ def main() -> None:
     options = parser.parse_args()
     told: dict[str, Any] = {"max_tokens": options.max_tokens, "warm_up_seconds": options.warm_up_seconds}
     told |= {"repeats": options.repeats, "bursts": options.bursts}
-    if "models" in options.parts:
-        told["models"] = bench_models(options)
-    if "front" in options.parts:
-        told["front"] = bench_front(options)
+    with exiting_clearly():
+        if "models" in options.parts:
+            told["models"] = bench_models(options)
+        if "front" in options.parts:
+            told["front"] = bench_front(options)
     print(json.dumps(_rounded(told)))
 
 
@@ -318,17 +283,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _cpu_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _descendants(process: int) -> list[int]:
-    tasks = Path(f"/proc/{process}/task")
-    children = [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
-    return children + [found for child in children for found in _descendants(child)]
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import venv
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,9 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.clients import real_clients
 from scripts.clients.real_clients.calls import Call, Client, Place
 from scripts.clients.real_clients.table import CLIENTS
-from scripts.served.processes import server_environment
-from scripts.served.said import read_addresses
-from scripts.served.server import write_tokenizer
+from scripts.harness.announcements import Addresses
+from scripts.harness.processes import server_environment
+from scripts.harness.server import write_tokenizer
+from scripts.harness.serving import serve_words, serving
+from scripts.harness.trials import exiting_clearly
 
 INSTALL_SECONDS, MODEL_SECONDS, CALL_SECONDS, START_SECONDS = 1800, 1800, 600, 120
 CHAT_CONTEXT = 4096
@@ -142,27 +142,23 @@ def _run_calls(
         yield from ((call.name, problem) for call in calls)
         return
     python = str(home / "bin" / "python")
-    shared: contextlib.ExitStack | None = None
-    at: dict[str, str] = {}
+    shared = contextlib.ExitStack()
+    at: Addresses | None = None
     for number, call in enumerate(calls):
         with contextlib.ExitStack() as own:
             if call.options or call.own_server:
                 where = own.enter_context(_serving(config, call.options))
             else:
-                if shared is None:
-                    shared = contextlib.ExitStack()
-                    at = shared.enter_context(_serving(config, ()))
-                where = at
+                where = at = at or shared.enter_context(_serving(config))
             work = home / "calls" / str(number)
             work.mkdir(parents=True)
-            host, _, port = where["url"].removeprefix("http://").rpartition(":")
+            host, _, port = where.url.removeprefix("http://").rpartition(":")
             place = Place(
-                python, host, int(port), where["grpc"], where["metrics"], where["model"], tokenizer,
+                python, host, int(port), where.grpc_address, where.metrics_url, where.model, tokenizer,
                 home / "unpacked", backend.resolve() if backend else Path(), work,
             )  # fmt: skip
             yield call.name, _run_call(call, place)
-    if shared is not None:
-        shared.close()
+    shared.close()
 
 
 def _install(client: Client, home: Path) -> None:
@@ -225,37 +221,10 @@ def _run_call(call: Call, place: Place) -> str:
 
 
 @contextlib.contextmanager
-def _serving(config: Path, options: Sequence[str]) -> Iterator[dict[str, str]]:
+def _serving(config: Path, options: Sequence[str] = ()) -> Iterator[Addresses]:
     """A server; yields where it is."""
-    ports = [] if "--http-port" in options else ["--http-port", "0", "--metrics-port", "0"]
-    words = [sys.executable, "-m", "launch.cli", "serve", "--config", str(config), "--grpc-port", "0", *ports, *options]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=server_environment())
-    lines: list[str] = []
-    news = threading.Condition()
-
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            with news:
-                lines.append(line.rstrip())
-                news.notify()
-        with news:
-            news.notify()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not (found := [told for line in lines if (told := read_addresses(line))]):
-            if not reader.is_alive() or time.monotonic() > deadline:
-                sys.exit("the server did not start:\n" + "\n".join(lines[-20:]))
-            with news:
-                news.wait(1.0)
-        (told,) = found
-        yield {"url": told.url, "grpc": told.grpc_address, "metrics": told.metrics_url, "model": told.model}
-    finally:
-        process.terminate()
-        process.wait()
+    with exiting_clearly(), serving(serve_words(config, *options), server_environment(), START_SECONDS) as server:
+        yield server.addresses
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def followed(llm: LLM, arguments: argparse.Namespace, counts: Counter[str]) -> l
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Those of the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", type=int, default=200, help="that are asked for; refused ones do not count")
     parser.add_argument(

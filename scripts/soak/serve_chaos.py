@@ -22,7 +22,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from itertools import cycle
@@ -33,9 +32,12 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.served.clients import Reply, Verdict, ask
-from scripts.served.questions import Question, ask_reference, make_rows
-from scripts.served.server import Server, TrialError, write_config
+from scripts.harness.announcements import find_leftovers
+from scripts.harness.children import ChildError
+from scripts.harness.server import Server, open_client, write_config
+from scripts.harness.trials import Trial, make_parser, play_trial
+from scripts.soak.judged_clients import Reply, Verdict, ask
+from scripts.soak.questions import Question, ask_reference, make_rows
 
 PATIENCE = 400.0
 """Seconds that anything may take: a restart, an answer with several restarts in it. What takes longer hangs."""
@@ -47,10 +49,11 @@ LONGEST = 160
 """Tokens of the longest completion: long enough to be met by a kill."""
 
 
-class Chaos:
+class Chaos(Trial):
     """Clients that ask without end, and what became of their questions."""
 
     def __init__(self, server: Server, questions: list[Question], num_clients: int) -> None:
+        super().__init__()
         self._server = server
         self._questions = cycle(questions)
         self._num_clients = num_clients
@@ -59,7 +62,6 @@ class Chaos:
         self.open: dict[int, Reply] = {}
         self.verdicts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        self.faults: list[str] = []
 
     async def ask_on(self) -> None:
         """All clients, until `finish`."""
@@ -79,12 +81,12 @@ class Chaos:
             if 2 * len(reading) >= self._num_clients:
                 return reading
             if time.monotonic() > deadline:
-                raise TrialError(f"only {len(reading)} of {self._num_clients} clients read after {PATIENCE:g} s")
+                raise ChildError(f"only {len(reading)} of {self._num_clients} clients read after {PATIENCE:g} s")
             await asyncio.sleep(0.005)
 
     async def _ask_on(self, number: int) -> None:
         while not self._is_over:
-            async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+            async with open_client(self._server.url, PATIENCE) as client:
                 front = self._server.url
                 while not self._is_over and self._server.url == front:
                     verdict = await self._ask(client, number)
@@ -106,8 +108,7 @@ class Chaos:
         if verdict in (Verdict.ERROR, Verdict.REFUSED):
             self.errors[detail] += 1
         if verdict is Verdict.WRONG:
-            self.faults.append(f"{detail}; asked: {json.dumps(question.fields)[:300]}")
-            print(f"WRONG: {self.faults[-1]}", flush=True)
+            self.tell_fault(f"{detail}; asked: {json.dumps(question.fields)[:300]}")
         return verdict
 
 
@@ -134,8 +135,6 @@ async def kill_part(server: Server, chaos: Chaos, victim: str) -> dict[str, Any]
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole trial; returns its figures."""
-    temporary = folder / "tmp"
-    temporary.mkdir()
     config = options.config or write_config(folder / "serve.yaml", options.ranks, kv_cache={"max_tokens": 16384})
     rows = [{**row, "ignore_eos": True} for row in make_rows(4 * options.clients, LONGEST, seed=options.seed)]
     questions = await ask_reference(config, rows, folder)
@@ -143,7 +142,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     words = ["--set", f"server.max_restarts={min(1000, kills + 1)}"]
     if any(victim.startswith(STOP) for victim in options.victims):
         words += ["--set", "launch.heartbeat_seconds=5"]
-    server = Server(config, temporary, tuple(words))
+    server = Server(config, folder, tuple(words))
     await server.start(PATIENCE)
     chaos = Chaos(server, questions, options.clients)
     asking = asyncio.create_task(chaos.ask_on())
@@ -166,12 +165,11 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print("\n".join(server.lines[-30:]), file=sys.stderr)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await end_hard(server)
+        server.kill()
         raise
     if status != 0:
         chaos.faults.append(f"the server ended with status {status}")
-    if metrics["vllm:kv_cache_usage_perc"] or metrics["vllm:num_requests_running"]:
-        chaos.faults.append("the engine holds rows that nobody asks for")
+    chaos.faults += find_leftovers(metrics)
     if chaos.verdicts[Verdict.BROKEN] and "front" not in options.victims:
         chaos.faults.append("connections broke, though the front was there")
     faults = [line for line in server.lines if "Traceback" in line]
@@ -183,12 +181,6 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "front_bytes": [held[0], held[-1]],
         "faults": chaos.faults + faults,
     }
-
-
-async def end_hard(server: Server) -> None:
-    """End what is left after a failure."""
-    for process in server.processes():
-        os.kill(process, signal.SIGKILL)
 
 
 def show(times: dict[str, Any]) -> str:
@@ -209,13 +201,9 @@ def summarize(times: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Try it, and tell."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--config", type=Path, help="what to serve instead of the shipped pair")
-    parser.add_argument("--ranks", type=int, default=3, help="of the shipped pair: 1 (no mpirun), 3, 4 or 5")
+    parser = make_parser(__doc__, clients=8, ranks=3)
     parser.add_argument("--kills", type=int, default=10, help="of each part")
-    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--victims", help="parts to kill, or to `stop`, separated by commas  [default: kill all]")
-    parser.add_argument("--seed", type=int, default=1, help="of the questions")
     options = parser.parse_args()
     if options.victims is None:
         ranks = [f"rank {rank}" for rank in range(options.ranks)] if options.ranks > 1 else []
@@ -224,14 +212,7 @@ def main() -> int:
         options.victims = [victim.strip() for victim in options.victims.split(",")]
     if wrong := [name for name in options.victims if name.startswith(STOP) and not name.startswith(STOP + "rank ")]:
         parser.error(f"--victims: {wrong[0]}: only ranks are watched, so only ranks can be stopped")
-    with tempfile.TemporaryDirectory(prefix="serve-chaos-") as folder:
-        try:
-            figures = asyncio.run(run(options, Path(folder)))
-        except TrialError as error:
-            print(f"serve_chaos.py: {error}", file=sys.stderr)
-            return 1
-    print(json.dumps(figures))
-    return 1 if figures["faults"] else 0
+    return play_trial(run, options)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ feel.
     python scripts/soak/serve_flood.py [--seconds 120] [--clients 64] [--streams 8] [--alone] [--only WORD]
 
 The shipped pair is served in one process on the CPU. Each client sends one kind of request after the other, as they are
-in `served/worst.py`: megabytes of JSON and tensors, words and biases as many as may be, answers with all log
+in `worst_requests.py`: megabytes of JSON and tensors, words and biases as many as may be, answers with all log
 probabilities, bytes that no library sends; some go away before their answer. With --alone each kind is sent once by
 itself before, and what it took is told. Printed are the longest wait for a token in a stream that had begun, the
 longest processor time that the front's event loop worked at a stretch, the memory of all parts, and how many engines
@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -35,8 +33,9 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.served.server import Server, TrialError, write_config, write_tokenizer
-from scripts.served.worst import Worst, worst_requests
+from scripts.harness.server import Server, open_client, write_config, write_tokenizer
+from scripts.harness.trials import Trial, make_parser, play_trial
+from scripts.soak.worst_requests import Worst, worst_requests
 
 PATIENCE = 600.0
 LONGEST_STRETCH = 0.05
@@ -53,17 +52,17 @@ FAULT_SECONDS = 1.0
 _CALL = "/inference.GRPCInferenceService/ModelInfer"
 
 
-class Flood:
+class Flood(Trial):
     """Clients of both kinds, and what they saw.
 
     Attributes:
         statuses: answers by kind and status.
         longest_gap: seconds between two pieces of a stream.
-        faults: what must not be.
         most_bytes: memory of each part, at most.
     """
 
     def __init__(self, server: Server, kinds: list[Worst], options: argparse.Namespace) -> None:
+        super().__init__()
         self._server = server
         self._kinds = kinds
         self._options = options
@@ -72,12 +71,11 @@ class Flood:
         self.longest_gap = 0.0
         self.num_pieces = 0
         self.num_refused_streams = 0
-        self.faults: list[str] = []
         self.most_bytes: dict[str, int] = {}
 
     async def try_alone(self) -> None:
         """Each kind once, and what it took."""
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+        async with open_client(self._server.url, PATIENCE) as client:
             for kind in self._kinds:
                 num_lines, began = len(self._server.lines), time.monotonic()
                 status = await self._try(client, kind, PATIENCE)
@@ -106,14 +104,14 @@ class Flood:
             "model": self._server.model, "prompt": f"def f{number}(", "max_tokens": 1500, "temperature": 0,
             "ignore_eos": True, "stream": True,
         }  # fmt: skip
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+        async with open_client(self._server.url, PATIENCE) as client:
             while time.monotonic() < self._end:
                 try:
                     fault = await self._read_stream(client, body)
                 except (httpx.TransportError, OSError) as error:
                     fault = f"a stream was cut: {type(error).__name__}: {error}"
                 if fault:
-                    await self._tell_fault(fault)
+                    await self._stop_at_fault(fault)
 
     async def _read_stream(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
         """Read a stream to its end, or as long as there is time; returns what must not be."""
@@ -138,7 +136,7 @@ class Flood:
         return "a stream had no end"
 
     async def _flood(self, choose: random.Random) -> None:
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+        async with open_client(self._server.url, PATIENCE) as client:
             while time.monotonic() < self._end:
                 kind, patience = choose.choice(self._kinds), choose.choice((0.3, 3.0, PATIENCE))
                 left = max(0.1, self._end - time.monotonic())
@@ -155,7 +153,7 @@ class Flood:
             status, is_fault = type(error).__name__, isinstance(error, (httpx.ConnectError, ConnectionRefusedError))
         self.statuses.setdefault(kind.name, Counter())[status] += 1
         if is_fault:
-            await self._tell_fault(f"{kind.name}: {status}")
+            await self._stop_at_fault(f"{kind.name}: {status}")
         return status
 
     async def _send(self, client: httpx.AsyncClient, kind: Worst) -> str:
@@ -202,9 +200,8 @@ class Flood:
                 self.most_bytes[part] = max(size, self.most_bytes.get(part, 0))
             await asyncio.sleep(1.0)
 
-    async def _tell_fault(self, fault: str) -> None:
-        self.faults.append(fault)
-        print(f"FAULT: {fault}", flush=True)
+    async def _stop_at_fault(self, fault: str) -> None:
+        self.tell_fault(fault)
         await asyncio.sleep(FAULT_SECONDS)
 
 
@@ -223,15 +220,13 @@ async def _count(reader: asyncio.StreamReader) -> int:
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole trial; returns its figures."""
-    temporary = folder / "tmp"
-    temporary.mkdir()
     scheduler, queue = {"max_batch_size": 16}, 512
     tokenizer = str(write_tokenizer(folder / "tokenizer"))
     config = write_config(
         folder / "serve.yaml", 1, tokenizer=tokenizer, scheduler=scheduler, server={"max_queue": queue}
     )
     kinds = [kind for kind in worst_requests(256) if options.only in kind.name]
-    server = Server(config, temporary, ("-v",))
+    server = Server(config, folder, ("-v",))
     await server.start(PATIENCE)
     flood = Flood(server, kinds, options)
     try:
@@ -247,7 +242,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         flood.faults += [line for line in server.lines if "at a stretch, in or behind" in line][:20]
     if metrics[RESTARTS] or status not in (0, 3):
         flood.faults.append(f"{metrics[RESTARTS]:.0f} engines were lost; exit status {status}")
-    flood.faults += [line for line in server.lines if "Traceback" in line or " ERROR " in line][:20]
+    flood.faults += server.error_lines()[:20]
     for name, counted in sorted(flood.statuses.items()):
         print(f"{name}: {dict(counted)}")
     return {
@@ -267,22 +262,12 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Try it, and tell."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__, clients=64)
     parser.add_argument("--seconds", type=float, default=120.0, help="of the flood; 0 for none")
-    parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--alone", action="store_true", help="send each kind by itself before")
     parser.add_argument("--only", default="", help="kinds whose names have this in them")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="serve-flood-") as folder:
-        try:
-            figures = asyncio.run(run(options, Path(folder)))
-        except TrialError as error:
-            print(f"serve_flood.py: {error}", file=sys.stderr)
-            return 1
-    print(json.dumps(figures))
-    return 1 if figures["faults"] else 0
+    return play_trial(run, parser.parse_args())
 
 
 if __name__ == "__main__":

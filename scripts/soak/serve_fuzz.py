@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,26 +28,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpc
 import httpx
 
-from scripts.served.fuzz import PATIENCE, try_endpoint, try_method
-from scripts.served.odd_calls import METHODS, ODD_BYTES, cancel_calls, cut_calls, send_bytes
-from scripts.served.odd_requests import kserve_endpoints, openai_endpoints
-from scripts.served.server import Server, TrialError, write_config, write_tokenizer
+from scripts.harness.announcements import find_leftovers
+from scripts.harness.server import Server, write_config, write_tokenizer
+from scripts.harness.trials import Trial, make_parser, play_trial
+from scripts.soak.fuzz import PATIENCE, try_endpoint, try_method
+from scripts.soak.odd_calls import METHODS, ODD_BYTES, cancel_calls, cut_calls, send_bytes
+from scripts.soak.odd_requests import kserve_endpoints, openai_endpoints
 
 LONGEST = 56
 """Tokens of a stream that is given up: most of the context of the server that is started here."""
 
 
-class Trial:
-    """What is tried, and what has come of it.
+class Fuzz(Trial):
+    """What is sent, and what has come of it.
 
     Attributes:
-        told: answers by status, for each endpoint and call.
-        faults: answers that must not be.
+        answers: by status, for each endpoint and call.
     """
 
     def __init__(self, count: int, number: int) -> None:
-        self.told: dict[str, dict[str, int]] = {}
-        self.faults: list[str] = []
+        super().__init__()
+        self.answers: dict[str, dict[str, int]] = {}
         self._count = count
         self._number = number
 
@@ -57,36 +57,35 @@ class Trial:
         for endpoint in [*openai_endpoints(model), *kserve_endpoints()]:
             base = metrics_url if endpoint.is_metrics else url
             if base:
-                self._tell(endpoint.path, *try_endpoint(endpoint, base, self._count, self._number))
+                self._keep(endpoint.path, *try_endpoint(endpoint, base, self._count, self._number))
 
     def try_grpc(self, address: str) -> None:
         """All calls, then bytes that are none, then calls that are given up."""
         with grpc.insecure_channel(address) as channel:
             for method in METHODS:
-                self._tell(method, *try_method(channel, method, self._count, self._number))
+                self._keep(method, *try_method(channel, method, self._count, self._number))
         for data in ODD_BYTES:
             send_bytes(address, data, PATIENCE)
         asyncio.run(cancel_calls(address, LONGEST, 4 * self._count))
         asyncio.run(cut_calls(address, LONGEST, max(1, self._count // 10)))
 
-    def _tell(self, name: str, statuses: dict[str, int], fault: str | None) -> None:
-        self.told[name] = dict(statuses)
-        print(f"{name}: {self.told[name]}", flush=True)
+    def _keep(self, name: str, statuses: dict[str, int], fault: str | None) -> None:
+        self.answers[name] = dict(statuses)
+        print(f"{name}: {self.answers[name]}", flush=True)
         if fault is not None:
-            self.faults.append(f"{name}: {fault}")
-            print(f"FAULT: {self.faults[-1]}", flush=True)
+            self.tell_fault(f"{name}: {fault}")
 
 
-def try_server(trial: Trial, addresses: tuple[str, str, str], model: str, only: str | None) -> None:
+def try_server(fuzz: Fuzz, addresses: tuple[str, str, str], model: str, only: str | None) -> None:
     """Everything, or what one protocol has; addresses are those of HTTP, the metrics and gRPC."""
     url, metrics_url, grpc_address = addresses
     before = ask_tokens(url, model)
     if only in (None, "http"):
-        trial.try_http(url, metrics_url, model)
+        fuzz.try_http(url, metrics_url, model)
     if only in (None, "grpc") and grpc_address:
-        trial.try_grpc(grpc_address)
+        fuzz.try_grpc(grpc_address)
     if (after := ask_tokens(url, model)) != before:
-        trial.faults.append(f"other tokens than before: {after}, not {before}")
+        fuzz.faults.append(f"other tokens than before: {after}, not {before}")
 
 
 def ask_tokens(url: str, model: str) -> list[int]:
@@ -97,10 +96,8 @@ def ask_tokens(url: str, model: str) -> list[int]:
     return tokens
 
 
-async def serve_and_try(trial: Trial, only: str | None, folder: Path) -> None:
+async def serve_and_try(fuzz: Fuzz, only: str | None, folder: Path) -> None:
     """The same on a server of its own, which is looked at afterwards."""
-    temporary = folder / "tmp"
-    temporary.mkdir()
     config = write_config(
         folder / "serve.yaml",
         1,
@@ -110,31 +107,42 @@ async def serve_and_try(trial: Trial, only: str | None, folder: Path) -> None:
         server={"max_queue": 24, "max_body_bytes": 1 << 20},
     )
     logs = folder / "logs"
-    server = Server(config, temporary, ("--log-dir", str(logs)))
+    server = Server(config, folder, ("--log-dir", str(logs)))
     await server.start(PATIENCE)
     try:
         address = urlsplit(server.metrics_url)
         addresses = (server.url, f"{address.scheme}://{address.netloc}", server.grpc_address)
-        await asyncio.to_thread(try_server, trial, addresses, server.model, only)
+        await asyncio.to_thread(try_server, fuzz, addresses, server.model, only)
         await server.wait_healthy(PATIENCE)
         metrics = await server.metrics()
     finally:
         status = await server.end(PATIENCE)
     lines = [*server.lines, *(line for file in sorted(logs.iterdir()) for line in file.read_text().splitlines())]
-    trial.faults += [line for line in lines if "Traceback" in line or " ERROR " in line][:20]
-    if metrics["vllm:kv_cache_usage_perc"] or metrics["vllm:num_requests_running"] or status:
-        trial.faults.append(f"the server is not whole afterwards: status {status}, {metrics}")
+    fuzz.faults += [line for line in lines if "Traceback" in line or " ERROR " in line][:20]
+    fuzz.faults += find_leftovers(metrics)
+    if status:
+        fuzz.faults.append(f"the server ended with status {status}")
+
+
+async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The whole trial; returns its figures."""
+    fuzz = Fuzz(options.requests, options.seed)
+    if options.url is None:
+        await serve_and_try(fuzz, options.only, folder)
+    else:
+        addresses = (options.url, "", options.grpc)
+        await asyncio.to_thread(try_server, fuzz, addresses, options.model, options.only)
+    return {"endpoints": fuzz.answers, "faults": fuzz.faults}
 
 
 def main() -> int:
     """Try it, and tell."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="to each endpoint, and calls of each kind")
     parser.add_argument("--only", choices=("http", "grpc"), help="one of the protocols; default: both")
     parser.add_argument("--url", help="of a server that runs already")
     parser.add_argument("--grpc", default="", help="its HOST:PORT for gRPC")
     parser.add_argument("--model", help="its name there")
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if (options.url is None) != (options.model is None):
         parser.error("--url and --model go together")
@@ -142,18 +150,7 @@ def main() -> int:
         parser.error("--grpc is of the server that --url names")
     if options.only == "grpc" and options.url is not None and not options.grpc:
         parser.error("--only grpc wants --grpc HOST:PORT beside --url")
-    trial = Trial(options.requests, options.seed)
-    try:
-        if options.url is not None:
-            try_server(trial, (options.url, "", options.grpc), options.model, options.only)
-        else:
-            with tempfile.TemporaryDirectory(prefix="serve-fuzz-") as folder:
-                asyncio.run(serve_and_try(trial, options.only, Path(folder)))
-    except TrialError as error:
-        print(f"serve_fuzz.py: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps({"endpoints": trial.told, "faults": trial.faults}))
-    return 1 if trial.faults else 0
+    return play_trial(run, options)
 
 
 if __name__ == "__main__":

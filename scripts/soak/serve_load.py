@@ -18,7 +18,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,10 +27,11 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.served.clients import Reply, Verdict, ask, ask_and_leave
-from scripts.served.questions import Question, ask_reference, make_rows
-from scripts.served.said import is_idle
-from scripts.served.server import Server, TrialError, write_config
+from scripts.harness.announcements import find_leftovers, is_idle
+from scripts.harness.server import Server, open_client, write_config
+from scripts.harness.trials import Trial, make_parser, play_trial
+from scripts.soak.judged_clients import Reply, Verdict, ask, ask_and_leave
+from scripts.soak.questions import Question, ask_reference, make_rows
 from trtrun.configuration.config import load_config
 
 PATIENCE = 300.0
@@ -49,7 +49,7 @@ MOST_WARMING = 64
 NONSENSE: tuple[tuple[bytes, int], ...] = (
     (b"{", 400),
     (b'{"model": "nobody", "prompt": "x"}', 404),
-    (b'{"prompt": 5}', 404),
+    (b'{"prompt": 5}', 400),
     (b"[" * 5000, 400),
     (b'{"model": MODEL, "prompt": []}', 400),
     (b'{"model": MODEL, "prompt": "x", "temperature": NaN}', 400),
@@ -63,17 +63,17 @@ NONSENSE: tuple[tuple[bytes, int], ...] = (
 EXPECTED = (Verdict.EXACT, Verdict.CUT)
 
 
-class Load:
+class Load(Trial):
     """Clients of all kinds, and what became of their requests."""
 
     def __init__(self, server: Server, questions: list[Question], options: argparse.Namespace) -> None:
+        super().__init__()
         self._server = server
         self._questions = questions
         self._options = options
         self._end = 0.0
         self.verdicts: Counter[str] = Counter()
         self.num_tokens = 0
-        self.faults: list[str] = []
         self.sizes: dict[str, list[int]] = {}
 
     async def warm_up(self, block_size: int) -> None:
@@ -83,7 +83,7 @@ class Load:
         Args:
             block_size: tokens of a KV block.
         """
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+        async with open_client(self._server.url, PATIENCE) as client:
             async with asyncio.TaskGroup() as requests:
                 for _ in range(MOST_WARMING):
                     requests.create_task(self._send_nonsense(client, *NONSENSE[-1]))
@@ -109,12 +109,12 @@ class Load:
             sampling.cancel()
 
     async def _ask_on(self, choose: random.Random) -> None:
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+        async with open_client(self._server.url, PATIENCE) as client:
             while time.monotonic() < self._end:
                 try:
                     await asyncio.wait_for(self._ask(client, choose), PATIENCE)
                 except TimeoutError:
-                    self._tell_fault(f"a request hangs: no end within {PATIENCE:g} s")
+                    self.tell_fault(f"a request hangs: no end within {PATIENCE:g} s")
 
     async def _ask(self, client: httpx.AsyncClient, choose: random.Random) -> None:
         question, kind, model = choose.choice(self._questions), choose.random(), self._server.model
@@ -136,7 +136,7 @@ class Load:
         self.verdicts[verdict] += 1
         self.num_tokens += sum(map(len, reply.tokens.values()))
         if verdict not in EXPECTED:
-            self._tell_fault(f"{verdict}: {detail}; asked: {json.dumps(question.fields)[:300]}")
+            self.tell_fault(f"{verdict}: {detail}; asked: {json.dumps(question.fields)[:300]}")
 
     async def _send_nonsense(self, client: httpx.AsyncClient, body: bytes, status: int) -> None:
         body = body.replace(b"MODEL", json.dumps(self._server.model).encode())
@@ -144,7 +144,7 @@ class Load:
         message = answer.json().get("error", {}).get("message", "")
         self.verdicts["nonsense"] += 1
         if answer.status_code != status or not message or "\n" in message:
-            self._tell_fault(f"{body[:80]!r} got HTTP {answer.status_code} instead of {status}: {answer.text[:200]}")
+            self.tell_fault(f"{body[:80]!r} got HTTP {answer.status_code} instead of {status}: {answer.text[:200]}")
 
     async def _sample(self) -> None:
         """Look at the memory of all processes, and tell how it goes."""
@@ -157,10 +157,6 @@ class Load:
                 print(f"{left:.0f} s left: {dict(self.verdicts)}, MiB: {megabytes}", flush=True)
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    def _tell_fault(self, fault: str) -> None:
-        self.faults.append(fault)
-        print(f"FAULT: {fault}", flush=True)
-
     def memory(self) -> dict[str, dict[str, float]]:
         """MiB of each process in the third and the last quarter of the time; one that has grown is a fault."""
         told = {}
@@ -171,19 +167,17 @@ class Load:
             early, late = statistics.median(sizes[2 * quarter : 3 * quarter]), statistics.median(sizes[-quarter:])
             told[part] = {"early_mib": round(early / 2**20, 1), "late_mib": round(late / 2**20, 1)}
             if late > GROWTH * early + GROWTH_BYTES:
-                self._tell_fault(f"{part} has grown from {early / 2**20:.1f} to {late / 2**20:.1f} MiB")
+                self.tell_fault(f"{part} has grown from {early / 2**20:.1f} to {late / 2**20:.1f} MiB")
         return told
 
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole trial; returns its figures."""
-    temporary = folder / "tmp"
-    temporary.mkdir()
     # A small KV store: all of it is in use soon, and does not look like growth.
     config = options.config or write_config(folder / "serve.yaml", options.ranks, kv_cache={"max_tokens": 8192})
     rows = make_rows(2 * options.clients, options.longest, options.seed)
     questions = await ask_reference(config, rows, folder)
-    server = Server(config, temporary)
+    server = Server(config, folder)
     await server.start(PATIENCE)
     load = Load(server, questions, options)
     try:
@@ -194,15 +188,12 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         metrics = await wait_idle(server)
     finally:
         status = await server.end(PATIENCE)
-    if metrics["vllm:num_requests_running"] or metrics["vllm:num_requests_waiting"]:
-        load.faults.append("rows run that nobody asks for")
-    if metrics["vllm:kv_cache_usage_perc"]:
-        load.faults.append(f"KV blocks are held by nobody: {metrics['vllm:kv_cache_usage_perc']:.4f} of all")
+    load.faults += find_leftovers(metrics)
     if status or metrics["trtrun:engine_restarts_total"]:
         load.faults.append(
             f"the server ended with status {status}, restarts: {metrics['trtrun:engine_restarts_total']}"
         )
-    load.faults += [line for line in server.lines if "Traceback" in line or " ERROR " in line]
+    load.faults += server.error_lines()
     return {
         "minutes": round(seconds / 60, 1),
         "clients": options.clients,
@@ -225,22 +216,10 @@ async def wait_idle(server: Server) -> dict[str, float]:
 
 def main() -> int:
     """Try it, and tell."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__, clients=64, ranks=1)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--config", type=Path, help="what to serve instead of the shipped pair")
-    parser.add_argument("--ranks", type=int, default=1, help="of the shipped pair: 1 (no mpirun), 3, 4 or 5")
     parser.add_argument("--longest", type=int, default=64, help="tokens of the longest completion")
-    parser.add_argument("--seed", type=int, default=1, help="of the questions, and of what clients do")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="serve-load-") as folder:
-        try:
-            figures = asyncio.run(run(options, Path(folder)))
-        except TrialError as error:
-            print(f"serve_load.py: {error}", file=sys.stderr)
-            return 1
-    print(json.dumps(figures))
-    return 1 if figures["faults"] else 0
+    return play_trial(run, parser.parse_args())
 
 
 if __name__ == "__main__":

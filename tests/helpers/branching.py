@@ -95,9 +95,9 @@ class BranchingSection(SpeculationSection):
         return DraftSize(MAX_PATHS, MAX_PATHS * draft_len)
 
 
-def make_branching(place: DrafterContext) -> Drafter:
-    assert place.target is not None
-    return Branching(place.target.rows)
+def make_branching(context: DrafterContext) -> Drafter:
+    assert context.target is not None
+    return Branching(context.target.rows)
 
 
 @contextmanager

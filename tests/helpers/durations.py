@@ -106,7 +106,7 @@ def table(rows: Iterable[dict[str, Any]], num_files: int) -> str:
     for row in rows:
         file = row["test"].partition("::")[0]
         parts = Path(file).parts
-        folder = "/".join(parts[: 3 if parts[1] == "unit" else 2])
+        folder = "/".join(parts[: 3 if parts[1] in ("unit", "e2e") else 2])
         for key in ((row["phase"],), (row["phase"], folder), (row["phase"], folder, file)):
             sums["core"][key] += row["core"]
             sums["clock"][key] += sum(row[stage] for stage in STAGES)

@@ -8,58 +8,49 @@ drafted takes the whole text anew.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from decoder_heads import (
+    NUM_HEADS,
+    THETA,
+    DecoderHead,
+    RandomTensors,
+    check_drafts,
+    layer_values,
+    read_config,
+    token_tables,
+    write_files,
+)
 from medusa_heads import Proposals, keyed_scores, ranked
 from own_drafters import hidden_states
 from pipelines import Reference
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from trtrun.configuration.drafting.draft_trees import ChoiceTree
 from trtrun.configuration.drafting.head_methods import Eagle3Section
 
-EPS = 1e-5
-THETA = 5000.0
 LAYOUTS = ("reference", "specforge", "speculators", "prefixed")
 
 
 @dataclass(frozen=True)
-class Eagle3:
+class Eagle3(DecoderHead):
     """A head, with tensors by the names that speculators has for them.
 
     Attributes:
-        boundaries: of the target that it reads.
         token_ids: the target's id of each line of lm_head; None where they are the same.
         options: norm_before_residual, norm_output, fc_norm and norm_before_fc, as far as they are set.
         theta: of its rotation.
     """
 
-    tensors: dict[str, Tensor]
-    boundaries: tuple[int, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    embedding: Tensor
     token_ids: Tensor | None = None
     options: dict[str, bool] = field(default_factory=dict)
     theta: float = THETA
-
-    @property
-    def num_layers(self) -> int:
-        return 1 + max(int(name.split(".")[1]) for name in self.tensors if name.startswith("layers."))
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * self.tensors[f"{name}.weight"]
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
     def fuse(self, states: Tensor) -> Tensor:
         """[n, hidden] of the target's states [n, boundaries, hidden of the target]."""
@@ -68,20 +59,6 @@ class Eagle3:
             taken = torch.stack([self.norm(taken[:, tap], f"fc_norm.{tap}") for tap in range(taken.shape[1])], 1)
         flat = taken.flatten(1)
         return self.linear(self.norm(flat, "input_norm") if self.options.get("norm_before_fc") else flat, "fc")
-
-    def attention(self, x: Tensor, name: str) -> Tensor:
-        """Causal attention of [n, features], rotated by positions from 0."""
-        count, half = len(x), self.head_dim // 2
-        query, key, value = (self.linear(x, f"{name}.{one}_proj").view(count, -1, self.head_dim) for one in "qkv")
-        if f"{name}.q_norm.weight" in self.tensors:
-            query, key = self.norm(query, f"{name}.q_norm"), self.norm(key, f"{name}.k_norm")
-        angles = torch.outer(torch.arange(count).float(), self.theta ** -(torch.arange(half).float() / half))
-        cosine, sine = (torch.cat((part, part), 1).unsqueeze(1) for part in (angles.cos(), angles.sin()))
-        query, key = (one * cosine + torch.cat((-one[..., half:], one[..., :half]), -1) * sine for one in (query, key))
-        key, value = (one.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for one in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) * self.head_dim**-0.5
-        scores = scores + torch.full((count, count), -torch.inf).triu(1)
-        return self.linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1), f"{name}.o_proj")
 
     def states(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
         """[n, hidden] that the next step reads, of tokens [n] beside hidden [n, hidden]."""
@@ -94,10 +71,8 @@ class Eagle3:
                 normed = self.norm(hidden, f"{name}.hidden_norm")
                 read = torch.cat((self.norm(self.embedding[list(tokens)], f"{name}.input_layernorm"), normed), 1)
                 stream = normed if self.options.get("norm_before_residual") else hidden
-            stream = stream + self.attention(read, f"{name}.self_attn")
-            behind = self.norm(stream, f"{name}.post_attention_layernorm")
-            gated = silu(self.linear(behind, f"{name}.mlp.gate_proj")) * self.linear(behind, f"{name}.mlp.up_proj")
-            stream = stream + self.linear(gated, f"{name}.mlp.down_proj")
+            stream = stream + self.attend(read, f"{name}.self_attn", theta=self.theta)
+            stream = stream + self.linear(self.gated(stream, name), f"{name}.mlp.down_proj")
         return self.norm(stream, "norm") if self.options.get("norm_output") else stream
 
     def normed(self, states: Tensor) -> Tensor:
@@ -201,21 +176,12 @@ def make_head(
 ) -> Eagle3:
     """A random head for a target: for `num_tokens` of its tokens; with an embedding of its own where its hidden size is
     not the target's."""
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config = read_config(target)
     size, vocab_size, depth = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
     taken = tuple(boundaries or (2, depth // 2, depth - 3))
-    hidden, features, num_heads = hidden_size or size, 96, 4
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-
-    def matrix(name: str, rows: int, columns: int, bias: bool = False) -> None:
-        tensors[f"{name}.weight"] = torch.randn(rows, columns, generator=generator) * 1.5 * columns**-0.5
-        if bias:
-            tensors[f"{name}.bias"] = torch.randn(rows, generator=generator) * 0.3
-
-    def norm(name: str, columns: int) -> None:
-        tensors[f"{name}.weight"] = 1 + 0.3 * torch.randn(columns, generator=generator)
-
+    hidden = hidden_size or size
+    random = RandomTensors(seed)
+    tensors, matrix, norm = random.tensors, random.matrix, random.norm
     matrix("fc", hidden, len(taken) * size, biases)
     for tap in range(len(taken) if options.get("fc_norm") else 0):
         norm(f"fc_norm.{tap}", size)
@@ -223,25 +189,19 @@ def make_head(
         norm("input_norm", len(taken) * size)
     for layer in range(num_layers):
         name, inputs = f"layers.{layer}", hidden if layer else 2 * hidden
-        for one, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
-            matrix(f"{name}.self_attn.{one}_proj", heads * head_dim, inputs, biases)
-        matrix(f"{name}.self_attn.o_proj", hidden, num_heads * head_dim, biases)
-        for one in "qk" if head_norms else "":
-            norm(f"{name}.self_attn.{one}_norm", head_dim)
-        for one in ("gate", "up"):
-            matrix(f"{name}.mlp.{one}_proj", features, hidden, biases)
-        matrix(f"{name}.mlp.down_proj", hidden, features, biases)
+        random.layer(
+            name, hidden, inputs=inputs, num_kv_heads=num_kv_heads, head_dim=head_dim, biases=biases,
+            head_norms=head_norms,
+        )  # fmt: skip
         for one in ("input_layernorm", "post_attention_layernorm", *(() if layer else ("hidden_norm",))):
             norm(f"{name}.{one}", hidden)
     norm("norm", hidden)
     matrix("lm_head", num_tokens or vocab_size, hidden)
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].float()
     if own_embedding or hidden != size:
-        embedding = tensors["embed_tokens.weight"] = torch.randn(vocab_size, hidden, generator=generator)
-    token_ids = None
-    if num_tokens is not None:
-        token_ids = torch.randperm(vocab_size, generator=generator)[:num_tokens].sort().values
-    return Eagle3(tensors, taken, num_heads, num_kv_heads, head_dim, embedding, token_ids, options)
+        embedding = tensors["embed_tokens.weight"] = torch.randn(vocab_size, hidden, generator=random.generator)
+    token_ids = random.token_ids(vocab_size, num_tokens)
+    return Eagle3(tensors, taken, NUM_HEADS, num_kv_heads, head_dim, embedding, token_ids, options)
 
 
 def fitted(head: Eagle3, target: Path, texts: Iterable[Sequence[int]]) -> Eagle3:
@@ -260,33 +220,17 @@ def fitted(head: Eagle3, target: Path, texts: Iterable[Sequence[int]]) -> Eagle3
 
 def write_head(path: Path, head: Eagle3, layout: str, target: Path, **changes: Any) -> Path:
     """Write a head in a layout; `changes` are values of config.json, None leaves one out. Returns the directory."""
-    of_target = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    of_target = read_config(target)
     vocab_size, depth = of_target["vocab_size"], of_target["num_hidden_layers"]
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = dict(head.tensors)
-    if head.token_ids is not None:
-        tensors["d2t"] = head.token_ids - torch.arange(len(head.token_ids))
-        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, head.token_ids, True)
-    elif layout == "reference":  # buffers that nobody filled
+    tensors = {**head.tensors, **token_tables(head.token_ids, vocab_size)}
+    if head.token_ids is None and layout == "reference":  # buffers that nobody filled
         tensors |= {"d2t": torch.zeros(vocab_size, dtype=torch.int64), "t2d": torch.zeros(vocab_size, dtype=torch.bool)}
     if layout != "speculators":
         tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     if layout == "prefixed":
         apart = ("d2t", "t2d", "lm_head.weight")
         tensors = {name if name in apart else f"model.{name}": value for name, value in tensors.items()}
-    layer: dict[str, Any] = {
-        "hidden_size": head.tensors["norm.weight"].shape[0],
-        "intermediate_size": 96,
-        "num_hidden_layers": head.num_layers,
-        "num_attention_heads": head.num_heads,
-        "num_key_value_heads": head.num_kv_heads,
-        "head_dim": head.head_dim,
-        "rms_norm_eps": EPS,
-        "rope_theta": head.theta,
-        "hidden_act": "silu",
-        "max_position_embeddings": 64,
-        "vocab_size": vocab_size,
-    }
+    layer = layer_values(head, vocab_size, head.theta)
     others = {"draft_vocab_size": len(head.tensors["lm_head.weight"]), **head.options}
     usual = head.boundaries == (2, depth // 2, depth - 3)
     if layout == "speculators":
@@ -297,20 +241,12 @@ def write_head(path: Path, head: Eagle3, layout: str, target: Path, **changes: A
     else:
         ids = {"eagle_aux_hidden_state_layer_ids": [one - 1 for one in head.boundaries]}
         config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, **others, "eagle_config": ids}
-    kept = {name: value for name, value in {**config, **changes}.items() if value is not None}
-    (path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, path / "model.safetensors")
-    return path
+    return write_files(path, tensors, config, changes)
 
 
 def check_proposals(seen: Proposals, target: Path, head: Eagle3) -> int:
     """Compare what was proposed with the head in plain torch; returns how many drafts there were."""
-    reference, count = Reference(target), 0
-    for text, temperature, seed, tokens, draft_len in seen.seen:
-        if draft_len > 0:
-            assert tokens[:draft_len] == head.draft(reference, text, draft_len, temperature, seed), len(text)
-            count += 1
-    return count
+    return check_drafts(seen, target, head.draft)
 
 
 def check_trees(

@@ -9,19 +9,19 @@ what it left itself. There is no cache: each token that is drafted takes the who
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from eagle3_heads import EPS, THETA, Eagle3
+from decoder_heads import NUM_HEADS, RandomTensors, layer_values, read_config, write_files
+from eagle3_heads import Eagle3
 from own_drafters import hidden_states
 from pipelines import Reference
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 LAYOUTS = ("reference", "speculators", "vllm")
 INPUT_NORM = "layers.0.input_layernorm"
@@ -47,9 +47,8 @@ class Eagle(Eagle3):
             name = f"layers.{layer}"
             is_normed = layer or self.options.get("input_norm")
             read = self.norm(stream, f"{name}.input_layernorm") if is_normed else stream
-            stream = stream + self.attention(read, f"{name}.self_attn")
-            behind = self.norm(stream, f"{name}.post_attention_layernorm")
-            gated = silu(self.linear(behind, f"{name}.mlp.gate_proj")) * self.linear(behind, f"{name}.mlp.up_proj")
+            stream = stream + self.attend(read, f"{name}.self_attn")
+            gated = self.gated(stream, name)
             if layer + 1 < self.num_layers:
                 stream = stream + self.linear(gated, f"{name}.mlp.down_proj")
         return stream, gated
@@ -84,30 +83,17 @@ def make_eagle_head(
     **options: bool,
 ) -> Eagle:
     """A random head for a target."""
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    hidden, vocab_size, num_heads = config["hidden_size"], config["vocab_size"], 4
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-
-    def matrix(name: str, rows: int, columns: int, bias: bool) -> None:
-        tensors[f"{name}.weight"] = torch.randn(rows, columns, generator=generator) * 1.5 * columns**-0.5
-        if bias:
-            tensors[f"{name}.bias"] = torch.randn(rows, generator=generator) * 0.3
-
-    def norm(name: str, columns: int) -> None:
-        tensors[f"{name}.weight"] = 1 + 0.3 * torch.randn(columns, generator=generator)
-
+    config = read_config(target)
+    hidden, vocab_size = config["hidden_size"], config["vocab_size"]
+    random = RandomTensors(seed)
+    tensors, matrix, norm = random.tensors, random.matrix, random.norm
     matrix("fc", hidden, 2 * hidden, fc_bias)
     for layer in range(num_layers):
         name = f"layers.{layer}"
-        for one, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
-            matrix(f"{name}.self_attn.{one}_proj", heads * head_dim, hidden, biases)
-        matrix(f"{name}.self_attn.o_proj", hidden, num_heads * head_dim, biases)
-        for one in "qk" if head_norms else "":
-            norm(f"{name}.self_attn.{one}_norm", head_dim)
-        for one in ("gate", "up"):
-            matrix(f"{name}.mlp.{one}_proj", features, hidden, biases)
-        matrix(f"{name}.mlp.down_proj", hidden, features, biases)
+        random.layer(
+            name, hidden, inputs=hidden, num_kv_heads=num_kv_heads, head_dim=head_dim, features=features, biases=biases,
+            head_norms=head_norms,
+        )  # fmt: skip
         norm(f"{name}.post_attention_layernorm", hidden)
         if layer or options.get("input_norm"):
             norm(f"{name}.input_layernorm", hidden)
@@ -116,11 +102,11 @@ def make_eagle_head(
     of_target = load_file(target / "model.safetensors")
     embedding, lm_head = (of_target[f"{name}.weight"].float() for name in ("model.embed_tokens", "lm_head"))
     if own_embedding:
-        embedding = tensors["embed_tokens.weight"] = torch.randn(vocab_size, hidden, generator=generator)
+        embedding = tensors["embed_tokens.weight"] = torch.randn(vocab_size, hidden, generator=random.generator)
     if options.get("own_head"):
-        lm_head = torch.randn(vocab_size, hidden, generator=generator)
+        lm_head = torch.randn(vocab_size, hidden, generator=random.generator)
     tensors["lm_head.weight"] = lm_head
-    return Eagle(tensors, (), num_heads, num_kv_heads, head_dim, embedding, None, options)
+    return Eagle(tensors, (), NUM_HEADS, num_kv_heads, head_dim, embedding, None, options)
 
 
 def fitted_eagle(head: Eagle, target: Path, texts: Iterable[Sequence[int]]) -> Eagle:
@@ -140,27 +126,14 @@ def fitted_eagle(head: Eagle, target: Path, texts: Iterable[Sequence[int]]) -> E
 
 def write_eagle_head(path: Path, head: Eagle, layout: str, target: Path, **changes: Any) -> Path:
     """Write a head in a layout; `changes` are values of config.json, None leaves one out. Returns the directory."""
-    of_target = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    path.mkdir(parents=True, exist_ok=True)
+    of_target = read_config(target)
     tensors = dict(head.tensors)
     if not head.options.get("own_head"):
         del tensors["lm_head.weight"]
     has_bias = "fc.bias" in tensors
-    layer: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": of_target["hidden_size"],
-        "intermediate_size": head.tensors["layers.0.mlp.up_proj.weight"].shape[0],
-        "num_hidden_layers": head.num_layers,
-        "num_attention_heads": head.num_heads,
-        "num_key_value_heads": head.num_kv_heads,
-        "rms_norm_eps": EPS,
-        "rope_theta": THETA,
-        "hidden_act": "silu",
-        "max_position_embeddings": 64,
-        "vocab_size": of_target["vocab_size"],
-    }
-    if head.head_dim != 16:
-        layer["head_dim"] = head.head_dim
+    layer = {"architectures": ["LlamaForCausalLM"], **layer_values(head, of_target["vocab_size"])}
+    if head.head_dim == 16:
+        del layer["head_dim"]
     said = {
         key: False
         for option, key in (("input_norm", "skip_prenorm"), ("final_norm", "skip_output_norm"))
@@ -180,10 +153,7 @@ def write_eagle_head(path: Path, head: Eagle, layout: str, target: Path, **chang
         names, config = {}, {**layer, "bias": has_bias, **said}
     for usual, other in names.items():
         tensors = {other + one.removeprefix(usual) if one.startswith(usual) else one: tensors[one] for one in tensors}
-    kept = {name: value for name, value in {**config, **changes}.items() if value is not None}
-    (path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, path / "model.safetensors")
-    return path
+    return write_files(path, tensors, config, changes)
 
 
 def eagle(**options: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def can_be_forked(environment: dict[str, str], own: dict[str, str]) -> bool:
 
 
 def _words(value: str | None) -> list[str]:
-    """Of a variable, such as the folders of a path."""
+    """The words of a variable, such as the folders of a path."""
     words = dict.fromkeys(filter(None, (value or "").split(os.pathsep)))
     return [word for word in words if os.path.realpath(word) != OWN_LIBRARIES]
 

@@ -27,7 +27,7 @@ from typing import Any
 from forked_ranks import can_be_forked, fork_ranks
 
 FAULT = "TRTRUN_TEST_FAULT"
-FAULTS = Path(__file__).parents[1] / "cli" / "faults"
+FAULTS = Path(__file__).parents[1] / "e2e" / "cli" / "faults"
 MOST_BYTES = 1 << 17
 """Of a request: arguments and environment."""
 

@@ -39,7 +39,7 @@ def next_of(text: tuple[int, ...]) -> int:
 
 
 class TextEngine:
-    """See DraftEngine: its store holds tokens, -1 where nothing was written."""
+    """A DraftEngine whose store holds tokens, -1 where nothing was written."""
 
     device, vocab_size, has_graphs, most_positions, block_size = CPU, VOCAB, False, MAX_SEQ_LEN, BLOCK
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from checkpoints import make_checkpoint, overflow_on
 from pipelines import make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
@@ -21,6 +22,13 @@ KINDS: list[dict[str, Any]] = [
     {"logit_bias": {7: 4.0, 9: -3.0}, "stop_token_ids": (11,)},
     {"temperature": 0.7, "n": 2},
 ]
+WITH_TEXTS: dict[str, Any] = {
+    "enable_suffix_decoding": True,
+    "suffix_decoding_min_match_len": 2,
+    "suffix_decoding_max_cached_requests": 9,
+}
+"""Options of a method by which some drafts are what texts repeat."""
+
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33, 8, 5, 64, 17, 31)]
 
 
@@ -71,3 +79,25 @@ def check_texts(
         llm.check_idle()
         llm.set_speculation(False)
         assert told(llm.generate(PROMPTS, rows)) == expected
+
+
+POISON = 7
+"""A token that rows overflow on."""
+
+
+def make_overflowing(path: Path, **config: Any) -> Path:
+    """Write a checkpoint whose rows overflow on POISON."""
+    make_checkpoint(path, seed=1, **config)
+    overflow_on(path, POISON)
+    return path
+
+
+def generate_beside_overflow(target: Path, heads: Path, speculation: dict[str, Any], scheduler: dict[str, Any]) -> None:
+    """Rows beside and after some that overflow, by heads that draft; these alone fail."""
+    healthy = [[token if token != POISON else 8 for token in prompt] for prompt in PROMPTS[:5]]
+    cache = {"max_tokens": 144, "enable_block_reuse": False}
+    sampling = SamplingParams(max_tokens=8, logit_bias={POISON: -100.0})
+    prompts = [[POISON] * 40, healthy[0], [*healthy[1], *[POISON] * 20], *healthy[1:]]
+    with make_llm(target, heads=heads, speculation=speculation, scheduler=scheduler, kv_cache=cache) as llm:
+        outputs = llm.generate(prompts, sampling)
+        assert [output.error is None for output in outputs] == [False, True, False, *[True] * 4]

@@ -187,14 +187,14 @@ class Remembering(Drafter):
         self._engine.close()
 
 
-def make_repeating(place: DrafterContext) -> Drafter:
-    assert place.target is not None
-    return Repeating(place.target.rows)
+def make_repeating(context: DrafterContext) -> Drafter:
+    assert context.target is not None
+    return Repeating(context.target.rows)
 
 
-def make_recalling(place: DrafterContext) -> Drafter:
-    assert place.target is not None
-    return Recalling(place.target.rows)
+def make_recalling(context: DrafterContext) -> Drafter:
+    assert context.target is not None
+    return Recalling(context.target.rows)
 
 
 def every_boundary(section: SpeculationSection, num_layers: int) -> Sequence[int]:
@@ -202,14 +202,14 @@ def every_boundary(section: SpeculationSection, num_layers: int) -> Sequence[int
     return range(num_layers + 2)
 
 
-def make_stepping(place: DrafterContext) -> Drafter:
-    assert place.draft is not None
-    return Stepping(place.draft)
+def make_stepping(context: DrafterContext) -> Drafter:
+    assert context.draft is not None
+    return Stepping(context.draft)
 
 
-def make_remembering(place: DrafterContext) -> Drafter:
-    assert place.draft is not None
-    return Remembering(place.draft)
+def make_remembering(context: DrafterContext) -> Drafter:
+    assert context.draft is not None
+    return Remembering(context.draft)
 
 
 @contextmanager

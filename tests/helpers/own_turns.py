@@ -124,7 +124,7 @@ class Post:
 
 
 class Letterbox:
-    """See parallel.mailbox.Mailbox; one rank's."""
+    """One rank's parallel.mailbox.Mailbox."""
 
     def __init__(self, post: Post, turns: Turns, rank: int) -> None:
         self._post = post
@@ -132,22 +132,22 @@ class Letterbox:
         self._rank = rank
 
     def post(self, rank: int, tag: int, payload: bytes) -> None:
-        """See Mailbox."""
+        """Send a message."""
         self._post.send(self._rank, rank, tag, payload)
         self._turns.give_way()
 
     def num_unsent_bytes(self) -> int:
-        """See Mailbox."""
+        """Bytes that are on their way: none, as a message arrives at once."""
         return 0
 
     def take(self, rank: int, tag: int) -> bytes | None:
-        """See Mailbox."""
+        """A message that has come, or None."""
         return self._post.take(rank, self._rank, tag)
 
     def wait(
         self, rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
     ) -> bytes | None:
-        """See Mailbox."""
+        """A message, once it has come, or None."""
         found: list[bytes] = []
 
         def look() -> bool:
@@ -159,4 +159,4 @@ class Letterbox:
         return found[0] if found else None
 
     def close(self) -> None:
-        """See Mailbox."""
+        """There is nothing to end."""

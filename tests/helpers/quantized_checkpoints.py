@@ -68,7 +68,7 @@ def make_pair(path: Path, name: str | Format, seed: int = 0, **overrides: Any) -
 
 @cache
 def _folder_of_pairs() -> tempfile.TemporaryDirectory[str]:
-    """Of this process; it goes with it."""
+    """A folder of this process, which goes with it."""
     return tempfile.TemporaryDirectory(prefix="quantized-pairs-")
 
 

@@ -57,8 +57,9 @@ def _rank(path: Path) -> int:
 
 
 def _folder(path: Path) -> str:
-    """The folder of `tests` that a file lies in."""
-    return path.relative_to(Path(__file__).parents[1]).parts[0]
+    """The folder of `tests`, or of `tests/e2e`, that a file lies in."""
+    first, *others = path.relative_to(Path(__file__).parents[1]).parts
+    return others[0] if first == "e2e" else first
 
 
 def _seconds(file: Places, paths: Sequence[Path]) -> float:

@@ -129,7 +129,7 @@ class SlowGate(DeviceGate):
 
 @dataclass
 class DecidedOnDevice:
-    """See VerdictRound."""
+    """A VerdictRound that is decided on the device."""
 
     turns: Turns
     plan: RoundPlan

@@ -15,6 +15,7 @@ from eagle3_heads import Ways, check_proposals, check_trees, make_head, write_he
 from jobs import HERE, SIZE, alone, configuration, prompts, run_job, sampling
 from medusa_heads import Proposals
 from meeting import meet
+from mixed_rows import WITH_TEXTS
 from mpi4py import MPI
 from pipelines import Reference, tokens_of
 from test_ahead import Bend, as_it_is, every_guess_is_wrong, foreseen, no_guess_matches, no_patience
@@ -36,11 +37,6 @@ TIGHT: dict[str, Any] = {
 }
 """Few tokens a round, so that prompts come in chunks, and few blocks, so that rows are preempted."""
 
-WITH_TEXTS = {
-    "enable_suffix_decoding": True,
-    "suffix_decoding_min_match_len": 2,
-    "suffix_decoding_max_cached_requests": 9,
-}
 Patch = pytest.MonkeyPatch
 
 

@@ -18,7 +18,7 @@ from trtrun.core.outputs import CompletionDelta, RequestId
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError, LibraryPanicError
-from trtrun.rounds.commit import RowGain
+from trtrun.rounds.commit import RowUpdate
 from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
@@ -161,7 +161,7 @@ class EngineRequests:
         completion = next(iter(self._requests[request_id].going_on.values()))
         return completion.request.prompt_token_ids
 
-    def tell(self, gain: RowGain) -> CompletionDelta:
+    def tell(self, gain: RowUpdate) -> CompletionDelta:
         """What a round gave a completion, as a delta; one that has ended is forgotten."""
         completion = gain.result.completion
         completion_id = completion.request.request_id

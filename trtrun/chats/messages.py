@@ -186,23 +186,23 @@ def as_template_knows(messages: Sequence[Mapping[str, Any]], source: str) -> lis
     return [*_with_calls_apart(_with_short_ids(told, source), source)]
 
 
-def ways_of_calls(told: Sequence[Mapping[str, Any]], source: str) -> list[Sequence[Mapping[str, Any]]]:
+def ways_of_calls(messages: Sequence[Mapping[str, Any]], source: str) -> list[Sequence[Mapping[str, Any]]]:
     """Messages in each way that a template may want calls in, itself among them: with null beside them first, where it
     asks for that; with arguments as objects before those as texts."""
-    texts = _with_arguments_as_texts(told)
-    ways: list[Sequence[Mapping[str, Any]]] = [told] if texts is None else [told, texts]
-    if _ASKS_FOR_NULL.search(source) and any(map(_is_call_alone, told)):
+    texts = _with_arguments_as_texts(messages)
+    ways: list[Sequence[Mapping[str, Any]]] = [messages] if texts is None else [messages, texts]
+    if _ASKS_FOR_NULL.search(source) and any(map(_is_call_alone, messages)):
         ways = [*([_with_null(message) for message in way] for way in ways), *ways]
     return ways
 
 
-def with_turns_joined(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+def with_turns_joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
     """Messages for templates that take one system message, at the beginning, and then turns by turns, as Qwen3.5's,
     Mistral's and Gemma's: system messages at the beginning are one, later ones are the user's, and messages of the user
     that follow each other are one. None where they are so already. Agents send others: Codex begins with two, and
     Claude Code has some in the middle."""
     joined: list[dict[str, Any]] = []
-    for message in told:
+    for message in messages:
         role = message["role"]
         if role in _OF_SYSTEM and any(earlier["role"] not in _OF_SYSTEM for earlier in joined):
             role = "user"
@@ -211,7 +211,7 @@ def with_turns_joined(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
             joined[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
         else:
             joined.append({**message, "role": role})
-    return joined if joined != list(told) else None
+    return joined if joined != list(messages) else None
 
 
 def num_python_objects(text: str, messages: Sequence[Mapping[str, Any]]) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # processes that only read requests do without
     import torch
 
 
-FIRST_REHEARSED_ROUND = 1 << 40
+FIRST_WARM_UP_ROUND = 1 << 40
 """Index of the first round that is run before requests come: those of requests count from 0, and never come so far."""
 
 
@@ -187,9 +187,9 @@ class RoundPlan:
         return max(0, int(self.draft_lens.max())) if self.draft_lens.size else 0
 
     @property
-    def is_rehearsed(self) -> bool:
+    def is_warm_up(self) -> bool:
         """Whether its rows are made up, as at the start."""
-        return not 0 <= self.round_index < FIRST_REHEARSED_ROUND
+        return not 0 <= self.round_index < FIRST_WARM_UP_ROUND
 
     @cached_property
     def sampled_rows(self) -> list[int]:

@@ -24,15 +24,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def read_piece(file: int, place: memoryview, offset: int) -> None:
-    """Fill `place` from an open file.
+def read_piece(file: int, destination: memoryview, offset: int) -> None:
+    """Fill `destination` from an open file.
 
     Raises:
         OSError: the file ends before, or cannot be read.
     """
     done = 0
-    while done < len(place):
-        count = os.preadv(file, [place[done:]], offset + done)
+    while done < len(destination):
+        count = os.preadv(file, [destination[done:]], offset + done)
         if not count:
             raise OSError(f"it ends at byte {offset + done}")
         done += count

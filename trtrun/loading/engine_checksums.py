@@ -64,12 +64,12 @@ def _sum_rows(data: Tensor, first_row: int) -> Tensor:
 
 
 def read_summed(
-    place: Tensor, file: int, start: int, first_row: int = 0, read: Callable[[int], None] = lambda num_bytes: None
+    destination: Tensor, file: int, start: int, first_row: int = 0, read: Callable[[int], None] = lambda num_bytes: None
 ) -> Tensor:
     """Fill a tensor from a file; returns `sum_words` of it.
 
     Args:
-        place: contiguous, on the host.
+        destination: contiguous, on the host.
         file: open.
         start: first byte there.
         first_row: see `sum_words`.
@@ -78,7 +78,7 @@ def read_summed(
     Raises:
         OSError: the file ends before, or cannot be read.
     """
-    data, total = place.view(-1).view(torch.uint8), torch.zeros((), dtype=torch.int64)
+    data, total = destination.view(-1).view(torch.uint8), torch.zeros((), dtype=torch.int64)
     for first in range(0, data.numel(), _PIECE_BYTES):
         piece = data[first : first + _PIECE_BYTES]
         read_piece(file, bytes_of(piece), start + first)

@@ -111,8 +111,8 @@ class EngineLoader:
         loaded = {}
         for name in specs:
             # What is not dense goes into a product's own order by pieces, or stays as it is.
-            place = self._buffer.place(cut.shape) if is_packed and name == "weight" else None
-            loaded[name] = self._take(stored_name(weight, name), place)
+            destination = self._buffer.allocate(cut.shape) if is_packed and name == "weight" else None
+            loaded[name] = self._take(stored_name(weight, name), destination)
         give_back_freed(self.device, cut)
         return loaded
 
@@ -152,15 +152,15 @@ class EngineLoader:
         """Whether all weights are on their way while layers are built: on GPUs, which keep them as they are."""
         return self.device.type == "cuda"
 
-    def _take(self, name: str, place: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor of the shard, read to `place` where one is given."""
+    def _take(self, name: str, destination: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor of the shard, read to `destination` where one is given."""
         spec, where = self._specs[name], self._places[name]
         with wrap_errors(self._file, CheckpointError):
             arrived = self._arrival(name) if self._streams else None
             if arrived is not None:
                 self._comparison.add(name, sum_words(arrived))
                 return arrived
-            made = torch.empty(spec.shape, dtype=spec.dtype) if place is None else place
+            made = torch.empty(spec.shape, dtype=spec.dtype) if destination is None else destination
             self._comparison.add(name, read_summed(made, self._open(), where.start, read=self._tell_more))
             self._comparison.compare()
             return made.to(self.device)

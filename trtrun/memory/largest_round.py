@@ -56,7 +56,7 @@ _WITHOUT_HISTORY = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
 
 
 class SilentExchange(Exchange):
-    """An Exchange of a rehearsal: nothing travels, a draft has as many tokens as are asked for, and every verdict that
+    """An Exchange of a trial run: nothing travels, a draft has as many tokens as are asked for, and every verdict that
     comes is one of no tokens."""
 
     def __init__(
@@ -138,7 +138,7 @@ class SilentExchange(Exchange):
 
 
 @dataclass
-class Rehearsal:
+class TrialRun:
     """This process's worker with a SilentExchange, its engines by role over stores of one block, and the largest
     round."""
 
@@ -245,7 +245,7 @@ def _plan(
     )
 
 
-def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal], shape: RoundShape) -> int:
+def measure_largest_round(device: torch.device, prepare: Callable[[], TrialRun], shape: RoundShape) -> int:
     """Bytes that rounds need on a GPU beside what it holds now: what `prepare` makes, and the peak of rounds.
 
     What torch's allocator reserves is counted, with its holes, and what libraries take beside it, and as much beside it
@@ -265,24 +265,24 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
-    rehearsal = prepare()
+    trial = prepare()
     try:
-        rehearsal.verify_beside_prompts()  # the largest graph first, as a start makes them
+        trial.verify_beside_prompts()  # the largest graph first, as a start makes them
         for plan in (*largest_rounds(shape), chained_round(shape)):
-            rehearsal.play(plan)
-        for_graphs, captured = 0, rehearsal.num_graphs
+            trial.play(plan)
+        for_graphs, captured = 0, trial.num_graphs
         torch.cuda.synchronize(device)
         elsewhere = _elsewhere(device, free, reserved)
         if captured:
-            rehearsal.play(small_round(shape))
+            trial.play(small_round(shape))
             torch.cuda.synchronize(device)
-            more = rehearsal.num_graphs - captured
+            more = trial.num_graphs - captured
             beside = graph_bytes(_elsewhere(device, free, reserved) - elsewhere, more)
-            for_graphs = beside * rehearsal.most_graphs
+            for_graphs = beside * trial.most_graphs
         peak = torch.cuda.max_memory_reserved(device) - reserved
     finally:
-        rehearsal.close()
-        del rehearsal
+        trial.close()
+        del trial
         gc.collect()
         torch.cuda.empty_cache()
     return peak + max(0, elsewhere) + for_graphs

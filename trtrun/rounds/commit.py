@@ -20,7 +20,7 @@ from trtrun.wire.reports import RoundReport
 logger = logging.getLogger(__name__)
 
 
-class RowGain(NamedTuple):
+class RowUpdate(NamedTuple):
     """What a round gave one completion, and the log probabilities of its verdict where the row asked for them: at
     least one entry a token, with as many alternatives as any row of the round asked for; and its logits, [tokens,
     vocab] float32, of at least as many."""

@@ -20,7 +20,7 @@ from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import RoundPlan
 from trtrun.rounds.failures import RankFailures
 from trtrun.rounds.prepared_work import OrderedAdapters, OrderedGuides
-from trtrun.scheduling.guide_books import GuideOrders
+from trtrun.scheduling.guide_registry import GuideOrders
 from trtrun.timing.spans import RankSpans
 from trtrun.timing.tracing import Answer, RankTracer
 from trtrun.wire.plans import encode_plan

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallel.watchdog.activity import Activity, Doing
-from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan
-from trtrun.rounds.commit import RowGain, commit_round
+from trtrun.core.nouns import FIRST_WARM_UP_ROUND, RoundPlan
+from trtrun.rounds.commit import RowUpdate, commit_round
 from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.acceptance import AcceptanceWatch, DraftRecord
@@ -90,7 +90,7 @@ class Orchestrator:
         """Whether a completion waits or runs, or a plan is still out."""
         return self.scheduler.has_work or bool(self._published)
 
-    def step(self) -> list[RowGain]:
+    def step(self) -> list[RowUpdate]:
         """Keep the ranks supplied with plans, and take one verdict in. Where all that is left waits for guides, nothing
         comes, after a moment.
 
@@ -292,7 +292,7 @@ class Orchestrator:
             report = self._ranks.collect()
             if self._ranks.draft_is_lost:
                 self.totals.draft_losses = 1
-            if report.round_index >= FIRST_REHEARSED_ROUND:
+            if report.round_index >= FIRST_WARM_UP_ROUND:
                 continue  # the draft leader's of a round before the first request, whose verdict has been there
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
@@ -315,7 +315,7 @@ class Orchestrator:
                 report.hit_chances,
             )
 
-    def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowGain]:
+    def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowUpdate]:
         seconds = received - max(self._last_verdict, published.published)
         self._last_verdict = received
         self._committed = published.plan.round_index
@@ -343,6 +343,6 @@ class Orchestrator:
         )
         self.totals.num_tokens += sum([len(result.new_token_ids) for result in results])
         return [
-            RowGain(result, logprobs.get(result.index_in_verdict), report.logits.get(result.index_in_verdict))
+            RowUpdate(result, logprobs.get(result.index_in_verdict), report.logits.get(result.index_in_verdict))
             for result in results
         ]

@@ -16,7 +16,7 @@ from trtrun.core.guide import GuideStart
 from trtrun.errors import CheckpointError
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.rounds.round import Worker
-from trtrun.scheduling.guide_books import GuideOrders
+from trtrun.scheduling.guide_registry import GuideOrders
 from trtrun.wire.messages import (
     AdapterOrder,
     GuideMessage,

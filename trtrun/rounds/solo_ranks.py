@@ -21,7 +21,7 @@ from trtrun.rounds.engine_ranks import EngineRanks
 from trtrun.rounds.launched_round import LaunchedRound
 from trtrun.rounds.prepared_work import AdapterReading
 from trtrun.rounds.round import Worker
-from trtrun.scheduling.guide_books import GuideOrders
+from trtrun.scheduling.guide_registry import GuideOrders
 from trtrun.timing.spans import ENGINES, RankSpans
 from trtrun.timing.tracing import PhaseTracer
 from trtrun.wire.reports import RoundReport

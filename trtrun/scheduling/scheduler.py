@@ -26,7 +26,7 @@ from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.admission import Admission, Decoding
 from trtrun.scheduling.batch import RunningBatch
 from trtrun.scheduling.completions import NO_PLACE, NO_ROW, Completion, RowResult
-from trtrun.scheduling.guide_books import GuideBooks, GuideOrders
+from trtrun.scheduling.guide_registry import GuideOrders, GuideRegistry
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.matches import MatchRecord, OwnMatch
 from trtrun.scheduling.planning import PlanBuilder
@@ -55,7 +55,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.matches = MatchRecord()
-        self._guides = GuideBooks()
+        self._guides = GuideRegistry()
         self._start_empty()
         self._requests: dict[int, Completion] = {}
         self._outstanding: deque[PlannedRound] = deque()

@@ -129,7 +129,7 @@ class TranslatedRows:
             text = TranslatedText(self._vocabularies, self._kept)
             tokens, slot = admission.tokens.tolist(), admission.adapter_slot
             has_salt = admission.sampling.cache_salt is not None
-            self._rows[admission.row] = _Row(text, self._new_table(), tokens, plan.is_rehearsed, slot, has_salt)
+            self._rows[admission.row] = _Row(text, self._new_table(), tokens, plan.is_warm_up, slot, has_salt)
 
     def note_verdict(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Each of `rows` gains what the verdict says: it is waited for once somebody drafts."""

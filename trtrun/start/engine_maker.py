@@ -35,7 +35,7 @@ from trtrun.kvcache.sizing import blocks_of_tokens
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import LoadReport
 from trtrun.loading.model_settings import JobModels
-from trtrun.memory.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
+from trtrun.memory.largest_round import SilentExchange, TrialRun, chained_round, largest_rounds
 from trtrun.memory.memory_requirements import HiddenKind, round_shape, target_taps
 from trtrun.memory.spaces import guess_space, path_space, ring_space
 from trtrun.memory.working_memory import RoundShape
@@ -176,7 +176,7 @@ class EngineMaker:
         if worker.drafter is not None:
             worker.drafter.warm_up()
 
-    def rehearsal(self, shape: RoundShape, capture: Capture | None = None) -> Rehearsal:
+    def trial_run(self, shape: RoundShape, capture: Capture | None = None) -> TrialRun:
         """Engines over stores of the null block alone."""
         engines = self.engines(1, capture)
         told = HiddenKind.of(self.spec.config, self.spec.target, self.heads)
@@ -186,7 +186,7 @@ class EngineMaker:
             verifies="target" in engines,
             tapped=None if told is None else (told.shape, told.dtype),
         )
-        return Rehearsal(self.make_worker(engines, self.head_rows(engines, capture), exchange), engines, shape)
+        return TrialRun(self.make_worker(engines, self.head_rows(engines, capture), exchange), engines, shape)
 
     def play_all(self) -> None:
         """Do what follows of a start, rounds of all kinds, with few layers: for who looks at which kernels run."""
@@ -194,12 +194,12 @@ class EngineMaker:
             for loaded in self.loaded.values():
                 stack.enter_context(loaded.model.shortened(_FEW_LAYERS))
             shape = round_shape(self.spec.config, self.spec.models)
-            rehearsal = self.rehearsal(shape, lambda work: _do_nothing)
-            stack.callback(rehearsal.close)
+            trial = self.trial_run(shape, lambda work: _do_nothing)
+            stack.callback(trial.close)
             mixed, _, short, _, few, scored = largest_rounds(shape)  # the others run the same kernels
             for plan in (mixed, short, few, scored, chained_round(shape)):
-                rehearsal.play(plan)
-            self.warm_up(rehearsal.worker, rehearsal.engines)
+                trial.play(plan)
+            self.warm_up(trial.worker, trial.engines)
 
     def _make(self, role: str, loaded: LoadedEngine, num_blocks: int, capture: Capture | None) -> Engine:
         model, config = loaded.model, self.spec.config

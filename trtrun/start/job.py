@@ -100,7 +100,7 @@ def start_orchestrator(
         StartError: with the message of the first rank that could not start; the others are let go.
         RankFailedError: a rank failed in another way, or the start takes too long.
     """
-    control.publish(spec.tell_models())
+    control.publish(spec.encode_models())
     messages = _Messages(control, spec.topology, failures, progress)
     loaded = messages.await_all("loaded")
     blocks = min(int(message["blocks"]) for message in loaded.values())
@@ -274,7 +274,7 @@ def _run_worker(spec: JobSpec, control: ControlPlane, world: MPI.Intracomm, may_
     try:
         is_lost = partial(_is_lost, heartbeat, topology)
         worker = start_worker(
-            control, lambda told: RankStartup(spec.told_by(told), world.rank, groups, activity, is_lost)
+            control, lambda message: RankStartup(spec.with_models(message), world.rank, groups, activity, is_lost)
         )
         if worker is not None:
             heartbeat.send_now()

@@ -34,11 +34,11 @@ class JobSpec:
 
     Attributes:
         config: with this host's model directories.
-        told: config.json of models as rank 0 has read it, by role. This process reads those that are not there.
+        model_values: config.json of models as rank 0 has read it, by role. This process reads those that are not there.
     """
 
     config: RuntimeConfig
-    told: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    model_values: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def topology(self) -> Topology:
@@ -96,8 +96,8 @@ class JobSpec:
         assert model is not None, "the job has no draft model"
         return model
 
-    def tell_models(self) -> bytes:
-        """The models for other ranks, as `told_by` takes them.
+    def encode_models(self) -> bytes:
+        """The models for other ranks, as `with_models` takes them.
 
         A model whose weights are not on this host is left out, as they need be only where ranks hold them: headers of
         weights say a part of what it is, such as whether scales of keys and values are there.
@@ -110,12 +110,13 @@ class JobSpec:
         }
         return json.dumps(told).encode()
 
-    def told_by(self, message: bytes) -> JobSpec:
-        """This job with the models that rank 0 has told."""
-        return replace(self, told=json.loads(message))
+    def with_models(self, message: bytes) -> JobSpec:
+        """This job with the models that rank 0 has sent."""
+        return replace(self, model_values=json.loads(message))
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
-        return ModelConfig.from_values(self.told[role]) if role in self.told else read_model_config(section.model)
+        values = self.model_values.get(role)
+        return read_model_config(section.model) if values is None else ModelConfig.from_values(values)
 
 
 def _has_weights(directory: Path) -> bool:

@@ -255,7 +255,7 @@ class RankStartup:
         shape = round_shape(self._config, self._models)
         try:
             self._working_bytes = working_bytes or measure_largest_round(
-                self._device, lambda: self._made.rehearsal(shape), shape
+                self._device, lambda: self._made.trial_run(shape), shape
             )
         except torch.OutOfMemoryError:
             raise ConfigError(
@@ -266,7 +266,7 @@ class RankStartup:
             ) from None
         # The weights are in place, so that what is left is beside what they really take.
         free = left + demand.shard_bytes
-        # Which nobody measures: a rehearsal sends nothing.
+        # Which nobody measures: a trial run sends nothing.
         told = HiddenKind.of(self._config, self._models.target, self._heads.plan)
         under_way = told.bytes_under_way(self._config) if told is not None and "target" in self._engines else 0
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes + under_way))

@@ -19,7 +19,7 @@ from itertools import takewhile
 import numpy as np
 
 from trtrun.core.guide import Guide
-from trtrun.core.nouns import FIRST_REHEARSED_ROUND, PrefillChunk, RoundPlan, RowAdmission
+from trtrun.core.nouns import FIRST_WARM_UP_ROUND, PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.loading.model_settings import MADE_UP_LENGTH, MADE_UP_ROUNDS
 from trtrun.rounds.engine_ranks import EngineRanks
@@ -86,7 +86,7 @@ def measure_round_costs(
     lens, length = _measured_lens(limits), _row_length(limits, 1 + _NUM_TIMED)
     if not lens:
         return None
-    rehearsal = _Rehearsal(ranks, limits, length, clock)
+    rounds = _WarmUpRounds(ranks, limits, length, clock)
     seconds: dict[int, dict[int, float]] = {}
     ends, scale = clock() + _MOST_SECONDS, 0.0
     with ranks.stepping():
@@ -96,10 +96,10 @@ def measure_round_costs(
                 num_timed = min(_NUM_TIMED, int((ends - clock()) / expected) - 1) if expected else 1
                 if num_timed < 1:
                     continue
-                took = rehearsal.measure(rows, draft_len, num_timed)
+                took = rounds.measure(rows, draft_len, num_timed)
                 seconds.setdefault(rows, {})[draft_len] = took
                 scale = max(scale, took / assumed.estimate(rows, draft_len))
-        rehearsal.drop_rows()
+        rounds.drop_rows()
     whole = {rows: dict(sorted(of_rows.items())) for rows, of_rows in sorted(seconds.items()) if _is_whole(of_rows)}
     return RoundCosts(whole) if whole else None
 
@@ -123,16 +123,16 @@ def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
     lens = _practised_lens(limits)
     if not lens:
         return
-    rehearsal = _Rehearsal(ranks, limits, _row_length(limits, len(lens)), time.perf_counter)
+    rounds = _WarmUpRounds(ranks, limits, _row_length(limits, len(lens)), time.perf_counter)
     with ranks.stepping():
-        rehearsal.practise_longest_prompt()
+        rounds.practise_longest_prompt()
         for sampling in _PRACTISED:
             for draft_len in lens:
-                rehearsal.practise(draft_len, sampling)
+                rounds.practise(draft_len, sampling)
         for rows in _late_rows(limits):
-            rehearsal.practise_late_drafts(rows)
-            rehearsal.practise_few_drafts(rows)
-        rehearsal.drop_rows()
+            rounds.practise_late_drafts(rows)
+            rounds.practise_few_drafts(rows)
+        rounds.drop_rows()
 
 
 def count_practised_rounds(limits: SchedulerLimits) -> int:
@@ -206,7 +206,7 @@ def numbers_of_rows(most: int) -> list[int]:
     return [*dict.fromkeys((1, most)), *between]
 
 
-class _Rehearsal:
+class _WarmUpRounds:
     """Plans for made-up rows, and the times of their verdicts."""
 
     def __init__(self, ranks: EngineRanks, limits: SchedulerLimits, length: int, clock: Callable[[], float]) -> None:
@@ -214,7 +214,7 @@ class _Rehearsal:
         self._limits = limits
         self._length = length
         self._clock = clock
-        self._last_index = FIRST_REHEARSED_ROUND
+        self._last_index = FIRST_WARM_UP_ROUND
         self._num_admitted = 0
 
     def measure(self, rows: int, draft_len: int, num_timed: int) -> float:

@@ -175,7 +175,7 @@ class WorkerFactory:
         if self._drafting_role not in self.spec.topology.roles(self.rank):
             return None
         is_apart = config.drafts_apart
-        place = DrafterContext(
+        context = DrafterContext(
             config.speculation,
             self.engines.get("draft"),
             self.engines.get("target"),
@@ -188,7 +188,7 @@ class WorkerFactory:
             group=GroupOfTarget(self.groups.target) if self.groups.target is not None else None,
             translation=self._make_translation() if config.translates_drafts else None,
         )
-        return DRAFTERS.get(config.speculation.method)(place)
+        return DRAFTERS.get(config.speculation.method)(context)
 
     def _make_translation(self) -> Translation:
         """What a draft model with another tokenizer needs.

@@ -226,19 +226,19 @@ class _ThoughtEnd:
         self._begin, self._stop, self._state = begin, AhoCorasick([end]), ROOT
         self.is_certain, self.is_behind = not begin, False
 
-    def pass_thoughts(self, text: str, place: int) -> int:
-        """Find in a text, from `place` on, the next character that is not part of the thoughts. What may become
+    def pass_thoughts(self, text: str, position: int) -> int:
+        """Find in a text, from `position` on, the next character that is not part of the thoughts. What may become
         their mark is asked for again."""
         if not self.is_certain:
-            begun = text[place:].lstrip()
+            begun = text[position:].lstrip()
             if len(begun) < len(self._begin) and self._begin.startswith(begun):
-                return place
+                return position
             self.is_certain, self.is_behind = True, not begun.startswith(self._begin)
-            place = place if self.is_behind else len(text) - len(begun) + len(self._begin)
-        while not self.is_behind and place < len(text):
-            self._state, place = self._stop.step(self._state, text[place]), place + 1
+            position = position if self.is_behind else len(text) - len(begun) + len(self._begin)
+        while not self.is_behind and position < len(text):
+            self._state, position = self._stop.step(self._state, text[position]), position + 1
             self.is_behind = self._stop.num_whole(self._state) > 0
-        return place
+        return position
 
 
 class CompletionText:

@@ -90,7 +90,7 @@ class PackingBuffer:
     def __init__(self, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype)
 
-    def place(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
         """The buffer's begin, for a weight; the one before is lost."""
         size = math.prod(shape)
         if self._memory.numel() < size:
@@ -156,12 +156,12 @@ class CheckpointLoader:
 
     def dense(self, weight: HeldWeight, quantization: Quantization) -> torch.Tensor:
         """The weight of a linear layer, [out, in] in the dtype of activations; see `WeightSource.dense`."""
-        return self._fill(self.place(weight, quantization), weight)
+        return self._fill(self.allocate(weight, quantization), weight)
 
-    def place(self, weight: HeldWeight, quantization: Quantization) -> torch.Tensor:
+    def allocate(self, weight: HeldWeight, quantization: Quantization) -> torch.Tensor:
         if self.device.type != "cpu" or quantization.keeps_dense(self.dtype, self.device):
             return self._new(weight)
-        return self._buffer.place(weight.shape)
+        return self._buffer.allocate(weight.shape)
 
     def release_buffer(self) -> None:
         """Give the packing buffer back; the next packed weight maps another."""
@@ -214,16 +214,16 @@ class CheckpointLoader:
         """Whether there are no files."""
         return self._files.is_dummy
 
-    def take(self, name: str, place: torch.Tensor, piece: torch.Tensor) -> None:
-        """Copy a piece of tensor `name` to its place, and look at what arrived.
+    def take(self, name: str, destination: torch.Tensor, piece: torch.Tensor) -> None:
+        """Copy a piece of tensor `name` to its destination, and look at what arrived.
 
         Raises:
             CheckpointError: it is not finite.
         """
-        if not is_finite(place.copy_(piece)):
+        if not is_finite(destination.copy_(piece)):
             raise CheckpointError(
                 f"{self._files.path}: tensor '{name}' holds NaN or infinite values in "
-                f"{str(place.dtype).removeprefix('torch.')}; the file is damaged or needs another dtype"
+                f"{str(destination.dtype).removeprefix('torch.')}; the file is damaged or needs another dtype"
             )
         if self._progress is not None:
             self._progress(self._files.bytes_read, self._total)
@@ -261,11 +261,11 @@ class _LayerSource:
     def device_type(self) -> str:
         return self.loader.device_type
 
-    def place(self) -> torch.Tensor:
-        return self.loader.place(self.weight, self.quantization)
+    def allocate(self) -> torch.Tensor:
+        return self.loader.allocate(self.weight, self.quantization)
 
-    def put(self, name: str, place: torch.Tensor, values: torch.Tensor) -> None:
-        self.loader.take(name, place, values)
+    def put(self, name: str, destination: torch.Tensor, values: torch.Tensor) -> None:
+        self.loader.take(name, destination, values)
 
     def has(self, stored: TensorSlice) -> bool:
         return self.loader.has(stored)

@@ -171,15 +171,15 @@ class Job:
             PlacementError: mpirun started another number of ranks than the devices need, there is no mpirun, or a host
                 cannot be reached.
         """
-        place = find_mpi_rank()
-        if place is not None:
+        mpi_rank = find_mpi_rank()
+        if mpi_rank is not None:
             say_hello()
-        if place is not None and not (self.nests and place.size == 1 < self.topology.world_size):
-            self._check_size(place)
+        if mpi_rank is not None and not (self.nests and mpi_rank.size == 1 < self.topology.world_size):
+            self._check_size(mpi_rank)
             # With mpirun: Open MPI notices its end only while a rank calls into it, not while one loads or computes.
             end_with_parent()
-            self._set_environment(place)
-            if place.rank == 0:
+            self._set_environment(mpi_rank)
+            if mpi_rank.rank == 0:
                 check()
             return None
         if not self.needs_mpirun:
@@ -198,11 +198,11 @@ class Job:
             return StartWatch(self.topology.describe, self.topology.world_size, seconds, "the check", STARTED)
         return StartWatch(self.topology.describe, self.topology.world_size, launch.start_seconds, "the start")
 
-    def _check_size(self, place: MpiRank) -> None:
-        if place.size != self.topology.world_size:
+    def _check_size(self, mpi_rank: MpiRank) -> None:
+        if mpi_rank.size != self.topology.world_size:
             ranks = ", ".join(self.topology.describe(rank) for rank in range(self.topology.world_size))
             raise PlacementError(
-                f"the devices need {self.topology.world_size} ranks ({ranks}) but {place.size} were started; "
+                f"the devices need {self.topology.world_size} ranks ({ranks}) but {mpi_rank.size} were started; "
                 f"run: {show_command(self.command())}"
             )
 
@@ -210,7 +210,7 @@ class Job:
         """CPU threads of each slot of a host, when called there."""
         return threads_per_slot(self.config.threads, count_host_slots(self.topology, host))
 
-    def _set_environment(self, place: MpiRank) -> None:
+    def _set_environment(self, mpi_rank: MpiRank) -> None:
         """What the configuration sets, for ranks that a user's own mpirun started; and the threads.
 
         OpenMP reads its own when torch is imported, so this comes before everything that imports it.
@@ -220,7 +220,7 @@ class Job:
         if self.config.threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(self.config.threads)
         else:
-            os.environ.setdefault("OMP_NUM_THREADS", str(self._threads_on(self.topology.host(place.rank))))
+            os.environ.setdefault("OMP_NUM_THREADS", str(self._threads_on(self.topology.host(mpi_rank.rank))))
 
 
 def print_error(line: str) -> None:
@@ -229,8 +229,8 @@ def print_error(line: str) -> None:
     mpirun ends the job when the first rank exits. If each rank spoke, the user would read the same line many times; if
     a rank exited in silence before rank 0 had spoken, nobody would.
     """
-    place = find_mpi_rank()
-    if place is not None and place.rank != 0:
+    mpi_rank = find_mpi_rank()
+    if mpi_rank is not None and mpi_rank.rank != 0:
         join_world()
         time.sleep(LAST_WORD_SECONDS)
     print(f"trtrun: {' '.join(line.split())}", file=sys.stderr, flush=True)
@@ -243,9 +243,9 @@ def join_world() -> None:
     OpenPMIx's connection handler) crashes, or never ends. All ranks get through MPI's start together, and then none is
     connecting. If another one never comes, this process ends with abort.STATUS after abort.ABORT_SECONDS.
     """
-    place = find_mpi_rank()
+    mpi_rank = find_mpi_rank()
     is_openmpi = {"OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE"} <= os.environ.keys()  # the latter: started by its mpirun
-    if place is None or place.size == 1 or "mpi4py.MPI" in sys.modules or not is_openmpi:
+    if mpi_rank is None or mpi_rank.size == 1 or "mpi4py.MPI" in sys.modules or not is_openmpi:
         return
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(abort.ABORT_SECONDS, exit=True, file=nowhere)
@@ -265,5 +265,5 @@ def finish_mpi() -> None:
 
 def is_reporting_rank() -> bool:
     """Whether this process may talk to the user: rank 0, or no rank at all."""
-    place = find_mpi_rank()
-    return place is None or place.rank == 0
+    mpi_rank = find_mpi_rank()
+    return mpi_rank is None or mpi_rank.rank == 0

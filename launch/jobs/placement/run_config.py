@@ -37,18 +37,18 @@ from trtrun.errors import ConfigError, PlacementError, TrtrunError
 Result = TypeVar("Result")
 
 
-def agree_on(make: Callable[[], Result], place: MpiRank | None) -> Result:
+def agree_on(make: Callable[[], Result], mpi_rank: MpiRank | None) -> Result:
     """Return what `make` makes, once all ranks agree that they could make it. Collective under mpirun.
 
     Args:
         make: raises a TrtrunError for what is wrong on this rank.
-        place: of this process among the ranks of mpirun.
+        mpi_rank: of this process among the ranks of mpirun.
 
     Raises:
         TrtrunError: what is wrong, in a process alone.
         SystemExit: something is wrong on some rank, and rank 0 has told it.
     """
-    if place is None or place.size == 1:
+    if mpi_rank is None or mpi_rank.size == 1:
         return make()
     try:
         result, problem = make(), None
@@ -58,11 +58,11 @@ def agree_on(make: Callable[[], Result], place: MpiRank | None) -> Result:
 
     problems = [text for text in all_gather_json(MPI.COMM_WORLD, problem) if text is not None]
     if problems:
-        if place.rank == 0:
+        if mpi_rank.rank == 0:
             for text in problems:
                 print(f"trtrun: {' '.join(text.split())}", file=sys.stderr, flush=True)
         # The end of rank 0 ends the job; the others wait for it at the end of MPI.
-        raise SystemExit(ExitCode.REFUSED if place.rank == 0 else ExitCode.DONE)
+        raise SystemExit(ExitCode.REFUSED if mpi_rank.rank == 0 else ExitCode.DONE)
     assert result is not None
     return result
 
@@ -96,10 +96,10 @@ def load_run_config(
         ConfigError: one line that names the file and the key.
         PlacementError: the ranks do not see each other (see `check_started_together`).
     """
-    place = find_mpi_rank()
-    check_started_together(place, os.environ)
+    mpi_rank = find_mpi_rank()
+    check_started_together(mpi_rank, os.environ)
     source: dict[str, Any] | None = None
-    if place is None or place.rank == 0:
+    if mpi_rank is None or mpi_rank.rank == 0:
         values = read(path, overrides)
         check(values, str(path))
         try:
@@ -107,19 +107,19 @@ def load_run_config(
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         source = {"values": values, "base": str(path.resolve().parent), "where": str(path)}
-    if place is not None and place.size > 1:
+    if mpi_rank is not None and mpi_rank.size > 1:
         if source is not None:
             # What is wrong is said before MPI starts, and at once; so is a wrong number of ranks, by whoever asked.
-            config = make_run_config(source, place)
-            if place_ranks(config).world_size != place.size:
+            config = make_run_config(source, mpi_rank)
+            if place_ranks(config).world_size != mpi_rank.size:
                 return config
             if config.draft is not None:  # files of other hosts have no say in it
                 draft = {**source["values"]["draft"], "vocabulary": config.draft.vocabulary}
                 source["values"] = {**source["values"], "draft": draft}
-        source = _share(source, place)
+        source = _share(source, mpi_rank)
     shared = source
     assert shared is not None
-    return agree_on(lambda: make_run_config(shared, place), place)
+    return agree_on(lambda: make_run_config(shared, mpi_rank), mpi_rank)
 
 
 def name_places(
@@ -153,27 +153,27 @@ def name_places(
     return filled
 
 
-def make_run_config(source: Mapping[str, Any], place: MpiRank | None = None) -> RuntimeConfig:
+def make_run_config(source: Mapping[str, Any], mpi_rank: MpiRank | None = None) -> RuntimeConfig:
     """Check the values as this host sees them: with its own model directories.
 
     Args:
         source: what rank 0 read: `values`, the directory `base` that relative paths start from, and the file `where`.
-        place: of this rank.
+        mpi_rank: of this rank.
 
     Raises:
         ConfigError: one line that names the file and the key, and on ranks other than 0 also rank and host.
     """
     values = {**source["values"]}
     where = source["where"]
-    if place is not None and place.rank > 0:
-        where = f"{where}, on rank {place.rank} of host {socket.gethostname()}"
+    if mpi_rank is not None and mpi_rank.rank > 0:
+        where = f"{where}, on rank {mpi_rank.rank} of host {socket.gethostname()}"
     for name in ENGINES:
         section = values.get(name)
         if isinstance(section, dict) and isinstance(section.get("model"), dict):
-            model = _own_path(section["model"], f"{where}: {name}.model", place)
+            model = _own_path(section["model"], f"{where}: {name}.model", mpi_rank)
             values[name] = {**section, "model": model}
     if isinstance(values.get("tokenizer"), dict):
-        values["tokenizer"] = _own_path(values["tokenizer"], f"{where}: tokenizer", place)
+        values["tokenizer"] = _own_path(values["tokenizer"], f"{where}: tokenizer", mpi_rank)
     return make_config(values, base=Path(source["base"]), where=where)
 
 
@@ -191,58 +191,58 @@ def is_model_here(model: object) -> bool:
         return False
 
 
-def check_started_together(place: MpiRank | None, environment: Mapping[str, str]) -> None:
+def check_started_together(mpi_rank: MpiRank | None, environment: Mapping[str, str]) -> None:
     """Refuse processes that a launcher started together but that MPI will not bring together.
 
     `srun` gives every process its number, whether or not the MPI library understands srun. Where it does not, each
     process would take itself for the whole job.
 
     Args:
-        place: this process's place as mpirun or srun told it.
+        mpi_rank: this process's place as mpirun or srun told it.
         environment: of this process.
 
     Raises:
         PlacementError: with the ways out.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
-    if place is None and environment.get("SLURM_STEP_ID", "").isdecimal() and tasks.isdecimal() and int(tasks) > 1:
+    if mpi_rank is None and environment.get("SLURM_STEP_ID", "").isdecimal() and tasks.isdecimal() and int(tasks) > 1:
         raise PlacementError(
             f"srun started {tasks} processes that do not know each other, each a world of its own: start them with "
             "mpirun inside the batch script (launch.slurm.launcher: mpirun), or with srun --mpi=TYPE of this MPI"
         )
 
 
-def check_world_size(place: MpiRank, size: int) -> None:
+def check_world_size(mpi_rank: MpiRank, size: int) -> None:
     """Raise PlacementError where MPI sees another world than the launcher started."""
-    if size != place.size:
+    if size != mpi_rank.size:
         raise PlacementError(
-            f"{place.size} processes were started together, but MPI sees a world of {size}: this MPI library and the "
-            "launcher do not speak the same protocol; start the ranks with the mpirun of this MPI library "
+            f"{mpi_rank.size} processes were started together, but MPI sees a world of {size}: this MPI library and "
+            "the launcher do not speak the same protocol; start the ranks with the mpirun of this MPI library "
             "(launch.slurm.launcher: mpirun), or with srun --mpi=TYPE of it"
         )
 
 
-def _share(source: dict[str, Any] | None, place: MpiRank) -> dict[str, Any]:
+def _share(source: dict[str, Any] | None, mpi_rank: MpiRank) -> dict[str, Any]:
     """Give rank 0's source to every rank. Rank 0 that fails before it comes here ends the job for the others."""
     from mpi4py import MPI
 
-    check_world_size(place, MPI.COMM_WORLD.Get_size())
+    check_world_size(mpi_rank, MPI.COMM_WORLD.Get_size())
     text = json.dumps(source).encode()
     length = bytearray(len(text).to_bytes(8, sys.byteorder))
     MPI.COMM_WORLD.Bcast((length, MPI.BYTE), 0)
-    message = bytearray(text if place.rank == 0 else int.from_bytes(length, sys.byteorder))
+    message = bytearray(text if mpi_rank.rank == 0 else int.from_bytes(length, sys.byteorder))
     MPI.COMM_WORLD.Bcast((message, MPI.BYTE), 0)
     return dict(json.loads(bytes(message)))
 
 
-def _own_path(paths: Mapping[str, Any], where: str, place: MpiRank | None) -> Any:
+def _own_path(paths: Mapping[str, Any], where: str, mpi_rank: MpiRank | None) -> Any:
     """This host's path of a mapping from hosts to paths."""
     host = find_local(host for host in paths if host != DEFAULT_HOST)
     if host is not None:
         return paths[host]
     if DEFAULT_HOST in paths:
         return paths[DEFAULT_HOST]
-    if place is None:
+    if mpi_rank is None:
         # This process only starts the ranks: any host's directory that it can see tells it what the model is.
         for path in paths.values():
             if is_model_here(path):

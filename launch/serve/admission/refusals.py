@@ -84,9 +84,9 @@ def retry_headers(refusal: Refusal) -> dict[str, str]:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """What is found to be wrong with a request refuses it; the field is the one that its line begins with, where the
-    error does not name it. So does what a library gives up on."""
+def wrap_errors() -> Iterator[None]:
+    """Turn what is found to be wrong with a request, and what a library gives up on, into a Refusal; its field is the
+    one that the error's line begins with, where the error does not name it."""
     try:
         yield
     except InvalidFieldError as error:

@@ -14,7 +14,7 @@ import msgspec
 from typing_extensions import override
 
 from launch.serve.admission.limits import check_counts, check_text, distinct
-from launch.serve.admission.refusals import Refusal, refusing
+from launch.serve.admission.refusals import Refusal, wrap_errors
 from launch.serve.api.anthropic.requests import count_tokens, in_words_of_messages, read_message
 from launch.serve.api.kserve.grpc_messages import FORMS, Sent, read_body, write_answer
 from launch.serve.api.kserve.http_bodies import InferBody
@@ -104,7 +104,7 @@ class RequestParser(LoopParser):
             return self._asked_completion(call, most_tokens)
         if kind not in FORMS or MODELS[model].is_processing:
             return None
-        with refusing():
+        with wrap_errors():
             found = self._parse_tensors(read_body(Sent(kind, MODELS[model], body, json_length)), MODELS[model])
         if isinstance(found, UnencodedRequest) and any(row.guided is not None for row in found.sampling):
             return None
@@ -120,7 +120,7 @@ class RequestParser(LoopParser):
             if task.kind in ("tokenize", "detokenize", "count"):
                 return self._answer_tokens(task, body)
             if task.kind in FORMS:
-                with refusing():
+                with wrap_errors():
                     return self._read_tensors(task, body)
             return self._read_text(task, body)
         except Refusal as refusal:
@@ -183,7 +183,7 @@ class RequestParser(LoopParser):
         elif task.kind == "count":
             told = count_tokens(values, names, self._prompt_maker, task.most_tokens)
         else:
-            with refusing():
+            with wrap_errors():
                 told = detokenize(values, names, self._tokenizer, self._prompts)
         return Answered(num_inferences=1), [msgspec.json.encode(told)]
 
@@ -194,7 +194,7 @@ class RequestParser(LoopParser):
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_text(prompt, self._tokenizer, task.most_tokens)
-        with refusing():
+        with wrap_errors():
             for parameters in found:
                 self._prompts.check(parameters)
             tokens = [self._prompts.encode(prompt) for prompt in prompts]

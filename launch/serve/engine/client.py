@@ -27,11 +27,11 @@ from launch.serve.engine.messages import (
     Abort,
     AdapterChanged,
     AskStatus,
-    Beat,
     Begin,
     Close,
     Deltas,
     Ended,
+    Heartbeat,
     LoadAdapter,
     Message,
     MessageError,
@@ -41,7 +41,14 @@ from launch.serve.engine.messages import (
     Status,
     encode,
 )
-from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects, has_progress
+from launch.serve.engine.open_requests import (
+    EngineRequest,
+    FaultAttribution,
+    FaultyRequest,
+    Inbox,
+    OpenRequest,
+    has_progress,
+)
 from trtrun.core.outputs import CompletionDelta
 from trtrun.scheduling.limits import SchedulerLimits
 
@@ -63,8 +70,8 @@ class EngineClient:
         accepts: asked whether an engine may have the requests, before it gets any.
         adapters: that engines have to have.
         on_ready, on_lost: called when an engine is there, and when it is gone.
-        on_beat: called with its signs of life.
-        on_blame: called with the numbers of engines that a request has ended, which is given up.
+        on_heartbeat: called with its signs of life.
+        on_faulty_request: called with the numbers of engines that a request has ended, which is given up.
     """
 
     def __init__(self) -> None:
@@ -74,20 +81,20 @@ class EngineClient:
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
-        self.on_beat: Callable[[Beat], None] = lambda beat: None
-        self.on_blame: Callable[[Collection[int]], None] = lambda engines: None
+        self.on_heartbeat: Callable[[Heartbeat], None] = lambda heartbeat: None
+        self.on_faulty_request: Callable[[Collection[int]], None] = lambda engines: None
         self._writer: asyncio.StreamWriter | None = None
         self._beginning: list[OpenRequest] = []
         self._num_together = 0
         self._requests: dict[str, OpenRequest] = {}
         self._ids = count()
-        self._suspects = Suspects()
+        self._attribution = FaultAttribution()
         self._suspected_ends: set[int] = set()
         self._lost: int | None = None
         self._statuses: deque[asyncio.Future[Status | None]] = deque()
         self._changes: deque[tuple[AdapterChange, asyncio.Future[None] | None]] = deque()
         self._server: asyncio.Server | None = None
-        self._beat: Beat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._heard = self._absent_since = time.monotonic()
 
     @property
@@ -101,10 +108,10 @@ class EngineClient:
         if self.ready is None:
             since = now - self._absent_since
             return [Standing(rank=0, phase="start", doing="starting", seconds=since, still_seconds=since)]
-        if self._beat is None:
+        if self._heartbeat is None:
             return []
         ago = now - self._heard
-        return [msgspec.structs.replace(one, seconds=one.seconds + ago) for one in self._beat.standings]
+        return [msgspec.structs.replace(one, seconds=one.seconds + ago) for one in self._heartbeat.standings]
 
     async def listen(self, socket: str) -> None:
         """Wait for engines at a socket, one after the other."""
@@ -207,12 +214,12 @@ class EngineClient:
         number, self._lost = self._lost, None
         return number
 
-    def give_up_culprit(self, engines: Collection[int | None]) -> bool:
+    def give_up_faulty_request(self, engines: Collection[int | None]) -> bool:
         """End the request that was alone in work when each of these engines was lost; whether there is one."""
-        blame = self._suspects.find_culprit(engines, self._requests)
-        if blame is not None:
-            self._give_up(blame)
-        return blame is not None
+        faulty = self._attribution.find_faulty_request(engines, self._requests)
+        if faulty is not None:
+            self._give_up(faulty)
+        return faulty is not None
 
     def close(self) -> None:
         """Ask the engine to end, and listen no more."""
@@ -288,13 +295,13 @@ class EngineClient:
             self._changes.append((change, None))
         for name in set(before).difference(self.adapters.names):
             logger.error("the adapter %s is gone: its files have changed since it was loaded", name)
-        going_on = self._suspects.begin(self._requests)
+        going_on = self._attribution.begin(self._requests)
         for opened in going_on:
             self._submit(opened)
         self.on_ready()
 
     def _detach(self, cause: str | None = None) -> None:
-        self._beat, self._absent_since = None, time.monotonic()
+        self._heartbeat, self._absent_since = None, time.monotonic()
         self.ready = self.limits = self._writer = None
         self._beginning, self._num_together = [], 0
         while self._statuses:
@@ -309,25 +316,25 @@ class EngineClient:
             if done is not None and not done.done():
                 done.set_exception(Refusal(Kind.FAILED, line if cause is None else f"the engine hangs: {cause}"))
             cause = None
-        for blame in self._suspects.lose(self._requests):
-            self._give_up(blame)
-        self._lost = self._suspects.engine
+        for faulty in self._attribution.lose(self._requests):
+            self._give_up(faulty)
+        self._lost = self._attribution.engine
         self.on_lost()
 
-    def _give_up(self, blame: Blame) -> None:
+    def _give_up(self, faulty: FaultyRequest) -> None:
         """End a request that ends engines."""
-        logger.error("a request is given up: %s", blame.reason)
-        for opened in [opened for opened in self._requests.values() if opened.group == blame.group]:
+        logger.error("a request is given up: %s", faulty.reason)
+        for opened in [opened for opened in self._requests.values() if opened.group == faulty.group]:
             del self._requests[opened.request_id]
-            opened.inbox.end(Refusal(Kind.FAILED, blame.reason))
-        if blame.is_certain:
-            self.on_blame(blame.engines)
+            opened.inbox.end(Refusal(Kind.FAILED, faulty.reason))
+        if faulty.is_certain:
+            self.on_faulty_request(faulty.engines)
         else:
-            self._suspected_ends |= blame.engines
+            self._suspected_ends |= faulty.engines
 
     def _go_on_behind(self, request_id: str) -> None:
         """A request has a token, or has ended: another one may have waited for that."""
-        opened = self._suspects.next_behind(request_id, self._requests)
+        opened = self._attribution.next_behind(request_id, self._requests)
         if opened is not None:
             self._submit(opened)
 
@@ -350,9 +357,9 @@ class EngineClient:
                 self._take_change(message)
             case Status():
                 self._answer_status(message)
-            case Beat():
-                self._beat, self._heard = message, time.monotonic()
-                self.on_beat(message)
+            case Heartbeat():
+                self._heartbeat, self._heard = message, time.monotonic()
+                self.on_heartbeat(message)
             case _:
                 raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
 
@@ -375,7 +382,7 @@ class EngineClient:
                 return
             self._go_on_behind(request_id)
             if self._suspected_ends:  # others get on: it was not the engine
-                self.on_blame(self._suspected_ends)
+                self.on_faulty_request(self._suspected_ends)
                 self._suspected_ends = set()
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from launch.exit_codes import ExitCode, FailedError
 from launch.jobs.mpi.processes import ending_with_parent
 from launch.jobs.mpi.supervise import GRACE_SECONDS
-from launch.serve.engine.messages import Beat, Standing
+from launch.serve.engine.messages import Heartbeat, Standing
 from parallel.watchdog.heartbeat_server import PATIENCE_HEARTBEATS, heartbeat_interval
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
@@ -41,7 +41,7 @@ class EngineWatch:
     """What is known of one engine after the other.
 
     Attributes:
-        beat: seconds between two beats, and between two looks.
+        interval: seconds between two heartbeats, and between two looks.
     """
 
     def __init__(self, limit: float, start_limit: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,30 +49,30 @@ class EngineWatch:
 
         Args:
             limit: seconds that an engine may be silent.
-            start_limit: seconds from its start to its first beat; None where its start is watched elsewhere.
+            start_limit: seconds from its start to its first heartbeat; None where its start is watched elsewhere.
             clock: seconds; for tests.
         """
-        self.beat = heartbeat_interval(limit)
+        self.interval = heartbeat_interval(limit)
         self._limit = limit
         self._start_limit = start_limit
         self._clock = clock
-        self._last: Beat | None = None
+        self._last: Heartbeat | None = None
         self._begun = self._heard = self._looked = clock()
 
-    def hear(self, beat: Beat) -> None:
+    def hear(self, heartbeat: Heartbeat) -> None:
         """The engine tells what it is doing."""
-        self._last, self._heard = beat, self._clock()
+        self._last, self._heard = heartbeat, self._clock()
 
     def forget(self) -> None:
         """Forget an engine that is over; another one may start now."""
         self._last, self._begun = None, self._clock()
 
     def find_fault(self) -> str | None:
-        """Find out why the engine has to be ended, once it hangs. Called about once a beat."""
+        """Find out why the engine has to be ended, once it hangs. Called about once an interval."""
         now, before = self._clock(), self._looked
         self._looked = now
         # The frontend was stopped, or busy: that is no news of the engine.
-        if now - before > PATIENCE_HEARTBEATS * self.beat:
+        if now - before > PATIENCE_HEARTBEATS * self.interval:
             self._heard = now
             self._begun += now - before
         if self._last is None:
@@ -92,9 +92,9 @@ class EngineWatch:
         return None if late is None else late.phase
 
 
-def find_late(beat: Beat) -> Standing | None:
+def find_late(heartbeat: Heartbeat) -> Standing | None:
     """The first thread that stands still for longer than it may."""
-    return next((one for one in beat.standings if one.limit is not None and one.still_seconds > one.limit), None)
+    return next((one for one in heartbeat.standings if one.limit is not None and one.still_seconds > one.limit), None)
 
 
 END_SECONDS = 2 * GRACE_SECONDS

@@ -3,8 +3,8 @@
     4 bytes, big-endian: length │ {"kind": "begin", "requests": […]}
 
 The frontend sends Begin, Abort, AskStatus, LoadAdapter, DropAdapter and Close; the engine sends Ready, Deltas, Ended,
-AdapterChanged, Status and Beat. They are plain values, checked as they are read: a field that is missing, unknown or of
-another type ends the connection.
+AdapterChanged, Status and Heartbeat. They are plain values, checked as they are read: a field that is missing, unknown
+or of another type ends the connection.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limit: float | None = None
 
 
-class Beat(_Message, frozen=True, tag="beat"):
+class Heartbeat(_Message, frozen=True, tag="beat"):
     """A sign of life of an engine, again and again.
 
     Attributes:
@@ -228,7 +228,7 @@ class Beat(_Message, frozen=True, tag="beat"):
 
 
 _OfFront = Begin | Abort | AskStatus | LoadAdapter | DropAdapter | Close
-_OfEngine = Ready | Deltas | Ended | AdapterChanged | Status | Beat
+_OfEngine = Ready | Deltas | Ended | AdapterChanged | Status | Heartbeat
 Message = _OfFront | _OfEngine
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -93,11 +93,11 @@ class OpenRequest:
         generated: output tokens of each completion that goes on.
         group: of the requests that came with it.
         before: counters of each completion from engines that are gone.
-        told: counters of each completion that its reader has been told, `before` among them.
+        reported: counters of each completion that its reader has been told, `before` among them.
         lost: engines that it has lost since its last token, by their numbers.
         lost_alone: those that it has lost while no other request was in work, ever.
         is_given_back: whether it has lost an engine, ever.
-        num_context_told: positions of its prompt whose logits its reader has been told.
+        num_context_reported: positions of its prompt whose logits its reader has been told.
         num_context: the same of this engine, which begins anew where none of its tokens came before.
     """
 
@@ -108,11 +108,11 @@ class OpenRequest:
     generated: dict[int, list[int]]
     group: str
     before: dict[int, RequestStatistics] = field(default_factory=dict)
-    told: dict[int, RequestStatistics] = field(default_factory=dict)
+    reported: dict[int, RequestStatistics] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
     lost_alone: set[int] = field(default_factory=set)
     is_given_back: bool = False
-    num_context_told: int = 0
+    num_context_reported: int = 0
     num_context: int = 0
 
     def message(self) -> Generate:
@@ -129,7 +129,7 @@ class OpenRequest:
         before = self.before.get(delta.index)
         if before is not None:
             delta = msgspec.structs.replace(delta, statistics=_add(before, delta.statistics))
-        self.told[delta.index] = delta.statistics
+        self.reported[delta.index] = delta.statistics
         self.generated[delta.index] += delta.token_ids
         if delta.context_logits is not None:
             delta = msgspec.structs.replace(delta, context_logits=self._new_context(delta.context_logits))
@@ -143,13 +143,13 @@ class OpenRequest:
         """What the reader has not been told of a prompt's logits."""
         begin = self.num_context
         self.num_context += logits.num_positions
-        known = self.num_context_told - begin
-        self.num_context_told = max(self.num_context_told, self.num_context)
+        known = self.num_context_reported - begin
+        self.num_context_reported = max(self.num_context_reported, self.num_context)
         return logits if known <= 0 else logits.behind(known)
 
     def lose_engine(self, engine: int, was_alone: bool) -> None:
         """The engine of this number is gone: the next one counts from zero."""
-        self.before = dict(self.told)
+        self.before = dict(self.reported)
         self.lost.append(engine)
         self.num_context = 0
         self.is_given_back = True
@@ -192,7 +192,7 @@ _END = "it is not tried again"
 
 
 @dataclass(frozen=True)
-class Blame:
+class FaultyRequest:
     """A request that is given up, with those that came with it.
 
     Attributes:
@@ -208,8 +208,8 @@ class Blame:
     reason: str
 
 
-class Suspects:
-    """What is known of one engine after the other.
+class FaultAttribution:
+    """Finds requests that end engines, of one engine after the other.
 
     Attributes:
         engine: number of the one that is there, or was there last.
@@ -240,7 +240,7 @@ class Suspects:
                 return opened
         return None
 
-    def lose(self, requests: Mapping[str, OpenRequest]) -> list[Blame]:
+    def lose(self, requests: Mapping[str, OpenRequest]) -> list[FaultyRequest]:
         """The engine is gone: who of those that go on is given up."""
         had = self._had(requests)
         self._waiting.clear()
@@ -248,10 +248,12 @@ class Suspects:
         was_alone = len({opened.group for opened in requests.values()}) == 1
         for opened in had:
             opened.lose_engine(self.engine, was_alone)
-        blames = [blame for opened in had if (blame := _judge(opened)) is not None]
-        return list({blame.group: blame for blame in blames}.values())
+        found = [faulty for opened in had if (faulty := _judge(opened)) is not None]
+        return list({faulty.group: faulty for faulty in found}.values())
 
-    def find_culprit(self, engines: Collection[int | None], requests: Mapping[str, OpenRequest]) -> Blame | None:
+    def find_faulty_request(
+        self, engines: Collection[int | None], requests: Mapping[str, OpenRequest]
+    ) -> FaultyRequest | None:
         """The request that was alone in work when each of several engines was lost, whatever it got in between.
 
         Args:
@@ -264,7 +266,7 @@ class Suspects:
         for opened in requests.values():
             if ended <= opened.lost_alone:
                 reason = f"the engine ended {len(ended)} times while it had this request alone: {_END}"
-                return Blame(opened.group, ended, True, reason)
+                return FaultyRequest(opened.group, ended, True, reason)
         return None
 
     def _had(self, requests: Mapping[str, OpenRequest]) -> list[OpenRequest]:
@@ -273,14 +275,16 @@ class Suspects:
         return [opened for opened in requests.values() if opened.request_id not in waiting]
 
 
-def _judge(opened: OpenRequest) -> Blame | None:
+def _judge(opened: OpenRequest) -> FaultyRequest | None:
     """Whether a request is given up for the engines that it has lost."""
     alone = frozenset(opened.lost) & opened.lost_alone
     count = len(opened.lost)
     if len(alone) >= LOSSES_ALONE:
         had = "had this request alone" if len(alone) == count else "had this request"
-        return Blame(opened.group, alone, True, f"the engine ended {count} times in a row while it {had}: {_END}")
+        return FaultyRequest(
+            opened.group, alone, True, f"the engine ended {count} times in a row while it {had}: {_END}"
+        )
     if count >= MOST_LOSSES:
         reason = f"the engine ended {count} times in a row while it had this request: {_END}"
-        return Blame(opened.group, frozenset(opened.lost), False, reason)
+        return FaultyRequest(opened.group, frozenset(opened.lost), False, reason)
     return None

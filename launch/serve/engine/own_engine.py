@@ -80,10 +80,10 @@ class OwnEngine:
             return
         launch = self._config.launch
         watch = EngineWatch(launch.heartbeat_seconds, launch.start_seconds)
-        self.engine.on_beat = watch.hear
+        self.engine.on_heartbeat = watch.hear
         is_hanging = False
         while True:
-            await asyncio.sleep(watch.beat)
+            await asyncio.sleep(watch.interval)
             cause = watch.find_fault()
             if cause is not None and not is_hanging:
                 events.on_hang(f"the engine hangs: {cause}")

@@ -27,11 +27,11 @@ from launch.serve.engine.messages import (
     Abort,
     AdapterChanged,
     AskStatus,
-    Beat,
     Begin,
     Close,
     DropAdapter,
     Generate,
+    Heartbeat,
     LoadAdapter,
     MessageError,
     MessageStream,
@@ -67,7 +67,7 @@ async def describe_engine(llm: AsyncLLM) -> Ready:
     )
 
 
-def describe_ranks(llm: AsyncLLM) -> Beat:
+def describe_ranks(llm: AsyncLLM) -> Heartbeat:
     """Describe the states of the engine's threads, in any thread. Ranks of a job are watched by each other."""
     is_alone, limit = is_watched(llm.config), llm.config.launch.heartbeat_seconds
     standings = []
@@ -93,7 +93,7 @@ def describe_ranks(llm: AsyncLLM) -> Beat:
                     limit=work.limit if is_alone else None,
                 )
             )
-    return Beat(standings=tuple(standings))
+    return Heartbeat(standings=tuple(standings))
 
 
 def read_status(engine: LLMEngine) -> Status:
@@ -181,7 +181,7 @@ class _Served:
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
         changing = asyncio.create_task(self._change_adapters())
-        self._telling.add(asyncio.create_task(self._beat()))
+        self._telling.add(asyncio.create_task(self._send_heartbeats()))
         try:
             await asyncio.wait((reading, changing, self._failed), return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
@@ -256,16 +256,16 @@ class _Served:
             return error
         return None
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         limit = self._llm.config.launch.heartbeat_seconds
         was_hanging = False
         while True:
-            beat = describe_ranks(self._llm)
-            is_hanging = find_late(beat) is not None
+            heartbeat = describe_ranks(self._llm)
+            is_hanging = find_late(heartbeat) is not None
             if is_hanging and not was_hanging:
                 faulthandler.dump_traceback()  # before the frontend hears it, and may end this process
             was_hanging = is_hanging
-            self._outbox.offer(beat)
+            self._outbox.offer(heartbeat)
             await asyncio.sleep(heartbeat_interval(limit))
 
     async def _tell_status(self) -> None:

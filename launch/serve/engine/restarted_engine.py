@@ -95,7 +95,7 @@ class RestartedEngine:
             events.on_early_end,
         )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
-        self.engine.on_blame = self._limit.forgive
+        self.engine.on_faulty_request = self._limit.forgive
         await self.engine.listen(self._socket)
         watching = asyncio.create_task(self._watch_on(keeper))
         try:
@@ -108,9 +108,9 @@ class RestartedEngine:
 
     async def _watch_on(self, keeper: EngineKeeper) -> None:
         """End an engine that hangs."""
-        self.engine.on_beat = self._watch.hear
+        self.engine.on_heartbeat = self._watch.hear
         while True:
-            await asyncio.sleep(self._watch.beat)
+            await asyncio.sleep(self._watch.interval)
             if (cause := self._watch.find_fault()) is not None:
                 is_in_change = self._watch.late_phase == "adapters"
                 keeper.end_hung(cause, has_ranks=not self._is_alone)
@@ -144,7 +144,7 @@ class RestartedEngine:
         if self._limit.allow(number):
             return True
         # The server ends where the engine is at fault, not where one request has ended it again and again.
-        return self.engine.give_up_culprit([*self._limit.engines, number]) and self._limit.allow(number)
+        return self.engine.give_up_faulty_request([*self._limit.engines, number]) and self._limit.allow(number)
 
     def _build_command(self) -> list[str]:
         """The words that start the next engine: behind the first one with its room, however much memory is free."""

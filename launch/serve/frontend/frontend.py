@@ -17,7 +17,7 @@ import msgspec
 
 from launch.serve.admission.control import OWNER, AdmissionControl, Ticket
 from launch.serve.admission.limits import SHORT_BODY, LogitsLimit, LogitsPlace, check_counts, distinct
-from launch.serve.admission.refusals import Kind, Refusal, engine_starting, out_of_time, refusing
+from launch.serve.admission.refusals import Kind, Refusal, engine_starting, out_of_time, wrap_errors
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.frontend.coalescing import PromptTokens, RequestCoalescer
@@ -271,7 +271,7 @@ class Frontend:
         except TimeoutError:
             raise out_of_time(self._timeout) from None
         if isinstance(found, ParsedRequest) and not found.prompts:
-            with refusing():
+            with wrap_errors():
                 self._limits().check_prompt(max(found.lengths))
             raise engine_starting()  # another one, with more room
         return found
@@ -316,7 +316,7 @@ class Frontend:
     async def _encode(self, request: UnencodedRequest) -> Sequence[Sequence[int]]:
         """Check that the model can follow the parameters, and make tokens of the prompts, together with those of other
         requests."""
-        with refusing():
+        with wrap_errors():
             for parameters in distinct(request.sampling):
                 # A grammar may take any time and memory, which only another process can be held to.
                 assert parameters.guided is None, "guided requests are parsed by workers"
@@ -335,7 +335,7 @@ class Frontend:
     def _check(self, requests: Sequence[EngineRequest]) -> LogitsPlace:
         """Raise a Refusal unless the engine will take the requests, and there is room for their logits."""
         limits = self._limits()
-        with refusing():
+        with wrap_errors():
             for request in requests:
                 limits.check_prompt(len(request.prompt_token_ids))
                 limits.check_draft_len(request.sampling.draft_len)

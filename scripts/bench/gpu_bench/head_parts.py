@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from scripts.bench.gpu_bench.children import ChildError, run
 from scripts.bench.gpu_bench.placements import ONE, Placement
 from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import ChildError, run
 
 WRITE_HEADS = Path(__file__).resolve().parent / "write_heads.py"
 
@@ -41,7 +41,7 @@ def play_heads_beside_vllm(bench: Workbench, placement: Placement) -> None:
     bench.write_weights(shape)
     folders = {name: bench.folder / f"heads-{name}" for _, name, _ in VLLM_CASES}
     words = [f"{name}={folder}" for name, folder in folders.items()]
-    bench.succeed(run([sys.executable, WRITE_HEADS, bench.model(shape), *words], bench.folder, bench.deadline))
+    run([sys.executable, WRITE_HEADS, bench.model(shape), *words], bench.folder, bench.deadline).succeed()
     columns = (
         "heads",
         "rows",
@@ -70,7 +70,7 @@ def play_heads(bench: Workbench, placement: Placement) -> None:
     target = bench.model(bench.pair("8b").target)
     folders = {name: bench.folder / f"heads-{name}" for _, name, _ in CASES}
     words = [f"{name}={folder}" for name, folder in folders.items()]
-    bench.succeed(run([sys.executable, WRITE_HEADS, target, *words], bench.folder, bench.deadline))
+    run([sys.executable, WRITE_HEADS, target, *words], bench.folder, bench.deadline).succeed()
     columns = ("heads", "rows", "tokens a round", "tokens/s", "round ms", "plain step ms", "round ÷ plain step")
     table = bench.table(f"Heads beside the 8B-shaped target: {placement.about}", *columns, "drafting ms")
     for about, name, options in CASES:
@@ -88,7 +88,7 @@ def write_eagle3(bench: Workbench) -> Path:
     """The directory of an EAGLE-3 head for the 8B-shaped target."""
     target = bench.model(bench.pair("8b").target)
     folder = bench.folder / "heads-eagle3"
-    bench.succeed(run([sys.executable, WRITE_HEADS, target, f"eagle3={folder}"], bench.folder, bench.deadline))
+    run([sys.executable, WRITE_HEADS, target, f"eagle3={folder}"], bench.folder, bench.deadline).succeed()
     return folder
 
 

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.gpu_bench.children import run
 from scripts.bench.gpu_bench.models import SHAPES, write_model
 from scripts.bench.gpu_bench.placements import ONE
 from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import run
 from scripts.pair.synthetic_tokenizer import make_tokenizer
 
 KINDS_RUN = Path(__file__).resolve().parent / "kinds_run.py"
@@ -52,7 +52,7 @@ def play_adapters(bench: Workbench) -> None:
     paths = [bench.folder / f"adapter-{number}" for number in range(NUM_FILES)]
     for seed, path in enumerate(paths):
         words = (sys.executable, WRITE_ADAPTER, bench.pair("8b").target, path, rank, seed)
-        bench.succeed(run(words, bench.folder, bench.deadline))
+        run(words, bench.folder, bench.deadline).succeed()
     values["adapters"] = {f"a{number}": str(paths[number % NUM_FILES]) for number in range(NUM_ADAPTERS)}
     values["adapter_slots"] = {"max_rank": rank}
     _play(bench, values, "adapted", 1, f"8B-shaped pair, {NUM_ADAPTERS} adapters of rank {rank}")
@@ -74,7 +74,7 @@ def _play(bench: Workbench, values: dict[str, Any], kind: str, length: int, titl
         scale.repeats,
         bench.options.seed,
     )
-    report = bench.succeed(run(words, bench.folder, bench.deadline)).last_json()
+    report = run(words, bench.folder, bench.deadline).succeed().last_json()
     bench.keep({"report": report})
     columns = ("rows", "mode", "tokens/s", "free", "ratio", "tokens a round", "free", f"÷ plain {kind}")
     table = bench.table(title, *columns, "captures", "compilations", "equal texts")

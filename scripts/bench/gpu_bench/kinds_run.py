@@ -46,7 +46,7 @@ class Runs:
     """Timed runs of one engine."""
 
     def __init__(self, llm: LLM, vocabulary: int, max_tokens: int, seed: int, kind: str, adapters: list[str]) -> None:
-        """Of `max_tokens` tokens a row; prompts are random tokens below `vocabulary`."""
+        """Time rows of `max_tokens` tokens; prompts are random tokens below `vocabulary`."""
         self._llm = llm
         self._tokens = range(3, vocabulary)
         self._max_tokens = max_tokens

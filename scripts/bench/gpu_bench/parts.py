@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.gpu_bench.children import run
 from scripts.bench.gpu_bench.head_parts import play_eagle3_apart, play_heads, play_heads_beside_vllm
 from scripts.bench.gpu_bench.kinds_parts import play_adapters, play_budgets, play_guided
 from scripts.bench.gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
@@ -25,6 +24,7 @@ from scripts.bench.gpu_bench.rank_loss import play_killed_draft, play_killed_tar
 from scripts.bench.gpu_bench.start_parts import PROCESSES, play_engines, play_starts, play_useless_draft
 from scripts.bench.gpu_bench.tables import name_workload
 from scripts.bench.gpu_bench.workbench import Options, Workbench
+from scripts.harness.children import run
 
 DESCRIBE_HOST = Path(__file__).resolve().parent / "describe_host.py"
 WANTED_RATE = 181.74
@@ -141,7 +141,7 @@ def _placements(options: Options) -> Iterator[Part]:
 
 def play_card(bench: Workbench) -> None:
     """Where the figures are from."""
-    host = bench.succeed(run([sys.executable, DESCRIBE_HOST], bench.folder, bench.deadline)).last_json()
+    host = run([sys.executable, DESCRIBE_HOST], bench.folder, bench.deadline).succeed().last_json()
     bench.keep({"host": host})
     bench.read_bytes_per_s = host.get("read_bytes_per_s", 0.0)
     table = bench.table("Host", "what", "value")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from scripts.bench.gpu_bench.children import ChildError
 from scripts.bench.gpu_bench.placements import ONE, Placement
 from scripts.bench.gpu_bench.tables import Table, name_workload
 from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import ChildError
 
 TEMPERATURE, TOP_P = 0.8, 0.95
 VLLM_SAMPLED = {"draft_sample_method": "probabilistic"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scripts.bench.gpu_bench.children import ChildError, last_words
 from scripts.bench.gpu_bench.placements import ONE, Placement
 from scripts.bench.gpu_bench.tables import Table, gibibytes
 from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import ChildError, last_words
 
 SAMPLED = 0.8
 PHASES = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")

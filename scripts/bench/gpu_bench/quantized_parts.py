@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from scripts.bench.gpu_bench.children import run
 from scripts.bench.gpu_bench.placements import Placement
 from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import run
 
 LONG_ROWS = Path(__file__).resolve().parent / "long_rows.py"
 WORKLOADS = {"cuda": ("32x8000", "1x8000"), "cpu": ("2x96", "1x96")}
@@ -61,7 +61,7 @@ def play_quantized_kv(bench: Workbench, placement: Placement) -> None:
         words = [sys.executable, LONG_ROWS, config, *workloads, "--max-tokens", bench.options.scale.max_tokens]
         for override in (*sets, f"kv_cache.dtype={name}"):
             words += ["--set", override]
-        report = bench.succeed(run(words, bench.folder, bench.deadline)).last_json()
+        report = run(words, bench.folder, bench.deadline).succeed().last_json()
         token_kib = report["kv_bytes"] / report["kv_tokens"] / 1024
         for entry in report["results"]:
             rows, rate = entry["rows"], entry["tokens_per_s"]

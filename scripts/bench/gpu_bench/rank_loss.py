@@ -13,10 +13,11 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from scripts.bench.gpu_bench.children import ROOT, Child, ChildError, Ended, last_words, ranks_below, run
 from scripts.bench.gpu_bench.head_parts import write_eagle3
 from scripts.bench.gpu_bench.placements import find_apart
 from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import Child, ChildError, Ended, last_words, run
+from scripts.harness.processes import ROOT, ranks_below
 
 
 def play_killed_draft(bench: Workbench, *, has_head: bool = False) -> None:
@@ -34,7 +35,7 @@ def play_killed_draft(bench: Workbench, *, has_head: bool = False) -> None:
         table.add("rank 1", ended.status, seconds, len(_texts(killed_file)), said, None)
         raise ChildError(f"the job did not go on: {said}")
     with _running(bench, config, whole_file) as child:
-        bench.succeed(child.wait(bench.deadline))
+        child.wait(bench.deadline).succeed()
     killed, whole = _texts(killed_file), _texts(whole_file)
     equal = sum(killed.get(index) == text for index, text in whole.items())
     table.add("rank 1", ended.status, seconds, len(killed), said, f"{equal} of {len(whole)}")
@@ -68,7 +69,7 @@ def play_seed_command(bench: Workbench) -> None:
         f"--draft_target_model_config=[10,{devices},{devices},False]", "--max_output_len=64",
         "--kv_cache_enable_block_reuse", "--kv_cache_free_gpu_memory_fraction=0.5", "--input_text", "t11 t12 t13",
     ]  # fmt: skip
-    ended = bench.succeed(run(words, bench.folder, bench.deadline))
+    ended = run(words, bench.folder, bench.deadline).succeed()
     lines = [line for line in ended.stdout.splitlines() if line.startswith("Output [Text 0 Beam 0]")]
     tokens = len(lines[0].split('"')[1].split()) if lines else 0
     table = bench.table(f"scripts/run.py, [10,{devices},{devices},False]", "exit status", "seconds", "tokens")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.batch.warm_up import CACHES
-from scripts.bench.gpu_bench.children import TRTRUN, ChildError, run
 from scripts.bench.gpu_bench.placements import Placement
 from scripts.bench.gpu_bench.workbench import Workbench
+from scripts.harness.children import TRTRUN, ChildError, run
 
 USELESS_ROWS = (1, 4, 16, 64, 128)
 USELESS_TOKENS = 64
@@ -72,12 +72,12 @@ def play_starts(bench: Workbench, placement: Placement) -> None:
             variables = {variable: str(folder / below) for variable, below in CACHES.items()}
             made = None
             if name == "warmed":
-                ended = bench.succeed(bench.trtrun("warm-up", "--config", config, "--cache", folder))
+                ended = bench.trtrun("warm-up", "--config", config, "--cache", folder).succeed()
                 made = ended.seconds
             states = ("cold", "warm") if made is None else ("by warm-up",)
             for state in states:
                 with bench.start(*_one_row(config), variables=variables) as child:
-                    ended = bench.succeed(child.wait(bench.deadline))
+                    ended = child.wait(bench.deadline).succeed()
                 report = ended.last_json()
                 bench.keep({"pair": pair, "caches": state, "seconds": ended.seconds, "report": report})
                 table.add(f"{pair}-shaped", state, report["start_s"], ended.seconds, made)
@@ -127,7 +127,7 @@ def _build_engines(bench: Workbench, config: Path) -> Path:
         model, output = Path(values[role]["model"]), bench.folder / f"engine-{role}"
         words = ["build", "--checkpoint", model, "--output", output, "--tp", len(values[role]["devices"])]
         words += ["--device", bench.options.kind]
-        ended = bench.succeed(run([*TRTRUN, *words], bench.folder, bench.deadline))
+        ended = run([*TRTRUN, *words], bench.folder, bench.deadline).succeed()
         made = ended.last_json()
         bench.keep({"build": role, **made})
         table.add(model.name, made["bytes"] / 1e9, ended.seconds, made["built_for"])
@@ -143,7 +143,7 @@ def _start_once(bench: Workbench, config: Path, caches: str, state: str) -> dict
     named = {variable: str(folder / below) for variable, below in CACHES.items()}
     variables = {"XDG_CACHE_HOME": named["XDG_CACHE_HOME"]} if "engine" in caches else named
     with bench.start(*_one_row(config), variables=variables) as child:
-        ended = bench.succeed(child.wait(bench.deadline))
+        ended = child.wait(bench.deadline).succeed()
     report = ended.last_json()
     bench.keep({"caches": f"{caches}, {state}", "seconds": ended.seconds, "report": report})
     return report
@@ -155,7 +155,7 @@ def _texts(bench: Workbench, config: Path) -> list[Any]:
     rows = [{"prompt_token_ids": [3 + index, 7, 11, 5 + index]} for index in range(ENGINE_PROMPTS)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokens = ("--max-tokens", bench.options.scale.max_tokens)
-    bench.succeed(bench.trtrun("run", "--config", config, "--prompts", prompts, "--output", output, *tokens))
+    bench.trtrun("run", "--config", config, "--prompts", prompts, "--output", output, *tokens).succeed()
     found = [json.loads(line) for line in output.read_text().splitlines()]
     return [row["token_ids"] for row in found]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from scripts.bench.gpu_bench.children import TRTRUN, Child, ChildError, Ended, last_words, run, started
 from scripts.bench.gpu_bench.models import PAIRS, SHAPES, Pair, write_model
 from scripts.bench.gpu_bench.placements import Placement
 from scripts.bench.gpu_bench.tables import Table
+from scripts.harness.children import TRTRUN, Child, Ended, run, started
 
 WRITE_WEIGHTS = Path(__file__).resolve().parent / "write_weights.py"
 
@@ -137,7 +137,7 @@ class Workbench:
             ChildError: they cannot be written.
         """
         paths = [self.model(shape) for shape in shapes]
-        self.succeed(run([sys.executable, WRITE_WEIGHTS, *paths], self.folder, self.deadline))
+        run([sys.executable, WRITE_WEIGHTS, *paths], self.folder, self.deadline).succeed()
 
     def config(
         self,
@@ -240,8 +240,7 @@ class Workbench:
                 reports.append(report)
                 self.reports.append(report)
                 self.keep({"command": child.words[len(TRTRUN) :], "seconds": round(ended.seconds, 2), "report": report})
-                if ended.status != 0:
-                    raise ChildError(f"status {ended.status}: {last_words(ended.stderr)}")
+                ended.succeed()
         for config in configs:
             config.with_suffix(".trace").unlink(missing_ok=True)  # tens of megabytes each
         return reports
@@ -261,16 +260,6 @@ class Workbench:
         """
         with self.start(*words) as child:
             return child.wait(self.deadline)
-
-    def succeed(self, ended: Ended) -> Ended:
-        """The end of a command that must not fail.
-
-        Raises:
-            ChildError: it did.
-        """
-        if ended.status != 0:
-            raise ChildError(f"status {ended.status}: {last_words(ended.stderr)}")
-        return ended
 
     def read_bytes(self, pair: str) -> int:
         """Bytes of the target's weights that a token of one row reads, as they are without quantization."""

@@ -35,7 +35,7 @@ class Place:
 
     @property
     def url(self) -> str:
-        """Of the HTTP port."""
+        """The URL of the HTTP port."""
         return f"http://{self.host}:{self.port}"
 
 

@@ -19,8 +19,8 @@ from trtrun.guiding import row_guide as builds
 from trtrun.guiding.grammars import Grammars, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.rounds.solo_ranks import SoloRanks
-from trtrun.scheduling import guide_books
-from trtrun.scheduling.guide_books import MOST_AHEAD
+from trtrun.scheduling import guide_registry
+from trtrun.scheduling.guide_registry import MOST_AHEAD
 
 LARGE, SMALL = {"regex": "[0-9]{3}-[a-z]{4}"}, {"choice": ["yes", "no"]}
 PROMPT = "def main("
@@ -189,7 +189,7 @@ def test_more_guides_than_are_built_at_a_time_are_all_followed(llm: LLM) -> None
 
 
 def test_guides_of_rows_that_run_leave_room_for_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guide_books, "MOST_AHEAD", 1)
+    monkeypatch.setattr(guide_registry, "MOST_AHEAD", 1)
     wanted = [SamplingParams(max_tokens=40, guided={"regex": f"[{letters}]*"}) for letters in ("a-y", "b-z")]
     first, second = (llm.engine.add_request(PROMPT, sampling) for sampling in wanted)
     while not llm.engine.has_begun(second):

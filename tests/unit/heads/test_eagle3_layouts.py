@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from decoder_heads import change_config, change_tensors
 from eagle3_heads import Eagle3, check_proposals, eagle3, make_head, write_head
 from medusa_heads import Proposals
 from pipelines import make_llm, prompt_of
@@ -65,22 +65,6 @@ def test_drafts_are_the_papers_token_for_token(
     if head.token_ids is not None:
         proposed = {token for *_, tokens, draft_len in seen.seen for token in tokens[:draft_len]}
         assert proposed <= set(head.token_ids.tolist()) and max(proposed) > len(head.token_ids)
-
-
-def change_config(path: Path, **changes: Any) -> None:
-    values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    kept = {name: value for name, value in {**values, **changes}.items() if value is not None}
-    (path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
-
-
-def change_tensors(path: Path, **changes: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-    """Tensors of a file made anew, or left out; `_` stands for a point in their names."""
-    found = {name.replace(".", "_"): (name, value) for name, value in load_file(path / TENSORS).items()}
-    for key, made in changes.items():
-        name, value = found.pop(key)
-        if made is not None:
-            found[key] = name, made(value).contiguous()
-    save_file(dict(found.values()), path / TENSORS)
 
 
 def test_a_config_that_lies_is_read_by_the_tensors(

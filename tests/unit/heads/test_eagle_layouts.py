@@ -3,7 +3,6 @@ or is of another kind, is refused."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoints import make_checkpoint
+from decoder_heads import change_config, change_tensors
 from eagle3_heads import check_proposals, eagle3, make_head, write_head
 from eagle_heads import Eagle, eagle, make_eagle_head, write_eagle_head
 from medusa_heads import Proposals
@@ -63,22 +63,6 @@ def test_drafts_are_the_papers_token_for_token(
     do not count."""
     head = make_eagle_head(target, **shape)
     run(target, write_eagle_head(tmp_path / "head", head, layout, target), head, monkeypatch)
-
-
-def change_config(path: Path, **changes: Any) -> None:
-    values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    kept = {name: value for name, value in {**values, **changes}.items() if value is not None}
-    (path / "config.json").write_text(json.dumps(kept), encoding="utf-8")
-
-
-def change_tensors(path: Path, **changes: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-    """Tensors of a file made anew, or left out; `_` stands for a point in their names."""
-    found = {name.replace(".", "_"): (name, value) for name, value in load_file(path / TENSORS).items()}
-    for key, made in changes.items():
-        name, value = found.pop(key)
-        if made is not None:
-            found[key] = name, made(value).contiguous()
-    save_file(dict(found.values()), path / TENSORS)
 
 
 def add_tensors(path: Path, **added: tuple[int, ...]) -> None:

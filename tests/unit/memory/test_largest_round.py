@@ -24,7 +24,7 @@ from trtrun.engine.graphs.decode_graphs import MixedGraphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.memory import largest_round
-from trtrun.memory.largest_round import Rehearsal, chained_round, largest_rounds, small_round
+from trtrun.memory.largest_round import TrialRun, chained_round, largest_rounds, small_round
 from trtrun.memory.memory_requirements import round_shape
 from trtrun.start import engine_maker, startup
 from trtrun.start.job_spec import JobSpec
@@ -78,7 +78,7 @@ def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
 @pytest.mark.parametrize("use_logits", [False, True])
 @pytest.mark.parametrize("with_graphs", [False, True])
 @pytest.mark.parametrize("method", ["none", "draft_target", "ngram"])
-def test_a_rehearsal_runs_on_a_store_of_one_block(
+def test_a_trial_run_runs_on_a_store_of_one_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_logits: bool, with_graphs: bool, method: str
 ) -> None:
     """What a GPU measures runs here on the CPU; graphs are played by running the captured work again."""
@@ -91,15 +91,15 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     config = configuration(target, draft, speculation=speculation, **SETTINGS)
     loaded = start(config)
     shape = round_shape(config, JobSpec(config).models)
-    rehearsal = loaded._made.rehearsal(shape)
+    trial = loaded._made.trial_run(shape)
     for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
-        rehearsal.play(plan)
-    assert len(rehearsal.engines) == 1 + with_draft
-    assert all(engine._store.num_blocks == 1 for engine in rehearsal.engines.values())
-    assert (rehearsal.num_graphs > 0) == with_graphs
-    assert rehearsal.num_graphs <= graphs.MOST_GRAPHS
-    rehearsal.close()
-    assert rehearsal.num_graphs == 0
+        trial.play(plan)
+    assert len(trial.engines) == 1 + with_draft
+    assert all(engine._store.num_blocks == 1 for engine in trial.engines.values())
+    assert (trial.num_graphs > 0) == with_graphs
+    assert trial.num_graphs <= graphs.MOST_GRAPHS
+    trial.close()
+    assert trial.num_graphs == 0
     layers = [len(engine.model._layers) for engine in loaded._engines.values()]
     loaded._made.play_all()  # as where kernels are looked for: all of a start, with few layers
     assert [len(engine.model._layers) for engine in loaded._engines.values()] == layers
@@ -118,7 +118,7 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
         (3, 2048, 64, 3, 3 * 4 + 256),
     ],
 )
-def test_a_rehearsal_runs_the_largest_graph_of_rows_and_prompts_together(
+def test_a_trial_run_runs_the_largest_graph_of_rows_and_prompts_together(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     max_rows: int,
@@ -139,16 +139,16 @@ def test_a_rehearsal_runs_the_largest_graph_of_rows_and_prompts_together(
         kv_cache={"max_tokens": 9600},
     )
     shape, loaded = round_shape(config, JobSpec(config).models), start(config)
-    rehearsal = loaded._made.rehearsal(shape)
+    trial = loaded._made.trial_run(shape)
     played: list[Any] = []
     run = MixedGraphs.run
     monkeypatch.setattr(MixedGraphs, "run", lambda *taken: (played.append(taken[1]), run(*taken))[-1])
-    rehearsal.verify_beside_prompts()
+    trial.verify_beside_prompts()
     assert [one.tokens for one in played] == [tokens]
-    shapes = rehearsal.engines["target"].graph_shapes
+    shapes = trial.engines["target"].graph_shapes
     assert shapes is not None and len(shapes.mixed.all) > 1
-    assert rehearsal.most_graphs == graphs.MOST_GRAPHS + len(shapes.mixed.all)
-    rehearsal.close()
+    assert trial.most_graphs == graphs.MOST_GRAPHS + len(shapes.mixed.all)
+    trial.close()
 
 
 class Counters:
@@ -178,17 +178,17 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     target = make_checkpoint(tmp_path / "target", seed=1)
     loaded = start(configuration(target, None, **settings))
     counters = Counters(monkeypatch, 1000 * MIB)
-    play, played = Rehearsal.play, []
+    play, played = TrialRun.play, []
 
-    def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
-        before = rehearsal.num_graphs
-        play(rehearsal, plan)
+    def counted(trial: TrialRun, plan: RoundPlan) -> None:
+        before = trial.num_graphs
+        play(trial, plan)
         is_small = len(played) == 7
         played.append(plan)
-        captured = rehearsal.num_graphs - before
+        captured = trial.num_graphs - before
         counters.take(2 * MIB if is_small else 30 * MIB, captured * MIB if is_small else 5 * MIB)
 
-    monkeypatch.setattr(Rehearsal, "play", counted)
+    monkeypatch.setattr(TrialRun, "play", counted)
     blocks = loaded._count_beside(None)
     assert len(played) == 8
     for_graphs = graphs.MOST_GRAPHS * (MIB + largest_round._GRAPH_TENSORS_BYTES)
@@ -198,10 +198,10 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     most_useful = 4 * -(-65 // 4)
     assert blocks == min((1000 * MIB - expected) // demand.bytes_per_block, most_useful + 1)
 
-    def fail(rehearsal: Rehearsal, plan: RoundPlan) -> None:
+    def fail(trial: TrialRun, plan: RoundPlan) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Rehearsal, "play", fail)
+    monkeypatch.setattr(TrialRun, "play", fail)
     with pytest.raises(ConfigError, match=r"the largest round does not fit into the .* MiB free beside the weights"):
         loaded._count_beside(None)
 
@@ -263,10 +263,10 @@ config = configuration(
     kv_cache={"max_tokens": 512},
 )
 loaded = start(config)
-rehearsal = loaded._made.rehearsal(round_shape(config, JobSpec(config).models))
+trial = loaded._made.trial_run(round_shape(config, JobSpec(config).models))
 before = peak()
 for plan in largest_rounds(round_shape(config, JobSpec(config).models)):
-    rehearsal.play(plan)
+    trial.play(plan)
 print(json.dumps([loaded._parts.demand().working_bytes, peak() - before]))
 """
 

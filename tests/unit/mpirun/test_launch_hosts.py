@@ -53,7 +53,7 @@ def test_ssh_is_left_alone_where_something_else_starts_the_ranks() -> None:
 
 @pytest.fixture
 def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A program in the place of ssh that runs what it is asked to here; tests/hosts has a real one."""
+    """A program in the place of ssh that runs what it is asked to here; tests/e2e/hosts has a real one."""
     program = tmp_path / "ssh"
     program.write_text('#!/bin/bash\nwhile [[ "$1" == -* ]]; do shift; done\nshift\nexec sh -c "$*"\n')
     program.chmod(0o755)

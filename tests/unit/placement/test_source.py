@@ -129,8 +129,8 @@ def source(folder: Path, **sections: Any) -> dict[str, Any]:
     return {"values": values, "base": str(folder), "where": "run.yaml"}
 
 
-def made(folder: Path, paths: dict[str, Any], place: MpiRank | None = None) -> RuntimeConfig:
-    return make_run_config(source(folder, target={"model": paths}), place)
+def made(folder: Path, paths: dict[str, Any], mpi_rank: MpiRank | None = None) -> RuntimeConfig:
+    return make_run_config(source(folder, target={"model": paths}), mpi_rank)
 
 
 def test_each_host_takes_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_processes_of_srun_without_mpi_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "environment"),
+    ("mpi_rank", "environment"),
     [
         (None, {}),
         (None, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}),
@@ -193,8 +193,8 @@ def test_processes_of_srun_without_mpi_are_refused() -> None:
         (MpiRank(1, 4), STEP),
     ],
 )
-def test_ranks_and_single_processes_are_not(place: MpiRank | None, environment: dict[str, str]) -> None:
-    check_started_together(place, environment)
+def test_ranks_and_single_processes_are_not(mpi_rank: MpiRank | None, environment: dict[str, str]) -> None:
+    check_started_together(mpi_rank, environment)
 
 
 def test_a_world_that_mpi_sees_otherwise_than_the_launcher_is_refused() -> None:
@@ -212,8 +212,8 @@ def test_rank_0_says_how_drafts_are_translated(tmp_path: Path, monkeypatch: pyte
     file.write_text("target: {model: target, devices: ['cpu:0']}\ndraft: {model: draft, devices: ['cpu:1']}\n")
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(run_config, "find_mpi_rank", lambda: MpiRank(0, 3))
-    monkeypatch.setattr(run_config, "_share", lambda source, place: (told.append(source), source)[1])
-    monkeypatch.setattr(run_config, "agree_on", lambda make, place: make())
+    monkeypatch.setattr(run_config, "_share", lambda source, mpi_rank: (told.append(source), source)[1])
+    monkeypatch.setattr(run_config, "agree_on", lambda make, mpi_rank: make())
     config = load_run_config(file, [])
     assert config.draft is not None and config.draft.vocabulary == "intersection"
     (tmp_path / "draft" / "tokenizer.json").write_bytes((tmp_path / "target" / "tokenizer.json").read_bytes())

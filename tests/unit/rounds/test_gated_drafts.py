@@ -105,7 +105,7 @@ def test_a_rank_that_drafts_does_not_wait_for_the_verdict_within_a_round(letters
 
 
 def test_rounds_of_the_same_number_have_openings_of_their_own(letters: Letters) -> None:
-    """As rehearsed ones and those that follow: what a gate kept of one is not taken for the other's."""
+    """As warm-up rounds and those that follow: what a gate kept of one is not taken for the other's."""
     exchange = make_exchange(letters)
     for _ in range(2):
         plan = make_plan(3)

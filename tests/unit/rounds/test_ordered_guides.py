@@ -9,7 +9,7 @@ import pytest
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.rounds.prepared_work import GuideDesk, OrderedGuides
-from trtrun.scheduling.guide_books import GuideOrders
+from trtrun.scheduling.guide_registry import GuideOrders
 from trtrun.wire.messages import GuideMessage, decode_guide_orders, encode_guide_orders
 
 A, B = GuideStart(Guide("regex", "a")), GuideStart(Guide("json", '{"enum":["ü\\n"]}'), (3, 1))

@@ -13,9 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from scripts.served.worst import Worst
 from scripts.soak import serve_flood
 from scripts.soak.serve_flood import Flood, is_expected
+from scripts.soak.worst_requests import Worst
 
 KIND = Worst("any", "/v1/completions", lambda model: b"{}")
 OPTIONS = {"seconds": 1000, "streams": 1, "clients": 1, "seed": 1}

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from scripts.served.server import Server
+from scripts.harness.server import Server
 from scripts.soak.serve_load import Load
 
 MIB = 1 << 20

@@ -10,8 +10,9 @@ import pytest
 from shares import SECONDS, deal
 
 TESTS = Path(__file__).resolve().parents[2]
+E2E = TESTS / "e2e"
 PATHS = [
-    TESTS / folder / f"test_{file}.py"
+    (TESTS if folder == "unit" else E2E) / folder / f"test_{file}.py"
     for folder, files, tests in (("cli", 30, 11), ("hosts", 5, 5), ("serve", 14, 9), ("slurm", 3, 6), ("unit", 280, 20))
     for file in range(files)
     for _ in range(tests)

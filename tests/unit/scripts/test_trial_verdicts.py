@@ -1,4 +1,4 @@
-"""How the trials judge answers (scripts/served): what is neither the right answer nor an error that may be is wrong."""
+"""How the trials judge answers (scripts/soak): what is neither the right answer nor an error that may be is wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from scripts.served.clients import Reply, Verdict
-from scripts.served.questions import Completion, Question
+from scripts.soak.judged_clients import Reply, Verdict
+from scripts.soak.questions import Completion, Question
 
 QUESTION = Question({}, (Completion("ab", (1, 2), "stop"), Completion("cde", (3, 4, 5), "length")))
 WHOLE = Reply(

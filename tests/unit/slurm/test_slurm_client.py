@@ -1,4 +1,5 @@
-"""What is made of Slurm's answers: states, exit statuses, log paths, logs that grow. Slurm itself is in tests/slurm."""
+"""What is made of Slurm's answers: states, exit statuses, log paths, logs that grow. Slurm itself is in
+tests/e2e/slurm."""
 
 from __future__ import annotations
 

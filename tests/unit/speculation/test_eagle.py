@@ -12,7 +12,7 @@ from eagle3_heads import check_proposals, check_trees
 from eagle_heads import Eagle, eagle, fitted_eagle, make_eagle_head, write_eagle_head
 from gpus import needs_gpu
 from medusa_heads import Proposals
-from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
+from mixed_rows import PROMPTS, WITH_TEXTS, check_texts, mixed_sampling, plain_tokens, whole_texts
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from launch.jobs.placement.memory import JobMemory
@@ -30,11 +30,6 @@ CHAIN: dict[str, Any] = {"draft_len": 3}
 STATIC: dict[str, Any] = {"eagle_choices": [[0], [1], [0, 0], [2], [2, 0], [0, 1], [2, 0, 1], [0, 1, 0], [0, 1, 0, 1]]}
 DYNAMIC: dict[str, Any] = {"eagle_topk": 3, "max_total_draft_tokens": 10, "draft_len": 4}
 WIDE: dict[str, Any] = {"eagle_topk": 3, "max_total_draft_tokens": 26, "draft_len": 4}  # deep nodes are kept, too
-WITH_TEXTS = {
-    "enable_suffix_decoding": True,
-    "suffix_decoding_min_match_len": 2,
-    "suffix_decoding_max_cached_requests": 9,
-}
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 90}
 
 

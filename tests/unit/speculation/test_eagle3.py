@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, overflow_on
+from checkpoints import make_checkpoint
 from eagle3_heads import Eagle3, check_proposals, eagle3, fitted, make_head, write_head
 from gpus import needs_gpu
 from medusa_heads import Proposals
-from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
+from mixed_rows import (
+    POISON,
+    PROMPTS,
+    WITH_TEXTS,
+    check_texts,
+    generate_beside_overflow,
+    make_overflowing,
+    mixed_sampling,
+    plain_tokens,
+    whole_texts,
+)
 from own_kv_format import own_kv_format
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
@@ -27,11 +37,6 @@ from trtrun.start import engine_maker
 from trtrun.start.job_spec import JobSpec
 
 COUNT = 30
-WITH_TEXTS = {
-    "enable_suffix_decoding": True,
-    "suffix_decoding_min_match_len": 2,
-    "suffix_decoding_max_cached_requests": 9,
-}
 SAMPLING = mixed_sampling(COUNT)
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 40}
 BOUNDARIES = (1, 2, 3)
@@ -163,24 +168,13 @@ def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_heads_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts of the rows beside them and after them are the reference's."""
-    poison = 7
-    path = make_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=7)
-    overflow_on(path, poison)
-    head = make_head(path)
-    folder = write_head(tmp_path / "head", head, "reference", path)
-    healthy = [[token if token != poison else 8 for token in prompt] for prompt in PROMPTS[:5]]
-    settings: dict[str, Any] = {
-        "speculation": eagle3(draft_len=3),
-        "scheduler": SCHEDULER,
-        "kv_cache": {"max_tokens": 144, "enable_block_reuse": False},
-    }
+    target = make_overflowing(tmp_path / "target", num_hidden_layers=7)
+    head = make_head(target)
+    folder = write_head(tmp_path / "head", head, "reference", target)
     seen = Proposals(monkeypatch, EagleDrafter)
-    sampling = SamplingParams(max_tokens=8, logit_bias={poison: -100.0})
-    with make_llm(path, heads=folder, **settings) as llm:
-        outputs = llm.generate([[poison] * 40, healthy[0], [*healthy[1], *[poison] * 20], *healthy[1:]], sampling)
-        assert [output.error is None for output in outputs] == [False, True, False, *[True] * 4]
-    seen.seen = [one for one in seen.seen if poison not in one[0]]
-    assert check_proposals(seen, path, head) > 15
+    generate_beside_overflow(target, folder, eagle3(draft_len=3), SCHEDULER)
+    seen.seen = [one for one in seen.seen if POISON not in one[0]]
+    assert check_proposals(seen, target, head) > 15
 
 
 def test_where_drafts_do_not_pay_rows_are_left_and_are_fed_no_more(

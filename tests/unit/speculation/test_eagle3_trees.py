@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, overflow_on
+from checkpoints import make_checkpoint
 from eagle3_heads import Eagle3, check_trees, eagle3, fitted, make_head, write_head
 from gpus import needs_gpu
 from medusa_heads import Proposals
-from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
+from mixed_rows import POISON, PROMPTS, check_texts, make_overflowing, mixed_sampling, plain_tokens, whole_texts
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from launch.jobs.placement.memory import JobMemory
@@ -228,28 +228,27 @@ def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_trees_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are drafted for once before it is known. Drafts of rows in their place after them are the reference's."""
-    poison, options = 7, {"eagle_topk": 3, "max_total_draft_tokens": 20, "draft_len": 6}
-    path = make_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=7)
-    overflow_on(path, poison)
+    options = {"eagle_topk": 3, "max_total_draft_tokens": 20, "draft_len": 6}
+    path = make_overflowing(tmp_path / "target", num_hidden_layers=7)
     head = make_head(path)
     folder = write_head(tmp_path / "head", head, "reference", path)
-    prompts = [[token if token != poison else 8 for token in prompt_of(5 + index, seed=index)] for index in range(9)]
+    prompts = [[token if token != POISON else 8 for token in prompt_of(5 + index, seed=index)] for index in range(9)]
     settings: dict[str, Any] = {
         "speculation": eagle3(**options),
         "scheduler": {**SCHEDULER, "plans_ahead": 1},
         "kv_cache": {"block_size": 4, "enable_block_reuse": False},
     }
     seen = Proposals(monkeypatch, EagleDrafter)
-    sampling = SamplingParams(max_tokens=6, logit_bias={poison: -100.0})
+    sampling = SamplingParams(max_tokens=6, logit_bias={POISON: -100.0})
     with make_llm(path, heads=folder, **settings) as llm:
-        outputs = llm.generate([*([*prompt_of(5 + index), poison] for index in range(3)), *prompts], sampling)
+        outputs = llm.generate([*([*prompt_of(5 + index), POISON] for index in range(3)), *prompts], sampling)
         assert [output.error is None for output in outputs] == [False] * 3 + [True] * 9
-    poisoned = [poison in text for text, *_ in seen.seen]
+    poisoned = [POISON in text for text, *_ in seen.seen]
     assert sum(poisoned) >= 3
     seen.seen, seen.paths = (
         [one for one, is_out in zip(of_all, poisoned, strict=True) if not is_out] for of_all in (seen.seen, seen.paths)
     )
-    assert check_trees(seen, path, head, options, banned=poison) > 25
+    assert check_trees(seen, path, head, options, banned=POISON) > 25
 
 
 @pytest.mark.parametrize("options", [STATIC, DYNAMIC])

@@ -16,7 +16,7 @@ from trtrun.speculation.ahead.policy import GuessSpace
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_warming_up_does_not_care_what_row_0_was_last(temperature: float) -> None:
-    """A start rehearses rounds first, whose rows are sampled on GPUs."""
+    """A start runs warm-up rounds first, whose rows are sampled on GPUs."""
     sampling = RowSampling(5, 30, "cpu")
     sampling.admit([admission(0, [1, 2, 3], seeded(seed=1, temperature=temperature))])
     copied: list[tuple[list[int], list[int]]] = []

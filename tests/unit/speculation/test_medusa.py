@@ -14,7 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from gpus import needs_gpu
 from medusa_heads import Heads, fitted, make_heads, medusa, write_heads
-from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
+from mixed_rows import PROMPTS, WITH_TEXTS, check_texts, mixed_sampling, plain_tokens, whole_texts
 from pipelines import make_llm, tokens_of
 
 from trtrun import LLM, SamplingParams
@@ -25,11 +25,6 @@ from trtrun.speculation.drafters.medusa import MedusaDrafter
 from trtrun.speculation.trees import last_nodes, path_tokens
 
 COUNT = 40
-WITH_TEXTS = {
-    "enable_suffix_decoding": True,
-    "suffix_decoding_min_match_len": 2,
-    "suffix_decoding_max_cached_requests": 9,
-}
 TREE = [[0], [1], [0, 0], [2], [2, 0], [0, 1], [2, 0, 1], [0, 0, 0]]
 SAMPLING = mixed_sampling(COUNT)
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 200}

@@ -185,7 +185,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
     def draft_seen(self: Any, plan: RoundPlan, rows: list[int], most: list[int], picks: list[int]) -> Any:
         chosen, probs = draft(self, plan, rows, most, picks)
-        if not plan.is_rehearsed:
+        if not plan.is_warm_up:
             drafted, choices = self._columns[chosen].tolist(), {*self._columns.tolist()}
             rows_seen = zip(contexts, drafted, most, strict=True)
             found.extend((context, of_row[:length], choices) for context, of_row, length in rows_seen)
@@ -249,7 +249,7 @@ def test_graphs_of_a_gpu_give_the_same(
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
-def test_a_rehearsal_drafts_on_a_store_of_one_block(
+def test_a_trial_run_drafts_on_a_store_of_one_block(
     folder: Path, seen: Seen, with_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU measures the memory of rounds."""
@@ -260,17 +260,17 @@ def test_a_rehearsal_drafts_on_a_store_of_one_block(
     startup = RankStartup(spec, 0, open_groups(None, spec.topology, torch.device("cpu")))
     startup.load(lambda done, total: None)
     shape = round_shape(config, spec.models)
-    rehearsal = startup._made.rehearsal(shape)
+    trial = startup._made.trial_run(shape)
     lengths: list[int] = []
     monkeypatch.setattr(
         TranslatedRows, "lengths", lambda self, rows: (lengths.extend(found := LENGTHS_OF(self, rows)), found)[1]
     )
     for plan in (*largest_rounds(shape), chained_round(shape)):
         lengths.clear()
-        rehearsal.play(plan)
+        trial.play(plan)
         assert max(lengths) == 64 - shape.draft_len - 1
         assert len(lengths) >= len(plan.decode_rows)
-    rehearsal.close()
+    trial.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -140,7 +140,7 @@ def test_what_a_preempted_row_wrote_is_kept_once(target: Path, monkeypatch: pyte
     }
     speculation = {**CACHED, "suffix_decoding_max_tree_depth": 2, "pacing": "measured"}
     with make_llm(target, speculation=speculation, **sections) as llm:
-        assert not added, "rows of rehearsals are nobody's"
+        assert not added, "rows of warm-up rounds are nobody's"
         outputs = llm.generate(repeated_prompts(), SamplingParams(max_tokens=COUNT, **KINDS[1]))
         llm.generate([[1]], SamplingParams(max_tokens=1))  # the next plan drops the last row
         llm.check_idle()

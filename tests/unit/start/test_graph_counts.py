@@ -160,9 +160,9 @@ def test_graphs_of_a_head_on_a_rank_of_its_own_are_counted(tmp_path: Path, tree:
     assert worker.drafter is not None
     assert worker.drafter.num_graphs == count_graphs(config, startup._models, "draft", None, NUM_KINDS) > 5
     shape = round_shape(config, startup._models)
-    rehearsal = startup._made.rehearsal(shape)
+    trial = startup._made.trial_run(shape)
     for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
-        rehearsal.play(plan)
+        trial.play(plan)
 
 
 def name_mask_token(draft: Path) -> None:
@@ -180,7 +180,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
     loaded, vocab_size = {"draft": LoadedEngine(model, report, SoloCommunicator())}, model.config.vocab_size
     maker = EngineMaker(spec, CPU, loaded, None, False, lambda *_: None)  # type: ignore[arg-type,return-value]
     engines = maker.engines(9)
-    place = DrafterContext(
+    context = DrafterContext(
         config.speculation,
         engines["draft"],
         None,
@@ -189,7 +189,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
         guess_steps(config),
         spec.models.mask_token,
     )
-    return maker, engines, SimpleNamespace(drafter=DRAFTERS.get(config.speculation.method)(place))
+    return maker, engines, SimpleNamespace(drafter=DRAFTERS.get(config.speculation.method)(context))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -73,13 +73,13 @@ def test_a_start_in_one_process_reads_each_config_once(tmp_path: Path) -> None:
 def test_a_rank_that_is_told_reads_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks other than 0 start: with models that another process has read."""
     config = pair(tmp_path, speculation={"draft_len": 2})
-    told = JobSpec(config).tell_models()
+    told = JobSpec(config).encode_models()
 
     def read(path: Path) -> ModelConfig:
         raise AssertionError(f"{path} is read again")
 
     monkeypatch.setattr(job_spec, "read_model_config", read)
-    spec = JobSpec(config).told_by(told)
+    spec = JobSpec(config).with_models(told)
     with opened() as found:
         startup = RankStartup(spec, 0, open_groups(None, spec.topology, torch.device("cpu")))
         worker, _ = startup.finish(min(9, startup.load(lambda done, total: None)))
@@ -90,13 +90,13 @@ def test_a_rank_that_is_told_reads_no_config(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_models_that_are_told_are_those_that_were_read(tmp_path: Path, architecture: str) -> None:
     spec = JobSpec(configuration(make_checkpoint(tmp_path, architecture), None))
-    assert spec.told_by(spec.tell_models()).target == spec.target
+    assert spec.with_models(spec.encode_models()).target == spec.target
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8 block", "modelopt FP8"])
 def test_stored_quantizations_are_told_too(tmp_path: Path, name: str) -> None:
     spec = JobSpec(configuration(make_pair(tmp_path, name)[0], None))
-    found, read = spec.told_by(spec.tell_models()).target, spec.target
+    found, read = spec.with_models(spec.encode_models()).target, spec.target
     assert found.quant_method == read.quant_method is not None and found.kv_scheme == read.kv_scheme
     assert found.stored is not None and read.stored is not None
     for part in (part for weight in read.weights for part in weight.parts):
@@ -122,6 +122,6 @@ def test_a_model_whose_weights_rank_0_does_not_have_is_read_where_they_are(tmp_p
     (bare / "config.json").write_bytes((whole / "config.json").read_bytes())
     here, there = (JobSpec(configuration(path, None)) for path in (bare, whole))
     assert here.target.kv_scheme is not None and not here.target.kv_scheme.has_scales
-    told = there.told_by(here.tell_models())
+    told = there.with_models(here.encode_models())
     assert told.target.kv_scheme is not None and told.target.kv_scheme.has_scales
-    assert here.told_by(there.tell_models()).target.kv_scheme == there.target.kv_scheme
+    assert here.with_models(there.encode_models()).target.kv_scheme == there.target.kv_scheme

@@ -259,8 +259,8 @@ class LookaheadTree(_Tree):
         """Nodes of window and n-grams together."""
         return self.num_window_nodes + self.sizes.verified * self.followed
 
-    def place(self, column: int, level: int) -> int:
-        """Place of a guess among the nodes; -1 for the row's newest token."""
+    def node_index(self, column: int, level: int) -> int:
+        """The index of a guess among the nodes; -1 for the row's newest token."""
         return column * (self.sizes.ngram - 1) + level - 1
 
     @cached_property
@@ -269,8 +269,8 @@ class LookaheadTree(_Tree):
         levels, found = range(1, self.sizes.ngram - 1), []
         # With one level the columns are one path.
         for column in range(self.columns) if levels else range(self.columns - 1, self.columns):
-            first = [self.place(before, 0) for before in range(1, column + 1)]
-            found.append(first + [self.place(column, level) for level in levels])
+            first = [self.node_index(before, 0) for before in range(1, column + 1)]
+            found.append(first + [self.node_index(column, level) for level in levels])
         starts = range(self.num_window_nodes, self.num_nodes, self.followed)
         return [path for path in found if path] + [list(range(start, start + self.followed)) for start in starts]
 

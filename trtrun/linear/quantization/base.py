@@ -129,12 +129,12 @@ class WeightSource(Protocol):
         """Type of the device that will multiply with them: that of `device`, unless they are made for another host."""
         ...
 
-    def place(self) -> torch.Tensor:
+    def allocate(self) -> torch.Tensor:
         """Memory as `dense` returns it, not filled yet: for weights that become dense as they are read."""
         ...
 
-    def put(self, name: str, place: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy values to a part of `place`, converted to its dtype.
+    def put(self, name: str, destination: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values to a part of `destination`, converted to its dtype.
 
         Raises:
             CheckpointError: they are not finite there; it names the tensor `name`.

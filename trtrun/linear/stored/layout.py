@@ -179,18 +179,18 @@ class StoredLinear(Quantization):
         """Part by part, each with its own scales."""
         from trtrun.tensors import numbers_at_a_time
 
-        place, row = source.place(), 0
+        destination, row = source.allocate(), 0
         for part in source.weight.parts:
             rows, columns = map(len, part.ranges)
             if not rows:
                 continue
-            form, step = self._read(source, part), max(1, numbers_at_a_time(place.device) // columns)
+            form, step = self._read(source, part), max(1, numbers_at_a_time(destination.device) // columns)
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
-                source.put(part.name, place[row + start : row + stop], form.dequantize(slice(start, stop)))
+                source.put(part.name, destination[row + start : row + stop], form.dequantize(slice(start, stop)))
             row += rows
-        place[row:].zero_()  # vocabulary padding
-        return {"weight": place}
+        destination[row:].zero_()  # vocabulary padding
+        return {"weight": destination}
 
     def _load_codes(self, source: WeightSource) -> Tensors:
         """Load codes as they are; the scale of a whole tensor becomes that of each of its output features."""

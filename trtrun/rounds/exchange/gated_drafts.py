@@ -199,7 +199,7 @@ class GatedDrafts:
         device itself."""
         rows, width = len(plan.decode_rows), plan.draft_len + 1
         if self.gate is not None:
-            # Not the round's own number: those of rehearsed rounds come again.
+            # Not the round's own number: those of warm-up rounds come again.
             opening = self._due[plan.round_index] = next(self._openings)
             question = self._question(plan)
             if question is None:

@@ -29,11 +29,11 @@ from trtrun.tensors import cached_tensor, inference
 
 @DRAFTERS.register("dflash")
 @DRAFTERS.register("dspark")
-def make_dflash_drafter(place: DrafterContext) -> Drafter:
+def make_dflash_drafter(context: DrafterContext) -> Drafter:
     """The head over the target's rows."""
-    section = place.section
-    assert isinstance(section, DFlashSection) and place.heads is not None
-    return DFlashDrafter(place.heads, section.draft_len, section)
+    section = context.section
+    assert isinstance(section, DFlashSection) and context.heads is not None
+    return DFlashDrafter(context.heads, section.draft_len, section)
 
 
 class DFlashDrafter(EagleDrafter[PreparedStep]):

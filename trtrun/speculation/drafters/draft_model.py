@@ -342,24 +342,26 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
 
 
 @DRAFTERS.register("draft_target")
-def make_draft_model_drafter(place: DrafterContext) -> Drafter:
+def make_draft_model_drafter(context: DrafterContext) -> Drafter:
     """A drafter on the rank's draft engine."""
-    assert place.draft is not None
-    section = place.section
+    assert context.draft is not None
+    section = context.section
     assert isinstance(section, DraftModelSection)
-    if place.translation is not None:
-        return TranslatedDrafter(place.draft, place.translation, section.use_logits, section)
-    if place.guess_space is not None:
+    if context.translation is not None:
+        return TranslatedDrafter(context.draft, context.translation, section.use_logits, section)
+    if context.guess_space is not None:
         return AheadDrafter(
-            place.draft,
-            place.target_vocab_size,
+            context.draft,
+            context.target_vocab_size,
             section.draft_len,
             section.use_logits,
-            place.guess_space,
-            place.guess_steps,
-            place.mask_token,
+            context.guess_space,
+            context.guess_steps,
+            context.mask_token,
             section,
         )
-    if place.mask_token is not None:
-        return ParallelDrafter(place.draft, place.target_vocab_size, section.use_logits, place.mask_token, section)
-    return DraftModelDrafter(place.draft, place.target_vocab_size, section.use_logits, section)
+    if context.mask_token is not None:
+        return ParallelDrafter(
+            context.draft, context.target_vocab_size, section.use_logits, context.mask_token, section
+        )
+    return DraftModelDrafter(context.draft, context.target_vocab_size, section.use_logits, section)

@@ -243,9 +243,9 @@ class LookaheadDrafter(LeaderDrafter):
 
 
 @DRAFTERS.register("lookahead")
-def make_lookahead_drafter(place: DrafterContext) -> Drafter:
+def make_lookahead_drafter(context: DrafterContext) -> Drafter:
     """Windows and pools of the section's sizes."""
-    section = place.section
-    assert isinstance(section, LookaheadSection) and place.target is not None and place.group is not None
+    section = context.section
+    assert isinstance(section, LookaheadSection) and context.target is not None and context.group is not None
     is_chain = section.size_of(section.draft_len).paths == 1
-    return LookaheadDrafter(place.target.rows, place.group, section.sizes, is_chain=is_chain)
+    return LookaheadDrafter(context.target.rows, context.group, section.sizes, is_chain=is_chain)

@@ -77,11 +77,11 @@ class NgramDrafter(LookupDrafter):
 
 
 @DRAFTERS.register("ngram")
-def make_ngram_drafter(place: DrafterContext) -> Drafter:
+def make_ngram_drafter(context: DrafterContext) -> Drafter:
     """Prompt lookup in the target's rows, with the section's options."""
-    section = place.section
-    assert isinstance(section, PromptLookupSection) and place.target is not None
-    return NgramDrafter(place.target.rows, *section.lookup_range, section.max_paths)
+    section = context.section
+    assert isinstance(section, PromptLookupSection) and context.target is not None
+    return NgramDrafter(context.target.rows, *section.lookup_range, section.max_paths)
 
 
 class SuffixDrafter(LookupDrafter):
@@ -112,10 +112,10 @@ class SuffixDrafter(LookupDrafter):
 
 
 @DRAFTERS.register("suffix")
-def make_suffix_drafter(place: DrafterContext) -> Drafter:
+def make_suffix_drafter(context: DrafterContext) -> Drafter:
     """The longest and likeliest continuations in the target's rows, past answers and the corpus, with the section's
     options."""
-    section = place.section
-    assert isinstance(section, SuffixSection) and place.target is not None
-    rows = place.target.rows
-    return SuffixDrafter(rows, SuffixSearch.of_options(section, rows, place.corpus), section.max_paths)
+    section = context.section
+    assert isinstance(section, SuffixSection) and context.target is not None
+    rows = context.target.rows
+    return SuffixDrafter(rows, SuffixSearch.of_options(section, rows, context.corpus), section.max_paths)

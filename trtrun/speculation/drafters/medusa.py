@@ -226,17 +226,17 @@ def _best(found: Distributions, count: int) -> Tensor:
 
 
 @DRAFTERS.register("medusa")
-def make_medusa_drafter(place: DrafterContext) -> Drafter:
+def make_medusa_drafter(context: DrafterContext) -> Drafter:
     """Medusa's heads, with the section's tree.
 
     Raises:
         ConfigError: the tree wants more tokens of a head than there are.
     """
-    section = place.section
-    assert isinstance(section, MedusaSection) and place.target is not None and place.heads is not None
-    if section.tree is not None and section.tree.num_ranks > place.target_vocab_size:
+    section = context.section
+    assert isinstance(section, MedusaSection) and context.target is not None and context.heads is not None
+    if section.tree is not None and section.tree.num_ranks > context.target_vocab_size:
         raise ConfigError(
             f"speculation.medusa_choices name rank {section.tree.num_ranks - 1}, but the target has "
-            f"{place.target_vocab_size} tokens"
+            f"{context.target_vocab_size} tokens"
         )
-    return MedusaDrafter(place.target, place.heads, section.tree, section)
+    return MedusaDrafter(context.target, context.heads, section.tree, section)

@@ -138,7 +138,7 @@ class TokenRecyclingDrafter(LeaderDrafter):
         assert self._table is not None and self._newest is not None
         tokens = torch.cat((self._newest.unsqueeze(1), proposed.tokens), dim=1)
         is_verified = verified_nodes(proposed)
-        if plan.is_rehearsed:  # of made-up rows
+        if plan.is_warm_up:  # of made-up rows
             is_verified.zero_()
         elif self._salted:
             salted = [row in self._salted for row in plan.decode_rows.tolist()]
@@ -147,13 +147,13 @@ class TokenRecyclingDrafter(LeaderDrafter):
 
 
 @DRAFTERS.register("token_recycling")
-def make_token_recycling_drafter(place: DrafterContext) -> Drafter:
+def make_token_recycling_drafter(context: DrafterContext) -> Drafter:
     """A table of the target's successors, with the section's tree.
 
     Raises:
         ConfigError: the table is to keep more successors than there are tokens.
     """
-    section, target, group = place.section, place.target, place.group
+    section, target, group = context.section, context.target, context.group
     assert isinstance(section, TokenRecyclingSection) and target is not None and group is not None
     if section.token_recycling_top_k > target.vocab_size:
         raise ConfigError(

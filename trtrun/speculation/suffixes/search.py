@@ -115,7 +115,7 @@ class SuffixSearch:
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in rows that come."""
-        if plan.is_rehearsed:
+        if plan.is_warm_up:
             return
         for admission in plan.admissions:
             self._starts.pop(admission.row, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from launch.serve.admission.limits import check_text
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.refusals import Kind, Refusal, wrap_errors
 from launch.serve.api.openai.output.parsing import Parsing
 from trtrun.api.prompts import Prompt
 from trtrun.chats.chat import Rendering, encode_text
@@ -183,7 +183,7 @@ class PromptMaker:
         encoding = call.encoding
         if not encoding.is_needed:
             return call.prompts
-        with refusing():
+        with wrap_errors():
             return [
                 _cut(
                     self._encode(prompt, encoding) if isinstance(prompt, str) else tuple(prompt), encoding, most_tokens
@@ -214,7 +214,7 @@ class PromptMaker:
             )
         self._check_tools(call.tools, self._template)
         asked = call.rendering
-        with refusing():
+        with wrap_errors():
             text = self._template.render(
                 call.messages,
                 asked.add_generation_prompt,

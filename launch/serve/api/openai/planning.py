@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.refusals import Kind, Refusal, wrap_errors
 from launch.serve.api.openai.calls import Answering, ChatCall
 from launch.serve.api.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS
 from launch.serve.api.openai.output.grammar_parts import arguments_schema
@@ -155,7 +155,7 @@ class AnswerPlanner:
         return Wanted(use.callable, _must_call(use), use.in_parallel, other, schema, self._has_arguments_in_brackets)
 
     def _guide(self, sampling: SamplingParams, wanted: Wanted, parsing: Parsing) -> SamplingParams:
-        with refusing():
+        with wrap_errors():
             special = self._prompts.ids_in_guides(_marks(parsing))
         try:
             grammar = write_grammar(parsing.tools, parsing.reasoning, parsing.is_thinking, wanted, special)
@@ -178,7 +178,7 @@ class AnswerPlanner:
             for tool in tools:
                 self._check_tool(tool)
             if own is not None:
-                with refusing():
+                with wrap_errors():
                     self._prompts.check(replace(sampling, guided=own))
             line = f"what guides the answer cannot be followed: {str(error).removeprefix('guided: ')}"
             if len(tools) > 1:  # each of which can be followed alone

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.refusals import Kind, Refusal, wrap_errors
 from launch.serve.api.openai.calls import PromptMaker
 from launch.serve.api.openai.types import ModelNames, read_chat, read_completion, unknown_model
 from trtrun.api.prompts import PromptReader
@@ -40,7 +40,7 @@ def tokenize(
     if not isinstance(values, dict):
         raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
     given = {name: value for name, value in values.items() if name != "return_token_strs"}
-    with refusing():
+    with wrap_errors():
         names_tokens = read_flag("return_token_strs", values.get("return_token_strs") or False)
     tokens: Sequence[int]
     if given.get("messages") is not None:
@@ -49,7 +49,7 @@ def tokenize(
         if not isinstance(given.get("prompt"), str):
             raise Refusal(Kind.INVALID, "prompt must be a text; give that, or messages", "prompt")
         call = read_completion(given, *names)
-        with refusing():
+        with wrap_errors():
             tokens = prompts.of_text(given["prompt"], call.encoding, most_tokens)
     told: dict[str, Any] = {"count": len(tokens), "tokens": list(tokens), "token_strs": None}
     if names_tokens and tokenizer is not None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from launch.serve.admission.refusals import Kind, Refusal, refusing
+from launch.serve.admission.refusals import Kind, Refusal, wrap_errors
 from launch.serve.api.openai.calls import Answering, ChatCall, CompletionCall, Encoding
 from launch.serve.api.openai.fields import Endpoint, fields_of
 from launch.serve.api.openai.guided import read_guided
@@ -97,7 +97,7 @@ def read_chat(
     given = _read_fields(values, Endpoint.CHATS, model_name, adapters)
     if "messages" not in given:
         raise _wrong("messages", 'messages is missing: a list such as [{"role": "user", "content": "…"}]')
-    with refusing():
+    with wrap_errors():
         messages = read_messages(given["messages"])
     if _flag(given, "echo"):
         raise _wrong("echo", "echo is of completions: the prompt of a chat is made of its messages")
@@ -117,7 +117,7 @@ def read_chat(
     logprobs = (0 if most is None else most) if wants else None
     answering = _read_answering(given, logprobs, {"max_tokens": LARGEST_COUNT, **defaults}, sent_as)
     prediction = read_prediction(given.get("prediction"))
-    with refusing():
+    with wrap_errors():
         rendering, tools = read_rendering(given), read_tools(given)
     return ChatCall(
         messages,

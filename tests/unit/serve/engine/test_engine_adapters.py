@@ -33,40 +33,40 @@ def drop(name: str) -> DropAdapter:
 
 
 def test_the_next_engine_has_what_the_last_one_had(path: str) -> None:
-    book = AdapterRegistry.of(["a", "b"])
-    assert book.names == ["a", "b"] and list(book.changes([])) == []
+    registry = AdapterRegistry.of(["a", "b"])
+    assert registry.names == ["a", "b"] and list(registry.changes([])) == []
     for change in (load("c", path), drop("a"), drop("b"), load("b", path)):
-        book.enter(change)
-    assert book.names == ["c", "b"]
-    assert list(book.changes([])) == [drop("a"), drop("b"), load("c", path), load("b", path)]
+        registry.enter(change)
+    assert registry.names == ["c", "b"]
+    assert list(registry.changes([])) == [drop("a"), drop("b"), load("c", path), load("b", path)]
 
 
 def test_what_was_dropped_is_there_for_requests_that_have_it(path: str) -> None:
-    book = AdapterRegistry.of(["a"])
+    registry = AdapterRegistry.of(["a"])
     for change in (load("c", path), drop("c"), drop("a")):
-        book.enter(change)
-    assert book.names == [] and list(book.changes(["a", "c"])) == [load("c", path)]
-    assert book.clear(["a", "c"]) == [] and book.clear(["c"]) == [drop("a")]
-    assert book.clear([]) == [drop("c")] and book.clear([]) == []
-    assert list(book.changes([])) == [drop("a")]
+        registry.enter(change)
+    assert registry.names == [] and list(registry.changes(["a", "c"])) == [load("c", path)]
+    assert registry.clear(["a", "c"]) == [] and registry.clear(["c"]) == [drop("a")]
+    assert registry.clear([]) == [drop("c")] and registry.clear([]) == []
+    assert list(registry.changes([])) == [drop("a")]
 
 
 def test_files_that_have_changed_are_not_loaded_again(path: str) -> None:
-    book = AdapterRegistry.of([])
-    book.enter(load("c", path))
+    registry = AdapterRegistry.of([])
+    registry.enter(load("c", path))
     edit_adapter(Path(path), lora_alpha=3)
-    assert list(book.changes([])) == [] and book.names == []
+    assert list(registry.changes([])) == [] and registry.names == []
 
 
 def test_what_engines_are_lost_of_is_not_loaded_again_for_ever(path: str) -> None:
-    book = AdapterRegistry.of([])
+    registry = AdapterRegistry.of([])
     for name in ("c", "d"):
-        book.enter(load(name, path))
-    assert not book.give_up("c", at_once=False)  # by chance
-    book.note_loaded("c")
-    assert not book.give_up("c", at_once=False) and book.names == ["c", "d"]
-    assert book.give_up("c", at_once=False) and book.names == ["d"]
-    assert book.give_up("d", at_once=True) and book.names == []
+        registry.enter(load(name, path))
+    assert not registry.give_up("c", at_once=False)  # by chance
+    registry.note_loaded("c")
+    assert not registry.give_up("c", at_once=False) and registry.names == ["c", "d"]
+    assert registry.give_up("c", at_once=False) and registry.names == ["d"]
+    assert registry.give_up("d", at_once=True) and registry.names == []
 
 
 def test_a_change_that_holds_the_engine_up_is_told_why(path: str) -> None:

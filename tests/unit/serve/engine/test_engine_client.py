@@ -137,7 +137,7 @@ def test_a_request_that_ends_engines_is_ended() -> None:
 def test_the_next_suspect_waits_for_a_token_of_the_one_before_and_not_for_logits_of_its_prompt() -> None:
     async def check(client: EngineClient, socket: str) -> None:
         blamed: list[int] = []
-        client.on_blame = blamed.extend
+        client.on_faulty_request = blamed.extend
         inboxes = [Inbox(), Inbox()]
         for inbox in inboxes:
             client.start([EngineRequest((1,), SAMPLING)], inbox)

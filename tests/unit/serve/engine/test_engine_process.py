@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_messages import run
 
-from launch.serve.engine.messages import Beat, Message
+from launch.serve.engine.messages import Heartbeat, Message
 from launch.serve.engine.process import _Served
 from parallel.watchdog.activity import Beside, Doing, Phase
 from trtrun.configuration.config import make_config
@@ -61,10 +61,10 @@ def test_an_engine_tells_where_its_threads_stand(
 
     async def work() -> None:
         sent: Any = Sent()
-        beating = asyncio.create_task(_Served(llm, sent)._beat())
-        beat = await sent.messages.get()
-        assert isinstance(beat, Beat)
-        assert [(one.phase, one.doing, one.still_seconds, one.limit) for one in beat.standings] == told
+        beating = asyncio.create_task(_Served(llm, sent)._send_heartbeats())
+        heartbeat = await sent.messages.get()
+        assert isinstance(heartbeat, Heartbeat)
+        assert [(one.phase, one.doing, one.still_seconds, one.limit) for one in heartbeat.standings] == told
         beating.cancel()
 
     run(work())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from launch.serve.engine.keeper import EngineWatch, is_watched
-from launch.serve.engine.messages import Beat, Standing
+from launch.serve.engine.messages import Heartbeat, Standing
 from trtrun.configuration.config import make_config
 
 
-def beat(*standings: tuple[str, float, float | None]) -> Beat:
-    """A beat that tells of threads: what each does, how long it stands still in it, and how long it may."""
-    return Beat(
+def heartbeat(*standings: tuple[str, float, float | None]) -> Heartbeat:
+    """A heartbeat that tells of threads: what each does, how long it stands still in it, and how long it may."""
+    return Heartbeat(
         standings=tuple(
             Standing(rank=0, phase="round", doing=doing, seconds=still, still_seconds=still, limit=limit)
             for doing, still, limit in standings
@@ -19,7 +19,7 @@ def beat(*standings: tuple[str, float, float | None]) -> Beat:
     )
 
 
-BETWEEN = beat(("idle after round 7", 0.5, 60.0))
+BETWEEN = heartbeat(("idle after round 7", 0.5, 60.0))
 
 
 class Clock:
@@ -34,13 +34,13 @@ def watch_of() -> tuple[EngineWatch, Clock]:
     return EngineWatch(60.0, 600.0, clock), clock
 
 
-def pass_by(watch: EngineWatch, clock: Clock, seconds: float, beat: Beat | None = None) -> str | None:
-    """Look once a beat, and hear one where there is one."""
+def pass_by(watch: EngineWatch, clock: Clock, seconds: float, heartbeat: Heartbeat | None = None) -> str | None:
+    """Look once a heartbeat, and hear one where there is one."""
     found = None
-    for _ in range(int(seconds / watch.beat)):
-        clock.now += watch.beat
-        if beat is not None:
-            watch.hear(beat)
+    for _ in range(int(seconds / watch.interval)):
+        clock.now += watch.interval
+        if heartbeat is not None:
+            watch.hear(heartbeat)
         found = watch.find_fault()
     return found
 
@@ -57,9 +57,9 @@ def test_an_engine_that_tells_nothing_any_more_hangs() -> None:
 def test_a_round_that_stands_still_hangs_and_a_rest_does_not() -> None:
     watch, clock = watch_of()
     assert pass_by(watch, clock, 500, BETWEEN) is None
-    assert pass_by(watch, clock, 500, beat(("in round 8 (verifying)", 59.0, 60.0))) is None
+    assert pass_by(watch, clock, 500, heartbeat(("in round 8 (verifying)", 59.0, 60.0))) is None
     assert watch.late_phase is None
-    still = beat(("in round 8 (verifying)", 61.0, 60.0))
+    still = heartbeat(("in round 8 (verifying)", 61.0, 60.0))
     assert pass_by(watch, clock, 1, still) == "it stands still in round 8 (verifying) for longer than 60 s"
     assert watch.late_phase == "round"
 
@@ -67,11 +67,11 @@ def test_a_round_that_stands_still_hangs_and_a_rest_does_not() -> None:
 def test_each_thread_has_a_limit_of_its_own() -> None:
     watch, clock = watch_of()
     reading = ("in loading adapter 'x'", 299.0, 300.0)
-    assert pass_by(watch, clock, 500, beat(("idle after round 7", 0.5, 60.0), reading)) is None
-    assert pass_by(watch, clock, 500, beat(("in round 8 (verifying)", 99.0, None), reading)) is None
+    assert pass_by(watch, clock, 500, heartbeat(("idle after round 7", 0.5, 60.0), reading)) is None
+    assert pass_by(watch, clock, 500, heartbeat(("in round 8 (verifying)", 99.0, None), reading)) is None
     late = ("in loading adapter 'x'", 301.0, 300.0)
     cause = "it stands still in loading adapter 'x' for longer than 300 s"
-    assert pass_by(watch, clock, 1, beat(("in round 8 (verifying)", 0.5, 60.0), late)) == cause
+    assert pass_by(watch, clock, 1, heartbeat(("in round 8 (verifying)", 0.5, 60.0), late)) == cause
 
 
 def test_the_start_of_a_job_of_ranks_is_watched_by_these() -> None:

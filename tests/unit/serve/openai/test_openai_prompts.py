@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.serve.admission.refusals import Refusal, refusing
+from launch.serve.admission.refusals import Refusal, wrap_errors
 from launch.serve.api.openai.calls import PromptMaker
 from launch.serve.api.openai.types import read_chat, read_completion
 from trtrun.chats.chat_template import ChatTemplate
@@ -205,7 +205,7 @@ def test_what_is_too_long_is_told_as_such_whoever_finds_it() -> None:
         (InvalidRequestError("messages: no"), "messages", None),
         (InvalidRequestError("the prompt is empty: no"), None, None),
     ):
-        with pytest.raises(Refusal) as caught, refusing():
+        with pytest.raises(Refusal) as caught, wrap_errors():
             raise error
         assert (caught.value.field, caught.value.code, str(caught.value)) == (field, code, str(error))
 

@@ -1,0 +1,1 @@
+"""What scripts share that start commands and servers of this checkout: child processes, servers, how a trial ends."""
