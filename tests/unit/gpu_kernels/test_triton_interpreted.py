@@ -85,17 +85,19 @@ def test_copies_within_the_store(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "first", "window", "dtype"),
+    ("queries", "first", "window", "dtype", "soft_cap"),
     [
-        (1, 600, None, torch.float16),
-        (5, 250, None, torch.float32),
-        (3, 300, 30, torch.float16),
-        (3, 1, 20, torch.float32),
-        (18, 245, 60, torch.float32),
+        (1, 600, None, torch.float16, None),
+        (5, 250, None, torch.float32, None),
+        (3, 300, 30, torch.float16, None),
+        (3, 1, 20, torch.float32, None),
+        (18, 245, 60, torch.float32, None),
+        (5, 250, None, torch.float32, 0.7),
+        (18, 10, 20, torch.float16, 2.0),
     ],
 )
 def test_attention_is_right_and_the_same_alone(
-    queries: int, first: int, window: int | None, dtype: torch.dtype
+    queries: int, first: int, window: int | None, dtype: torch.dtype, soft_cap: float | None
 ) -> None:
     """Over one share of keys and several, in a round, in a prompt, and with a wider block table."""
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -110,7 +112,8 @@ def test_attention_is_right_and_the_same_alone(
     def attend(backend: GatherAttention | PagedAttention, start: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
         query_key, value = fused[start:stop].split([heads + kv_heads, kv_heads], dim=1)
         batch = AttentionBatch([AttentionSegment(0, 1, stop - start, tables, positions[:, start:stop])], 16)
-        return backend.forward(AttentionCall(query_key, value, straight(value), store, batch, head_dim**-0.5, window))
+        call = AttentionCall(query_key, value, straight(value), store, batch, head_dim**-0.5, window, None, soft_cap)
+        return backend.forward(call)
 
     expected = attend(GatherAttention(), 0, queries, tables)
     found = attend(PagedAttention(), 0, queries, tables)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from family_checkpoints import write_family
 from native import PATHS, PROCESSORS, compute_as, leave_to_torch
 from paged import PagedModel, straight
 from pipelines import make_llm
@@ -150,7 +151,19 @@ def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_othe
 
 
 def test_logits_do_not_depend_on_other_rows(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = make_checkpoint(tmp_path, dtype=dtype)
+    check_company(make_checkpoint(tmp_path, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("gemma2", 24), ("gemma2", 32), ("gemma3", 32)])
+def test_logits_of_families_depend_on_neither(tmp_path: Path, family: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Heads of 32 numbers have kernels that read the store in place; contexts of others are gathered."""
+    path = write_family(tmp_path, family, dtype=dtype, head_dim=head_dim)
+    check_chunks(PagedModel(path, dtype, block_size=16))
+    check_company(path, dtype)
+
+
+def check_company(path: Path, dtype: torch.dtype) -> None:
+    """A text's logits are the same alone and among rows that decode, verify drafts and read prompts."""
     texts = {row: tokens_of(row) for row in range(5)}
     alone = PagedModel(path, dtype)
     expected = {row: alone.forward([[(row, 0, tokens)]]) for row, tokens in texts.items()}

@@ -111,15 +111,13 @@ def weigh(
 ):  # fmt: skip
     """Scores [queries, KEYS] of keys at places `at`, which begin at `first`, put to what came before them: the new peak
     and total, weights of 0 to 1, and how what was gathered fades."""
-    # exp2 is the faster one: the factor of scale is log2(e).
-    if SOFT_CAP is None:
-        stretch = scale * 1.4426950408889634
-    else:
-        scores = _tanh(scores, scale / SOFT_CAP)
-        stretch = SOFT_CAP * 1.4426950408889634
+    if SOFT_CAP is not None:
+        scores = _tanh(scores, scale * (1.0 / SOFT_CAP))
     if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
         seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
+    # exp2 is the faster one: the factor of scale is log2(e).
+    stretch = (scale if SOFT_CAP is None else SOFT_CAP) * 1.4426950408889634
     higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1) * stretch))
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * stretch - safe[:, None])
