@@ -15,8 +15,8 @@ from trtrun.registry import MODEL_FAMILIES
 _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
+    "language_model.lm_head": "lm_head",
+    "lm_head": "lm_head",
 }
 """In front of the text model's tensors, as transformers 4 and 5 have them in memory and in files → as they are called
 in a text model."""
