@@ -26,4 +26,4 @@ class ModelEnds:
 
 
 PLAIN_ENDS = ModelEnds()
-"""Of most models."""
+"""The ends of most models."""

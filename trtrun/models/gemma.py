@@ -20,7 +20,7 @@ from trtrun.registry import MODEL_FAMILIES
 
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new")
 _FULL_PERIOD = 6
-"""Of so many layers of Gemma 3 the last one sees all, where config.json names no layers' types."""
+"""The last of so many layers of Gemma 3 sees all, where config.json names no types of layers."""
 
 
 def _plan_gemma2(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
