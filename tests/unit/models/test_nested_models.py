@@ -4,14 +4,17 @@ what is quantized."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapters import make_adapter
 from family_checkpoints import write_family
 from paged import PagedModel
 from pipelines import make_llm, tokens_of
+from safetensors.torch import load_file, save_file
 from test_model_logits import check_logits, prompt_of
 
 from trtrun import SamplingParams
@@ -107,6 +110,23 @@ def test_what_is_quantized_is_told_by_names_in_the_text_model() -> None:
         "model.layers.0.mlp.down_proj": {"bits": 8},
         "modules": ["model.layers.1.self_attn*", "model.layers.2"],
     }
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_adapters_name_modules_as_the_base_does_or_as_in_the_text_model(path: Path, prefix: str) -> None:
+    given = make_adapter(path.parent / "given", path, modules=("o_proj", "gate_proj", "down_proj"))
+    tensors = load_file(given / "adapter_model.safetensors")
+    texts = []
+    for name, own in (("short", "model."), ("long", prefix)):
+        adapter = path.parent / name
+        shutil.copytree(given, adapter)
+        renamed = {key.replace("language_model.model.", own): value for key, value in tensors.items()}
+        save_file(renamed, adapter / "adapter_model.safetensors", {"format": "pt"})
+        with make_llm(path, adapters={"one": str(adapter)}) as llm:
+            for lora_name in ("one", None):
+                sampling = SamplingParams(max_tokens=20, lora_name=lora_name)
+                texts.append(tokens_of(llm.generate([prompt_of(13)], sampling)))
+    assert texts[0] == texts[2] and texts[1] == texts[3] and texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gemma3_text"])
