@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention
 from trtrun.kernels.arguments import AttentionCall
+from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import GatedMLP, RMSNorm
@@ -206,6 +207,17 @@ def test_silu_is_one_function_of_every_value(dtype: torch.dtype) -> None:
     values = values[values.isfinite()]
     strided = torch.stack((values, values), dim=1)[:, 0]  # a strided input takes the scalar loop
     assert torch.equal(functional.silu(values), functional.silu(strided))
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_caps_are_one_function_of_every_value(cap: float) -> None:
+    """Near 0, where they bend and far beyond; a value has the same bits alone, among others and with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat([torch.randn(33333, generator=generator) * size * cap for size in (1e-4, 0.7, 3.0, 1e4)])
+    found, exact = soft_cap(values, cap), cap * (values.double() / cap).tanh()
+    assert (found - exact).abs().max() < 1e-6 * cap and (found - exact).div(exact).abs().max() < 1e-6
+    assert torch.equal(soft_cap(torch.stack((values, values), dim=1)[:, 0], cap), found)
+    assert torch.equal(torch.cat([soft_cap(values[at : at + 1], cap) for at in range(0, 4000)]), found[:4000])
 
 
 @pytest.mark.usefixtures("_kernels")

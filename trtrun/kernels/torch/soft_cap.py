@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+_AT_ONCE = 1 << 15
+"""Numbers whose polynomials are computed at a time: few enough for a processor's caches."""
+
 _LARGEST = 7.90531110763549805
 """From here on tanh is 1 in float32."""
 
@@ -33,11 +36,12 @@ def soft_cap(x: torch.Tensor, cap: float, factor: float = 1.0) -> torch.Tensor:
     scaled = x.float().mul(factor / cap)
     if x.device.type != "cpu":
         return scaled.tanh_().mul_(cap)
-    scaled.clamp_(-_LARGEST, _LARGEST)
-    square = scaled * scaled
-    found = _polynomial(square, _NUMERATOR).mul_(scaled)
-    del scaled  # scores are many: three times their room is taken at once
-    return found.div_(_polynomial(square, _DENOMINATOR)).mul_(cap)
+    flat = scaled.contiguous().view(-1)
+    for part in flat.split(_AT_ONCE):
+        part.clamp_(-_LARGEST, _LARGEST)
+        square = part * part
+        part.mul_(_polynomial(square, _NUMERATOR)).div_(_polynomial(square, _DENOMINATOR)).mul_(cap)
+    return flat.view(x.shape)
 
 
 def _polynomial(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
