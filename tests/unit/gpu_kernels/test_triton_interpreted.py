@@ -6,6 +6,7 @@ The interpreter has no bfloat16. What the hardware's rounding does is seen on a 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,29 @@ def test_attention_is_right_and_the_same_alone(
     for start, stop in ((0, 1), (queries // 2, queries // 2 + 1), (max(0, queries - 6), queries)):
         alone = attend(PagedAttention(), start, stop, functional.pad(tables, (0, 40)))
         assert torch.equal(alone, found[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_layers_with_soft_caps_leave_the_kernel_for_prompts_alone(
+    soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It caps nothing."""
+    from trtrun.kernels.triton.attention import paged_attention
+
+    asked, choose = [], paged_attention.choose_tiling
+
+    def choose_tiling(places: int, lines: int, shares: int, multiprocessors: int, has_prompt_kernel: bool) -> Any:
+        asked.append(has_prompt_kernel)
+        return choose(places, lines, shares, multiprocessors, False)
+
+    monkeypatch.setattr(paged_attention, "is_chosen", lambda *arguments: True)
+    monkeypatch.setattr(paged_attention, "choose_tiling", choose_tiling)
+    query_key, value = torch.randn(20, 8, 16).split([6, 2], dim=1)
+    segment = AttentionSegment(0, 1, 20, torch.tensor([[1, 2]]), torch.arange(20).view(1, -1))
+    store, batch = torch.zeros(2, 3, 2, 16, 16), AttentionBatch([segment], 16)
+    call = AttentionCall(query_key, value, straight(value), store, batch, 0.25, None, None, soft_cap)
+    assert paged_attention.PagedAttention().forward(call).isfinite().all()
+    assert asked == [soft_cap is None]
 
 
 def test_nodes_of_trees_are_found_where_they_are() -> None:
