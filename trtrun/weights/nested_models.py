@@ -71,7 +71,7 @@ def with_text_names(said: Any) -> Any:
 def _text_models(values: Mapping[str, Any]) -> Mapping[str, str]:
     """model_type of each text model that the architecture may have → the architecture that it is."""
     named = values.get("architectures")
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in MODEL_FAMILIES:
+    if not isinstance(named, list) or len(named) != 1 or str(named[0]) not in MODEL_FAMILIES:
         return {}
-    found: Mapping[str, str] = getattr(MODEL_FAMILIES.get(named[0]), "text_models", {})
+    found: Mapping[str, str] = getattr(MODEL_FAMILIES.get(str(named[0])), "text_models", {})
     return found
