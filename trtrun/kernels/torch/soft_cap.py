@@ -37,7 +37,8 @@ def soft_cap(x: torch.Tensor, cap: float, factor: float = 1.0) -> torch.Tensor:
     if x.device.type != "cpu":
         return scaled.tanh_().mul_(cap)
     flat = scaled.contiguous().view(-1)
-    for part in flat.split(_AT_ONCE):
+    for start in range(0, len(flat), _AT_ONCE):
+        part = flat[start : start + _AT_ONCE]
         part.clamp_(-_LARGEST, _LARGEST)
         square = part * part
         part.mul_(_polynomial(square, _NUMERATOR)).div_(_polynomial(square, _DENOMINATOR)).mul_(cap)
