@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from adapters import make_adapter
 from family_checkpoints import write_family
 from paged import PagedModel
 from pipelines import make_llm, tokens_of
+from quantized_checkpoints import make_pair
 from safetensors.torch import load_file, save_file
 from test_model_logits import check_logits, prompt_of
 
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.models.config import read_model_config
+from trtrun.models.dense_families import LLAMA
+from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.nested_models import with_text_names
 from trtrun.weights.rank_files import open_checkpoint
 
@@ -110,6 +114,40 @@ def test_what_is_quantized_is_told_by_names_in_the_text_model() -> None:
         "model.layers.0.mlp.down_proj": {"bits": 8},
         "modules": ["model.layers.1.self_attn*", "model.layers.2"],
     }
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("name", ["fp8 block", "modelopt FP8"])
+def test_a_quantized_text_model_of_another_family(
+    tmp_path: Path, name: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose plain modules stand by long names in config.json or beside it. All that a family of several models needs
+    is the line that registers it."""
+    whole = "OwnForConditionalGeneration"
+    monkeypatch.setitem(MODEL_FAMILIES._items, whole, replace(LLAMA, text_models={"llama": "LlamaForCausalLM"}))
+    flat, _ = make_pair(tmp_path, name)
+    nested = tmp_path / "nested"
+    shutil.copytree(flat, nested)
+    tensors = load_file(flat / "model.safetensors")
+    renamed = {key.replace("model.", prefix, 1): value for key, value in tensors.items()}
+    save_file({**renamed, "vision_tower.weight": torch.zeros(2, 2)}, nested / "model.safetensors", {"format": "pt"})
+    values = json.loads((flat / "config.json").read_text("utf-8"))
+    section = values.pop("quantization_config", None)
+    told = {} if section is None else {"quantization_config": with_long_names(section, prefix)}
+    (nested / "config.json").write_text(json.dumps({"architectures": [whole], "text_config": values, **told}), "utf-8")
+    if (beside := nested / "hf_quant_config.json").exists():
+        beside.write_text(json.dumps(with_long_names(json.loads(beside.read_text("utf-8")), prefix)), "utf-8")
+    config, tokens = read_model_config(nested), prompt_of(20)
+    assert config.quant_method is not None and replace(config, stored=None) == replace(
+        read_model_config(flat), stored=None
+    )
+    assert torch.equal(*(PagedModel(path).forward([[(0, 0, tokens)]]) for path in (flat, nested)))
+
+
+def with_long_names(said: Any, prefix: str) -> Any:
+    """What a configuration says, with modules by the names that they have beside other models."""
+    text = json.dumps(said).replace('"model.', f'"{prefix}').replace('"lm_head"', '"language_model.lm_head"')
+    return json.loads(text)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
