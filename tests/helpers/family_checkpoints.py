@@ -20,7 +20,22 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "head_dim": 24,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 7,
+        "final_logit_softcapping": 20.0,
+        "attn_logit_softcapping": 2.0,
+    },
     "gemma3_text": {
         "head_dim": 24,
         "query_pre_attn_scalar": 40,
@@ -66,12 +81,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By model_type, what of its config.json is not in COMMON."""
 
+NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        {"final_logit_softcapping": None},  # which transformers leaves out there
+        {
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "boi_token_index": 200,
+            "eoi_token_index": 201,
+            "image_token_index": 202,
+        },
+    ),
+}
+"""By model_type of architectures of several models, the model_type of the one for text, what is different in it there,
+and what stands beside it."""
 
-def write_family(path: Path, model_type: str, seed: int = 0, dtype: torch.dtype = torch.float32, **values: Any) -> Path:
-    """Write config.json and random weights to `path`; returns `path`."""
+
+def write_family(
+    path: Path,
+    model_type: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    old_names: bool = True,
+    **values: Any,
+) -> Path:
+    """Write config.json and random weights to `path`; returns `path`.
+
+    Args:
+        path: a directory.
+        model_type: of FAMILIES or NESTED.
+        seed, dtype: of the weights.
+        old_names: whether tensors are called as in files of transformers 4; else as they are in memory.
+        values: of the text model's config.json.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[model_type], **values})
+    text_type, own, beside = NESTED.get(model_type, (model_type, {}, {}))
+    text = {**COMMON, **FAMILIES[text_type], **own, **values}
+    if model_type in NESTED:
+        tied = text["tie_word_embeddings"]
+        config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **beside)
+    else:
+        config = AutoConfig.for_model(model_type, **text)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -84,5 +136,5 @@ def write_family(path: Path, model_type: str, seed: int = 0, dtype: torch.dtype 
         if not config.tie_word_embeddings:
             embedding = model.get_input_embeddings().weight
             embedding.copy_(torch.randn(embedding.shape, generator=generator))
-    model.to(dtype).save_pretrained(path)
+    model.to(dtype).save_pretrained(path, save_original_format=old_names)
     return path

@@ -116,7 +116,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"quantization_config"}),
         frozenset({"rank_files"}),
         frozenset({"checkpoint"}),
-        frozenset({"tensorrt_llm_config", "weight", "written_files"}),
+        frozenset({"nested_models", "tensorrt_llm_config", "weight", "written_files"}),
     ),
     "trtrun.rounds": (
         frozenset({"orchestrator"}),

@@ -19,6 +19,7 @@ from trtrun.kernels.cpu.attention import takes_blocks
 from trtrun.kernels.cpu.fused import rotate
 from trtrun.kernels.cpu.onednn_matmul import bucket_rows
 from trtrun.kernels.torch.operations import GatheredAttention
+from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.segments import ContextGroup
 
@@ -127,20 +128,20 @@ class GatherAttention:
     def _attend(self, query: torch.Tensor, group: ContextGroup, call: AttentionCall) -> torch.Tensor:
         """Attend for some rows: query [R, Q, heads, head], rotated → the same shape."""
         rows, queries, heads, head_dim = query.shape
-        scale, window = call.scale, call.window
+        window = call.window
         num_blocks, kv_heads = call.store_layer.shape[1:3]
         index = group.gather_index((num_blocks, kv_heads))
         context = self._format.read(call.store_layer, index, head_dim, query.dtype, call.kv_scales)
         own = self._own(query)
         if own is not None:
             context = context.view(2, rows, kv_heads, -1, head_dim)
-            return own(query, context, group.positions, scale, window)
+            return own(query, context, group.positions, call.scale, window, call.soft_cap)
         keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
         mask = group.mask(window)
         grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
         tile = max(16, _SCORE_ELEMENTS // (rows * heads * keys.shape[1]))
         tiles = [
-            self._attend_tile(grouped[:, :, :, at : at + tile], keys, values, mask[:, :, :, at : at + tile], scale)
+            self._attend_tile(grouped[:, :, :, at : at + tile], keys, values, mask[:, :, :, at : at + tile], call)
             for at in range(0, queries, tile)
         ]
         output = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=3)
@@ -156,7 +157,7 @@ class GatherAttention:
 
     @staticmethod
     def _attend_tile(
-        grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+        grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """grouped [R, kv_heads, group, q, head] → the same shape; mask [R, 1, 1, q, context] float32."""
         rows, kv_heads, group, queries, head_dim = grouped.shape
@@ -166,7 +167,10 @@ class GatherAttention:
         if missing:
             folded = functional.pad(folded, (0, 0, 0, missing))
         scores = torch.bmm(folded, keys.transpose(1, 2))[:, :count].view(rows, kv_heads, group, queries, -1)
-        scores = torch.add(mask, scores, alpha=scale)  # float32, as the mask is
+        if call.soft_cap is None:
+            scores = torch.add(mask, scores, alpha=call.scale)  # float32, as the mask is
+        else:
+            scores = soft_cap(scores, call.soft_cap, call.scale).add_(mask)
         weights = torch.softmax(scores, dim=-1).to(values.dtype).view(rows * kv_heads, count, -1)
         if missing:
             weights = functional.pad(weights, (0, 0, 0, missing))

@@ -102,6 +102,7 @@ class AttentionCall(NamedTuple):
         window: sliding window in tokens, None for full attention.
         kv_scales: of the layer's keys and values by head, [2, kv_heads] float32 (numbers of bfloat16), where the
             store's format has scales of layers.
+        soft_cap: c of c * tanh(score / c), which scores become before it is seen who sees whom; None leaves them.
     """
 
     query_key: torch.Tensor
@@ -112,3 +113,4 @@ class AttentionCall(NamedTuple):
     scale: float
     window: int | None
     kv_scales: torch.Tensor | None = None
+    soft_cap: float | None = None

@@ -59,7 +59,7 @@ class Attention:
         rotated_heads: this rank's query and key heads.
         scale: factor of the scores.
         window: sliding window, None for the whole context.
-        kv_scales: of the layer; see AttentionCall.
+        kv_scales, soft_cap: of the layer; see AttentionCall.
     """
 
     qkv: Linear
@@ -71,6 +71,7 @@ class Attention:
     scale: float
     window: int | None
     kv_scales: torch.Tensor | None = None
+    soft_cap: float | None = None
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
@@ -89,7 +90,9 @@ class Attention:
         query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        call = AttentionCall(query_key, value, angles, store_layer, batch, self.scale, self.window, self.kv_scales)
+        call = AttentionCall(
+            query_key, value, angles, store_layer, batch, self.scale, self.window, self.kv_scales, self.soft_cap
+        )
         return attend(self.backend, call).flatten(1)
 
 

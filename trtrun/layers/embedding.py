@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from parallel.communicator import Communicator
+from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.linear.layer import Linear
 
@@ -84,7 +85,7 @@ class VocabularyHead:
         if self._ends.logit_divisor != 1.0:
             logits = logits / self._ends.logit_divisor
         cap = self._ends.logit_soft_cap
-        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+        return logits if cap is None else soft_cap(logits, cap)
 
     @property
     def is_read(self) -> bool:

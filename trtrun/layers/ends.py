@@ -26,4 +26,4 @@ class ModelEnds:
 
 
 PLAIN_ENDS = ModelEnds()
-"""What most models do."""
+"""The ends of most models."""

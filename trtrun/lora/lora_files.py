@@ -13,6 +13,7 @@ from trtrun.linear.quantization.base import FLOATS
 from trtrun.lora.lora_config import WEIGHTS_FILE, read_lora_config
 from trtrun.models.config import ModelConfig
 from trtrun.weights.checkpoint import TORCH_NAMES, Checkpoint
+from trtrun.weights.nested_models import text_name
 
 PREFIX = "base_model.model."
 """In front of the names of modules."""
@@ -48,7 +49,7 @@ class LoraFiles:
         self.config = read_lora_config(path)
         with wrap_errors(path, CheckpointError):
             _check_header(path / WEIGHTS_FILE)
-        self.tensors = Checkpoint(path, (WEIGHTS_FILE,), "adapter")
+        self.tensors = Checkpoint(path, (WEIGHTS_FILE,), "adapter", _own_name)
         with wrap_errors(path, CheckpointError):
             if self.tensors.list_files() != [path / WEIGHTS_FILE]:
                 raise CheckpointError(f"{path} has no {WEIGHTS_FILE} with tensors: save the adapter with PEFT again")
@@ -103,6 +104,12 @@ class LoraFiles:
                     f"{self.tensors.file(name)}: tensor '{name}' has dtype {self.tensors.dtype_code(name)}; known: "
                     f"{', '.join(FLOATS)}"
                 )
+
+
+def _own_name(stored: str) -> str:
+    """What a tensor is called here: by the module's name in the text model, where the base is one of several."""
+    module = stored.removeprefix(PREFIX)
+    return stored if module == stored else PREFIX + (text_name(module) or module)
 
 
 def _check_header(file: Path) -> None:

@@ -182,6 +182,8 @@ class ModelFamily:
         model_type: transformers' name of it in config.json; empty where it has none.
         read_ends: all values of config.json → what the model does at its ends. Raises CheckpointError.
         rope_type_of: type of the layers whose rotation counts as the model's, where each type has its own.
+        text_models: model_type of `text_config` → the architecture that is meant by it, where config.json describes
+            several models and this family is never planned itself (weights/nested_models.py).
     """
 
     defaults: Mapping[str, Any]
@@ -190,6 +192,7 @@ class ModelFamily:
     model_type: str = ""
     read_ends: Callable[[Mapping[str, Any]], ModelEnds] = lambda values: PLAIN_ENDS
     rope_type_of: str | None = None
+    text_models: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:

@@ -162,6 +162,7 @@ class AttentionPlan:
         rope: how queries and keys are rotated; None as the model's config.json says for all layers.
         scale: factor of the scores; None for one over the root of the head's size.
         norms_add_one: whether head norms multiply by 1 + weight.
+        soft_cap: c of c * tanh(score / c), which scores become; None leaves them as they are.
     """
 
     name: str
@@ -174,6 +175,7 @@ class AttentionPlan:
     rope: RopeConfig | None = None
     scale: float | None = None
     norms_add_one: bool = False
+    soft_cap: float | None = None
 
     @property
     def qkv(self) -> LinearPlan:
@@ -225,6 +227,7 @@ class AttentionPlan:
             scale=self.shape.head_dim**-0.5 if self.scale is None else self.scale,
             window=self.window,
             kv_scales=reader.kv_scales(self.name, self.shape.keys),
+            soft_cap=self.soft_cap,
         )
 
 

@@ -36,7 +36,7 @@ def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[Layer
 
 
 def _read_rotation(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[bool]:
-    """Read of each layer whether it rotates."""
+    """Whether each layer rotates."""
     said = values.get("no_rope_layers")
     if said is None:
         interval = values["no_rope_layer_interval"]

@@ -7,7 +7,7 @@ Nothing is unpickled, ever.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,13 +116,20 @@ class Checkpoint:
 
     is_dummy = False
 
-    def __init__(self, path: Path, single_files: Sequence[str] = (SINGLE_FILE,), what: str = "model") -> None:
+    def __init__(
+        self,
+        path: Path,
+        single_files: Sequence[str] = (SINGLE_FILE,),
+        what: str = "model",
+        own_name: Callable[[str], str | None] = lambda stored: stored,
+    ) -> None:
         """Find the files and check their headers.
 
         Args:
             path: the directory.
             single_files: names of a file that holds all weights, the first of which that is there counts.
             what: the files hold, for messages.
+            own_name: name of a tensor in the files → its name here; None passes it over.
 
         Raises:
             NoWeightsError: there are none.
@@ -131,6 +138,8 @@ class Checkpoint:
         self.path = path
         self._single_files = single_files
         self._what = what
+        self._own_name = own_name
+        self._stored_names: dict[str, str] = {}
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
@@ -144,13 +153,16 @@ class Checkpoint:
 
     def _read_header(self, file: Path) -> None:
         with wrap_errors(file, CheckpointError), _LIBRARY, self._open(file, _LOOKS) as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
+            for stored in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
+                name = self._own_name(stored)
+                if name is None:
+                    continue
                 if name in self._file_of:  # of which one would win by the order of files, whatever the index says
                     told = f"tensor {shorten(name)} is in {self._file_of[name].name} and in {file.name}"
                     way = fetch_again(self.path, "copy or save the model again")
                     raise CheckpointError(f"{self.path}: {told}, and may be in one file alone: {way}")
-                piece = handle.get_slice(name)
-                self._file_of[name] = file
+                piece = handle.get_slice(stored)
+                self._file_of[name], self._stored_names[name] = file, stored
                 self._shapes[name] = tuple(piece.get_shape())
                 self._dtypes[name] = str(piece.get_dtype())
 
@@ -250,7 +262,7 @@ class Checkpoint:
     @_LIBRARY
     def integers(self, name: str) -> torch.Tensor:
         """A tensor that `check_integers` has passed, int64 on the host."""
-        return self._mapped(self._file_of[name]).get_tensor(name).long()  # type: ignore[no-any-return]
+        return self._tensor(name).long()
 
     def check_flags(self, name: str) -> None:
         """Check that tensor `name`, which is there, holds what is true or false.
@@ -266,7 +278,7 @@ class Checkpoint:
     @_LIBRARY
     def flags(self, name: str) -> torch.Tensor:
         """A tensor that `check_flags` has passed, bool on the host."""
-        return self._mapped(self._file_of[name]).get_tensor(name).bool()  # type: ignore[no-any-return]
+        return self._tensor(name).bool()
 
     def first_dtype(self) -> str:
         """Dtype of the first tensor that has a supported one, float32 if none has."""
@@ -322,7 +334,7 @@ class Checkpoint:
         for start in range(rows.start, rows.stop, step):
             stop = min(start + step, rows.stop)
             with _LIBRARY:
-                piece = self._mapped(self._file_of[name]).get_slice(name)[(slice(start, stop), *columns)]
+                piece = self._slice(name)[(slice(start, stop), *columns)]
             self._mapped_bytes += (stop - start) * row_bytes
             self.bytes_read += piece.numel() * piece.element_size()
             yield start - rows.start, piece
@@ -333,9 +345,16 @@ class Checkpoint:
         left = iter(ranges)
         items = [range(1) if size == 1 else next(left) for size in self._shapes[name]]
         place = tuple(slice(item.start, item.stop) for item in items)
-        piece: torch.Tensor = self._mapped(self._file_of[name]).get_slice(name)[place or ...]
+        piece: torch.Tensor = self._slice(name)[place or ...]
         self.bytes_read += piece.numel() * piece.element_size()
         return piece.reshape([len(item) for item in ranges])
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._mapped(self._file_of[name]).get_tensor(self._stored_names[name])
+        return found
+
+    def _slice(self, name: str) -> Any:
+        return self._mapped(self._file_of[name]).get_slice(self._stored_names[name])
 
     def _mapped(self, file: Path) -> Any:
         if self._handle_file != file or self._mapped_bytes >= _MAPPED_BYTES:

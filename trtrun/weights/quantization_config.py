@@ -16,6 +16,7 @@ from trtrun.errors import CheckpointError, TrtrunError, shorten
 from trtrun.kvcache.formats import KVDtype, KVScheme
 from trtrun.linear.stored import STORED_QUANTIZATIONS, StoredQuantizations
 from trtrun.weights.checkpoint import Checkpoint, read_json
+from trtrun.weights.nested_models import with_text_names
 from trtrun.weights.rank_files import open_checkpoint
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def find_section(path: Path, values: Mapping[str, Any]) -> tuple[str, Any]:
     """
     section = values.get("quantization_config")
     if section is not None and section != {}:
-        return "config.json", section
+        return "config.json", with_text_names(section)
     beside = read_json(path, QUANTIZATION_FILE, required=False)
-    return QUANTIZATION_FILE, {"quant_method": "modelopt", **beside} if beside else None
+    return QUANTIZATION_FILE, {"quant_method": "modelopt", **with_text_names(beside)} if beside else None
 
 
 def read_quantization(path: Path, values: Mapping[str, Any]) -> tuple[str | None, StoredQuantizations | None]:

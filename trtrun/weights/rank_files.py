@@ -18,6 +18,7 @@ from typing_extensions import override
 from trtrun.configuration.engine_directory import is_engine, refuse_foreign
 from trtrun.errors import CheckpointError, wrap_errors
 from trtrun.weights.checkpoint import Checkpoint, read_json
+from trtrun.weights.nested_models import is_nested, text_name, to_text_model
 from trtrun.weights.tensorrt_llm_config import is_tensorrt_llm, read_algorithm, read_tp_size, to_hugging_face
 
 if TYPE_CHECKING:
@@ -305,16 +306,23 @@ def _meet(one: range | None, other: range | None) -> bool:
 
 
 def read_hugging_face_config(path: Path) -> dict[str, Any]:
-    """config.json of a model directory of either kind, in Hugging Face's words.
+    """config.json of a model directory of either kind, in Hugging Face's words; of the text model, where it is one of
+    several.
 
     Raises:
         CheckpointError: it is missing, no JSON object, or says something that is not supported.
     """
     refuse_foreign(path)
     values = read_json(path, "config.json", required=True)
+    file = path / "config.json"
+    if is_nested(values):
+        with wrap_errors(file, CheckpointError):
+            try:
+                return to_text_model(values)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file}: {error}") from None
     if not is_tensorrt_llm(values):
         return values
-    file = path / "config.json"
     try:
         with wrap_errors(file, CheckpointError):
             found = to_hugging_face(values, ["lm_head"])
@@ -330,7 +338,7 @@ def read_hugging_face_config(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The weights of a model directory, whichever kind it is.
+    """The weights of a model directory, whichever kind it is; those of the text model, where it is one of several.
 
     Raises:
         NoWeightsError: there are none.
@@ -339,4 +347,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if is_engine(path):
         raise CheckpointError(f"{path} is an engine: name the checkpoint that it was built from")
     values = read_json(path, "config.json", required=False)
+    if is_nested(values):
+        return Checkpoint(path, own_name=text_name)
     return RankFiles(path, values) if is_tensorrt_llm(values) else Checkpoint(path)

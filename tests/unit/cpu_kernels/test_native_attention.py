@@ -36,6 +36,7 @@ class Case:
     window: int | None = None
     spare_blocks: int = 0
     dtype: torch.dtype = torch.bfloat16
+    soft_cap: float | None = None
     store: KVStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +70,9 @@ class Case:
         query_key, value = fused.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         batch, angles = AttentionBatch(parts, self.block_size), straight(value)
         found = self.attention.forward(
-            AttentionCall(query_key, value, angles, self.store.layer(0), batch, self.scale, self.window)
+            AttentionCall(
+                query_key, value, angles, self.store.layer(0), batch, self.scale, self.window, soft_cap=self.soft_cap
+            )
         )
         return [
             found[part.start : part.stop].view(part.rows, part.queries, self.heads, self.head_dim) for part in parts
@@ -81,6 +84,8 @@ class Case:
         key = self.key.double().repeat_interleave(group, dim=2)
         value = self.value.double().repeat_interleave(group, dim=2)
         scores = torch.einsum("rqhd,rkhd->rhqk", self.query.double(), key) * self.scale
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         at = torch.arange(LENGTH)
         hidden = at > at.unsqueeze(1)
         if self.window is not None:
@@ -94,10 +99,12 @@ def span(start: int, stop: int, rows: int = 1) -> torch.Tensor:
     return torch.arange(start, stop).expand(rows, -1)
 
 
-@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (40, None), (None, 0.7)])
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_outputs_are_right(shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None) -> None:
-    case = Case(*shape, window=window, dtype=dtype)
+def test_outputs_are_right(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, soft_cap: float | None
+) -> None:
+    case = Case(*shape, window=window, dtype=dtype, soft_cap=soft_cap)
     exact, sizes = case.exact()
     found = case.run(*(([row], span(0, 70)) for row in range(ROWS)))
     found.append(case.run((list(range(ROWS)), span(70, LENGTH, ROWS)))[0])
@@ -107,12 +114,14 @@ def test_outputs_are_right(shape: tuple[int, int, int, int], dtype: torch.dtype,
     assert bool(((outputs.double() - exact).abs() <= sizes * most + exact.abs() * most).all())
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (7, 0.7)])
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_a_query_does_not_depend_on_its_company(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None
+    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, soft_cap: float | None
 ) -> None:
-    single, chunked = (Case(*shape, window=window, spare_blocks=spare, dtype=dtype) for spare in (0, 3))
+    single, chunked = (
+        Case(*shape, window=window, spare_blocks=spare, dtype=dtype, soft_cap=soft_cap) for spare in (0, 3)
+    )
     alone = torch.cat([single.run(([0], span(at, at + 1)))[0] for at in range(LENGTH)], dim=1)
     sizes = [1, 2, 5, 13, 40, 6, 23]
     assert sum(sizes) == LENGTH

@@ -113,11 +113,20 @@ def test_a_library_that_splits_sums_is_found_and_left_out(monkeypatch: pytest.Mo
 
 
 @HALVES
-@pytest.mark.parametrize("window", [None, 500])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 8, 64), (64, 8, 128), (6, 2, 80)])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (500, None), (500, 2.0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 8, 64), (64, 8, 128), (6, 2, 80), (8, 4, 256)]
+)
 @pytest.mark.parametrize(("context", "queries"), [(0, 300), (1000, 700), (5000, 40), (100, 6)])
 def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
-    heads: int, kv_heads: int, head_dim: int, context: int, queries: int, window: int | None, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    context: int,
+    queries: int,
+    window: int | None,
+    soft_cap: float | None,
+    dtype: torch.dtype,
 ) -> None:
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 
@@ -133,7 +142,8 @@ def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
         segment = AttentionSegment(0, 1, stop - first, tables, positions[:, first:stop])
         query_key, value = fused[first:stop].split([heads + kv_heads, kv_heads], dim=1)
         batch, angles = AttentionBatch([segment], 16), straight(value)
-        return PagedAttention().forward(AttentionCall(query_key, value, angles, store, batch, head_dim**-0.5, window))
+        call = AttentionCall(query_key, value, angles, store, batch, head_dim**-0.5, window, None, soft_cap)
+        return PagedAttention().forward(call)
 
     whole = attend(0, queries, tables)
     for first in {0, 1, queries // 3, queries // 2, queries - 6, queries - 1}:

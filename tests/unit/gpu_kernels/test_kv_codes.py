@@ -60,9 +60,13 @@ def filled(kv_format: ByteKV, shape: tuple[int, ...], count: int, dtype: torch.d
     return scales, layer
 
 
-@pytest.mark.parametrize(("shape", "window", "dtype", "kv_format"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "window", "dtype", "kv_format", "soft_cap"),
+    [*((*case, None) for case in CASES), *((*case, 0.7) for case in CASES[:1])],
+    ids=str,
+)
 def test_attention_over_codes_is_attention_over_what_they_stand_for(
-    shape: tuple[int, ...], window: int | None, dtype: torch.dtype, kv_format: ByteKV
+    shape: tuple[int, ...], window: int | None, dtype: torch.dtype, kv_format: ByteKV, soft_cap: float | None
 ) -> None:
     """In rounds and prompts, with padding; and what is written has the bits of torch's operations."""
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -84,9 +88,8 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     outputs, layers = [], [layer.clone(), layer.clone()]
     for backend, own in zip((PagedAttention(kv_format), GatherAttention(kv_format)), layers, strict=True):
         batch = AttentionBatch([segment], block_size)
-        outputs.append(
-            backend.forward(AttentionCall(query_key, value, straight(value), own, batch, 0.2, window, scales))
-        )
+        call = AttentionCall(query_key, value, straight(value), own, batch, 0.2, window, scales, soft_cap)
+        outputs.append(backend.forward(call))
     assert torch.equal(layers[0][:, 1:], layers[1][:, 1:])  # the null block may hold anything
     assert not torch.equal(layers[0][:, 1:], layer[:, 1:]) and outputs[0].isfinite().all()
     real = positions.flatten() >= 0

@@ -6,6 +6,7 @@ The interpreter has no bfloat16. What the hardware's rounding does is seen on a 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,17 +86,19 @@ def test_copies_within_the_store(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "first", "window", "dtype"),
+    ("queries", "first", "window", "dtype", "soft_cap"),
     [
-        (1, 600, None, torch.float16),
-        (5, 250, None, torch.float32),
-        (3, 300, 30, torch.float16),
-        (3, 1, 20, torch.float32),
-        (18, 245, 60, torch.float32),
+        (1, 600, None, torch.float16, None),
+        (5, 250, None, torch.float32, None),
+        (3, 300, 30, torch.float16, None),
+        (3, 1, 20, torch.float32, None),
+        (18, 245, 60, torch.float32, None),
+        (5, 250, None, torch.float32, 0.7),
+        (18, 10, 20, torch.float16, 2.0),
     ],
 )
 def test_attention_is_right_and_the_same_alone(
-    queries: int, first: int, window: int | None, dtype: torch.dtype
+    queries: int, first: int, window: int | None, dtype: torch.dtype, soft_cap: float | None
 ) -> None:
     """Over one share of keys and several, in a round, in a prompt, and with a wider block table."""
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -110,7 +113,8 @@ def test_attention_is_right_and_the_same_alone(
     def attend(backend: GatherAttention | PagedAttention, start: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
         query_key, value = fused[start:stop].split([heads + kv_heads, kv_heads], dim=1)
         batch = AttentionBatch([AttentionSegment(0, 1, stop - start, tables, positions[:, start:stop])], 16)
-        return backend.forward(AttentionCall(query_key, value, straight(value), store, batch, head_dim**-0.5, window))
+        call = AttentionCall(query_key, value, straight(value), store, batch, head_dim**-0.5, window, None, soft_cap)
+        return backend.forward(call)
 
     expected = attend(GatherAttention(), 0, queries, tables)
     found = attend(PagedAttention(), 0, queries, tables)
@@ -118,6 +122,29 @@ def test_attention_is_right_and_the_same_alone(
     for start, stop in ((0, 1), (queries // 2, queries // 2 + 1), (max(0, queries - 6), queries)):
         alone = attend(PagedAttention(), start, stop, functional.pad(tables, (0, 40)))
         assert torch.equal(alone, found[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_layers_with_soft_caps_leave_the_kernel_for_prompts_alone(
+    soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It caps nothing."""
+    from trtrun.kernels.triton.attention import paged_attention
+
+    asked, choose = [], paged_attention.choose_tiling
+
+    def choose_tiling(places: int, lines: int, shares: int, multiprocessors: int, has_prompt_kernel: bool) -> Any:
+        asked.append(has_prompt_kernel)
+        return choose(places, lines, shares, multiprocessors, False)
+
+    monkeypatch.setattr(paged_attention, "is_chosen", lambda *arguments: True)
+    monkeypatch.setattr(paged_attention, "choose_tiling", choose_tiling)
+    query_key, value = torch.randn(20, 8, 16).split([6, 2], dim=1)
+    segment = AttentionSegment(0, 1, 20, torch.tensor([[1, 2]]), torch.arange(20).view(1, -1))
+    store, batch = torch.zeros(2, 3, 2, 16, 16), AttentionBatch([segment], 16)
+    call = AttentionCall(query_key, value, straight(value), store, batch, 0.25, None, None, soft_cap)
+    assert paged_attention.PagedAttention().forward(call).isfinite().all()
+    assert asked == [soft_cap is None]
 
 
 def test_nodes_of_trees_are_found_where_they_are() -> None:

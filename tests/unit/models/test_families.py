@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from family_checkpoints import FAMILIES, write_family
+from family_checkpoints import FAMILIES, NESTED, write_family
 from paged import PagedModel
 from pipelines import make_llm, noisy_copy, run_alone, tokens_of
 from test_model_invariance import check_chunks, dtype
 from test_model_logits import check_logits, prompt_of, reference_greedy
 
 from trtrun import SamplingParams
+from trtrun.models.config import read_model_config
 
 __all__ = ["dtype"]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *NESTED])
 def test_logits_equal_transformers(tmp_path: Path, family: str, tp_size: int) -> None:
     check_logits(write_family(tmp_path, family, tie_word_embeddings=tp_size == 2), tp_size)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *NESTED])
 def test_greedy_text_equals_transformers(tmp_path: Path, family: str) -> None:
     path = write_family(tmp_path, family, seed=3)
     prompt = prompt_of(13, seed=3)
@@ -58,3 +60,24 @@ def test_drafted_texts_are_plain_ones(tmp_path: Path, family: str) -> None:
         ) as llm:
             assert tokens_of(llm.generate(prompts, sampling)) == alone, method
             assert method != "draft_target" or llm.statistics()["num_accepted_draft_tokens"] > 3
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_keys_left_out_get_the_defaults_of_transformers(tmp_path: Path, family: str) -> None:
+    """As files of transformers 4 leave them out: types of layers above all."""
+    from transformers import AutoConfig
+
+    file = write_family(tmp_path, family, num_hidden_layers=13, layer_types=None) / "config.json"
+    kept = ("architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act")
+    values = {key: value for key, value in json.loads(file.read_text("utf-8")).items() if key in kept}
+    file.write_text(json.dumps({**values, "hidden_act": "gelu_pytorch_tanh", "dtype": "float32"}), "utf-8")
+    config, reference = read_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    window, head = reference.sliding_window, reference.final_logit_softcapping
+    assert config.windows == tuple(window if "sliding" in kind else None for kind in reference.layer_types)
+    assert (config.vocab_size, config.head_dim) == (reference.vocab_size, reference.head_dim)
+    assert (config.num_heads, config.num_kv_heads) == (reference.num_attention_heads, reference.num_key_value_heads)
+    assert config.max_position_embeddings == reference.max_position_embeddings
+    assert config.tie_word_embeddings and config.ends.logit_soft_cap == head
+    attention = [layer.attention for layer in config.layers]  # type: ignore[attr-defined]
+    assert {plan.soft_cap for plan in attention} == {reference.attn_logit_softcapping}
+    assert {plan.scale for plan in attention} == {reference.query_pre_attn_scalar**-0.5}

@@ -92,8 +92,9 @@ def test_without_a_dtype_the_weights_decide(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLn"]}, r"unknown architecture 'LlamaForCausalLn' \(did you mean 'LlamaFor"),
-    ({"architectures": ["T5"]}, "known: Gemma3ForCausalLM, GraniteForCausalLM, LlamaForCausalLM"),
-    ({"architectures": ...}, "'architectures' must name one of Gemma3ForCausalLM"),
+    ({"architectures": ["T5"]}, "known: Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Gran"),
+    ({"architectures": [[]]}, r"unknown architecture '\[\]'"),
+    ({"architectures": ...}, "'architectures' must name one of Gemma2ForCausalLM"),
     ({"hidden_size": ...}, "'hidden_size' must be a positive whole number, not None"),
     ({"num_hidden_layers": "two"}, "'num_hidden_layers' must be a positive whole number"),
     ({"num_attention_heads": 5}, "hidden_size 64 is not a multiple of num_attention_heads 5"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from family_checkpoints import write_family
 from native import PATHS, PROCESSORS, compute_as, leave_to_torch
 from paged import PagedModel, straight
 from pipelines import make_llm
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention
 from trtrun.kernels.arguments import AttentionCall
+from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import GatedMLP, RMSNorm
@@ -150,7 +152,19 @@ def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_othe
 
 
 def test_logits_do_not_depend_on_other_rows(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = make_checkpoint(tmp_path, dtype=dtype)
+    check_company(make_checkpoint(tmp_path, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("gemma2", 24), ("gemma2", 32), ("gemma3", 32)])
+def test_logits_of_families_depend_on_neither(tmp_path: Path, family: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Heads of 32 numbers have kernels that read the store in place; contexts of others are gathered."""
+    path = write_family(tmp_path, family, dtype=dtype, head_dim=head_dim)
+    check_chunks(PagedModel(path, dtype, block_size=16))
+    check_company(path, dtype)
+
+
+def check_company(path: Path, dtype: torch.dtype) -> None:
+    """A text's logits are the same alone and among rows that decode, verify drafts and read prompts."""
     texts = {row: tokens_of(row) for row in range(5)}
     alone = PagedModel(path, dtype)
     expected = {row: alone.forward([[(row, 0, tokens)]]) for row, tokens in texts.items()}
@@ -193,6 +207,17 @@ def test_silu_is_one_function_of_every_value(dtype: torch.dtype) -> None:
     values = values[values.isfinite()]
     strided = torch.stack((values, values), dim=1)[:, 0]  # a strided input takes the scalar loop
     assert torch.equal(functional.silu(values), functional.silu(strided))
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_caps_are_one_function_of_every_value(cap: float) -> None:
+    """Near 0, where they bend and far beyond; a value has the same bits alone, among others and with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat([torch.randn(33333, generator=generator) * size * cap for size in (1e-4, 0.7, 3.0, 1e4)])
+    found, exact = soft_cap(values, cap), cap * (values.double() / cap).tanh()
+    assert (found - exact).abs().max() < 1e-6 * cap and (found - exact).div(exact).abs().max() < 1e-6
+    assert torch.equal(soft_cap(torch.stack((values, values), dim=1)[:, 0], cap), found)
+    assert torch.equal(torch.cat([soft_cap(values[at : at + 1], cap) for at in range(0, 4000)]), found[:4000])
 
 
 @pytest.mark.usefixtures("_kernels")

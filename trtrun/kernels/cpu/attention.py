@@ -49,6 +49,7 @@ class NativeAttention:
         assert kind is not None
         self._form = form_for(kind, is_float32=dtype is torch.float32)
         self._head_dim, self._kernel = head_dim, _kernel(head_dim, self._form)
+        self._capping_form = self._form._replace(caps_scores=True)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
@@ -74,11 +75,19 @@ class NativeAttention:
                 block_size=block_size,
                 keys=table.shape[1] * block_size,
             )
-            self._attend(arguments, query[part], output[part], segment.positions, call.scale, call.window)
+            self._attend(
+                arguments, query[part], output[part], segment.positions, call.scale, call.window, call.soft_cap
+            )
         return output
 
     def attend_gathered(
-        self, query: torch.Tensor, context: torch.Tensor, positions: torch.Tensor, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        context: torch.Tensor,
+        positions: torch.Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Attend over contexts that lie one token behind the other, and store nothing. For float32.
 
@@ -86,7 +95,7 @@ class NativeAttention:
             query: [rows, queries, heads, head], rotated; `head` is at most this object's.
             context: [2, rows, kv_heads, tokens, head]: keys, then values, from each row's first token on.
             positions: [rows, queries] int64; -1 is padding.
-            scale, window: see `AttentionCall`.
+            scale, window, soft_cap: see `AttentionCall`.
 
         Returns:
             [rows, queries, heads, head].
@@ -109,7 +118,7 @@ class NativeAttention:
             keys=tokens,
         )
         output = torch.empty_like(query)
-        self._attend(arguments, query.flatten(0, 1), output.flatten(0, 1), positions, scale, window)
+        self._attend(arguments, query.flatten(0, 1), output.flatten(0, 1), positions, scale, window, soft_cap)
         return output[..., :head]
 
     def _attend(
@@ -120,6 +129,7 @@ class NativeAttention:
         positions: torch.Tensor,
         scale: float,
         window: int | None,
+        soft_cap: float | None,
     ) -> None:
         """Run the kernel for queries [tokens, heads, head] at positions [rows, queries]."""
         rows, queries = positions.shape
@@ -134,7 +144,10 @@ class NativeAttention:
         numbers = rows * arguments.kv_heads * arguments.keys * query.shape[2]
         threads = machine.team(numbers * (_READ_NS + queries * group * _MULTIPLY_NS), items)
         arguments.scratch = self._reserve(threads * arguments.keys * SCRATCH_BYTES_PER_KEY)
-        self._kernel(ctypes.addressof(arguments), threads)
+        kernel = self._kernel
+        if soft_cap is not None:
+            arguments.soft_cap, kernel = soft_cap, _kernel(self._head_dim, self._capping_form)
+        kernel(ctypes.addressof(arguments), threads)
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor

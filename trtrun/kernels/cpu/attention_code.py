@@ -196,6 +196,8 @@ class _AttentionCode(Emitter):
             self._emit_scores(builder, members, sums, tile)
             for number, member in enumerate(members):
                 score = builder.fmul(builder.load(sums[number], typ=self.floats), self.spread(builder, field["scale"]))
+                if self._form.caps_scores:
+                    score = self._cap(builder, score, field["soft_cap"])
                 score = self._hide(builder, score, member, key)
                 builder.store(score, self._lane(builder, scratch, field["keys"], number, key, 4), align=4)
                 old = builder.load(highest[number], typ=self.floats)
@@ -256,6 +258,18 @@ class _AttentionCode(Emitter):
             self.add_product(builder, place, self.spread_number(builder, address), others)
         else:
             self.add_dot(builder, place, self.spread_pair(builder, address), others)
+
+    def _cap(self, builder: ir.IRBuilder, score: ir.Value, cap: ir.Value) -> ir.Value:
+        """cap * tanh(score / cap) of sixteen scores: (1 - e) / (1 + e) with e = exp(-2 |score| / cap), and their
+        sign."""
+        one, sign = self.spread_constant(1.0), self.numbers([-(1 << 31)] * LANES)
+        steepness = builder.fdiv(self._ir.Constant(cap.type, -2.0), cap)
+        bits = builder.bitcast(score, self.lanes)
+        size = builder.bitcast(builder.and_(bits, builder.not_(sign)), self.floats)
+        power = self.exp(builder, builder.fmul(size, self.spread(builder, steepness)))
+        quotient = builder.fdiv(builder.fsub(one, power), builder.fadd(one, power))
+        capped = builder.bitcast(builder.fmul(quotient, self.spread(builder, cap)), self.lanes)
+        return builder.bitcast(builder.or_(capped, builder.and_(bits, sign)), self.floats)
 
     def _hide(self, builder: ir.IRBuilder, score: ir.Value, member: _Query, key: ir.Value) -> ir.Value:
         """The scores of sixteen keys from `key` on, lowest where the query does not see the key."""

@@ -28,12 +28,14 @@ class Form(NamedTuple):
         is_float32: whether queries, store and outputs are float32; else they are bfloat16.
         variants: numbers of queries that there is code for; the last query is computed again to make up the next.
         chunk: numbers of a head that are accumulated at a time.
+        caps_scores: whether scores become cap * tanh(score / cap).
     """
 
     multiplies_bfloat16: bool
     is_float32: bool
     variants: tuple[int, ...] = (1, 2, TILE_QUERIES)
     chunk: int = 64
+    caps_scores: bool = False
 
     @property
     def together(self) -> int:
@@ -60,7 +62,7 @@ def form_for(kind: str, *, is_float32: bool) -> Form:
 class Arguments(ctypes.Structure):
     """What the kernel gets for one segment of `rows` rows with `queries` positions each. Strides are in bytes.
 
-    Without `key` nothing is stored.
+    Without `key` nothing is stored. `soft_cap` counts where the form caps scores.
     """
 
     _fields_: ClassVar = [
@@ -88,4 +90,5 @@ class Arguments(ctypes.Structure):
         ("keys", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     ]

@@ -25,9 +25,12 @@ from trtrun.tensors import cached_range, cached_tensor
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
 
-GatheredAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None"], torch.Tensor]
+GatheredAttention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None", "float | None"], torch.Tensor
+]
 """Queries [rows, queries, heads, head], contexts [2, rows, kv_heads, tokens, head] of keys and values, positions [rows,
-queries] int64, the factor of scores, and the window in tokens or None → outputs like the queries."""
+queries] int64, the factor of scores, the window in tokens or None, and the scores' soft cap or None → outputs like the
+queries."""
 
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

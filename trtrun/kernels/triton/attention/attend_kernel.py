@@ -24,7 +24,7 @@ def attend_kernel(
     queries, kv_heads, group, window, shares, tiles,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, EARLY: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one.
     Where the store has codes, elements are dealt with in two halves, of which `odd` is the second (attention_steps.py);
@@ -75,7 +75,7 @@ def attend_kernel(
         peak, total, even, odd = _step(
             peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
             store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
-            BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
+            BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES, SOFT_CAP,
         )  # fmt: skip
     if IS_SPLIT:
         slot = result.to(tl.int64) * shares + (end_at - 1) // SHARE
@@ -131,20 +131,20 @@ def _step(
     peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
     store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """The step of stores that are plain, or of codes."""
     if CODES == PLAIN:
         peak, total, even = step(
             peak, total, even, even_query, own, first_own, last, first, stop,
             store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
-            BLOCK_SIZE, HEAD, KEYS, PRECISION,
+            BLOCK_SIZE, HEAD, KEYS, PRECISION, SOFT_CAP,
         )  # fmt: skip
     else:
         peak, total, even, odd = step_of_codes(
             peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
             store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
-            BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES,
+            BLOCK_SIZE, HEAD, KEYS, PRECISION, CODES, HAS_LAYER_SCALES, SOFT_CAP,
         )  # fmt: skip
     return peak, total, even, odd
 

@@ -98,14 +98,26 @@ def _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr,
 
 
 @triton.jit
-def weigh(scores, peak, total, own, first_own, last, at, first, window, scale, KEYS: tl.constexpr):
+def _tanh(scores, factor):
+    """tanh(scores * factor): (1 - e) / (1 + e) with e = exp(-2 |scores| factor), and the sign of the score."""
+    power = tl.exp2(tl.abs(scores) * (factor * -2.8853900817779268))  # -2 log2(e)
+    size = (1.0 - power) / (1.0 + power)
+    return tl.where(scores < 0.0, -size, size)
+
+
+@triton.jit
+def weigh(
+    scores, peak, total, own, first_own, last, at, first, window, scale, KEYS: tl.constexpr, SOFT_CAP: tl.constexpr
+):  # fmt: skip
     """Scores [queries, KEYS] of keys at places `at`, which begin at `first`, put to what came before them: the new peak
     and total, weights of 0 to 1, and how what was gathered fades."""
+    if SOFT_CAP is not None:
+        scores = _tanh(scores, scale * (1.0 / SOFT_CAP))
     if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
         seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
     # exp2 is the faster one: the factor of scale is log2(e).
-    stretch = scale * 1.4426950408889634
+    stretch = (scale if SOFT_CAP is None else SOFT_CAP) * 1.4426950408889634
     higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1) * stretch))
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * stretch - safe[:, None])
@@ -117,7 +129,7 @@ def weigh(scores, peak, total, own, first_own, last, at, first, window, scale, K
 def step(
     peak, total, gathered, rotated, own, first_own, last, first, stop,
     store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
-    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """The keys from `first` on, before `stop`, put to what came before them in their share."""
     at = first + tl.arange(0, KEYS)
@@ -125,7 +137,9 @@ def step(
     base = _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS).to(tl.int64) * HEAD
     keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
     scores = tl.dot(rotated, keys, input_precision=PRECISION)
-    peak, total, weights, fade = weigh(scores, peak, total, own, first_own, last, at, first, window, scale, KEYS)
+    peak, total, weights, fade = weigh(
+        scores, peak, total, own, first_own, last, at, first, window, scale, KEYS, SOFT_CAP
+    )
     values = tl.load(
         store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
     )
@@ -163,7 +177,7 @@ def step_of_codes(
     peak, total, even, odd, even_query, odd_query, own, first_own, last, first, stop,
     store, scales, value_offset, layer_scales, table, kv_head, kv_heads, window, scale, element, inside,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """The keys from `first` on, before `stop`, put to what came before them in their share.
 
@@ -189,7 +203,9 @@ def step_of_codes(
     even_keys, odd_keys = widened(pairs, kind, CODES)
     scores = tl.dot(even_query, even_keys, input_precision=PRECISION)
     scores = tl.dot(odd_query, odd_keys, scores, input_precision=PRECISION) * key_scale[None, :]
-    peak, total, weights, fade = weigh(scores, peak, total, own, first_own, last, at, first, window, scale, KEYS)
+    peak, total, weights, fade = weigh(
+        scores, peak, total, own, first_own, last, at, first, window, scale, KEYS, SOFT_CAP
+    )
     start = store + value_offset // 2
     pairs = _load(start + place[:, None] + element[None, :], inside[None, :], 2 * element.shape[0] == HEAD)
     even_values, odd_values = widened(pairs, kind, CODES)

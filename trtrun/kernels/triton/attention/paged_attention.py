@@ -86,7 +86,8 @@ class PagedAttention:
         places, lines = segment.queries * (heads // kv_heads), segment.rows * kv_heads
         units = multiprocessors(query.device)
         if kept.codes == PLAIN.value:
-            tiling = choose_tiling(places, lines, shares, units, is_chosen(store_layer, _SHARE, _attend_rows))
+            suits = call.soft_cap is None and is_chosen(store_layer, _SHARE, _attend_rows)  # that kernel caps nothing
+            tiling = choose_tiling(places, lines, shares, units, suits)
         else:
             tiling = tiling_of_codes(places, lines, shares, units)
         tile, is_split = tiling
@@ -100,7 +101,10 @@ class PagedAttention:
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
             out = output[tokens]
-            _attend_rows(query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split, kept)
+            _attend_rows(
+                query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split, kept,
+                call.soft_cap,
+            )  # fmt: skip
 
 
 def _split_rows(segment: AttentionSegment, partial_bytes: int) -> list[slice]:
@@ -121,10 +125,11 @@ def _attend_rows(
     tile: int = LARGEST_TILE,
     is_split: bool = False,
     kept: KeptNumbers | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Attend for some rows; see `prompt_attention.attend`. A program has at most `tile` queries of a KV head, heads
     counted. With `is_split` shares have programs of their own. The store has keys and values as `kept` says; None: as
-    they are."""
+    they are. For `soft_cap` see AttentionCall: each one has a kernel of its own."""
     kept = kept or KeptNumbers.of(PLAIN_KV, store_layer, None)
     kv_heads, block_size = store_layer.shape[2:4]
     rows, queries = positions.shape
@@ -150,7 +155,7 @@ def _attend_rows(
         queries, kv_heads, group, window, shares, tiles,
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
-        HAS_LAYER_SCALES=kept.has_layer_scales,
+        HAS_LAYER_SCALES=kept.has_layer_scales, SOFT_CAP=soft_cap,
         **_options(tile, kept.codes), **early(query),
     )  # fmt: skip
     if is_split:
