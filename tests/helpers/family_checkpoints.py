@@ -46,6 +46,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "olmo2": {"attention_bias": True},
+    "olmo3": {
+        "sliding_window": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "sliding_attention": {"rope_type": "default"},
+        },
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},
 }
 """By model_type, what of its config.json is not in COMMON."""

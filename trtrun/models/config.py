@@ -139,7 +139,8 @@ class ModelConfig(ModelShape):
     @property
     def final_norm_plan(self) -> NormPlan:
         """The norm behind the last layer."""
-        return NormPlan("model.norm", self.hidden_size, self.rms_norm_eps, self.ends.norm_adds_one)
+        ends = self.ends
+        return NormPlan("model.norm", self.hidden_size, self.rms_norm_eps, ends.norm_adds_one, ends.norm_in_float32)
 
     @property
     def final_norm(self) -> Weight:

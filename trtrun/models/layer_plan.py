@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trtrun.kernels.arguments import Activation
     from trtrun.kvcache.segments import AttentionBatch
-    from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, RMSNorm
+    from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
     from trtrun.layers.rope import RopeConfig
     from trtrun.weights.weight_reader import WeightReader
 
@@ -124,12 +124,14 @@ class NormPlan:
 
     Attributes:
         adds_one: whether it multiplies by 1 + weight, in float32.
+        in_float32: whether it multiplies by the weight before it rounds, where nothing is added either.
     """
 
     name: str
     size: int
     eps: float
     adds_one: bool = False
+    in_float32: bool = False
 
     @property
     def weight(self) -> Weight:
@@ -138,9 +140,11 @@ class NormPlan:
         return Weight((StoredTensor(f"{self.name}.weight", (Axis(self.size),), dummy_scale),))
 
     def read(self, reader: WeightReader) -> torch.Tensor:
-        """[size] on the reader's device, to multiply with: in the model's dtype, or in float32 where one is added."""
+        """[size] on the reader's device, to multiply with: in the model's dtype, or in float32."""
         weight = reader.tensor(self.weight)
-        return weight.float() + 1 if self.adds_one else weight
+        if self.adds_one:
+            return weight.float() + 1
+        return weight.float() if self.in_float32 else weight
 
     def build(self, reader: WeightReader) -> RMSNorm:
         from trtrun.layers.decoder_layer import RMSNorm
@@ -204,20 +208,26 @@ class AttentionPlan:
         queries, keys = len(self.shape.queries.held(share)), len(self.shape.keys.held(share))
         return (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries
 
-    def build(self, reader: WeightReader) -> Attention:
+    def build_head_norm(self, reader: WeightReader) -> HeadNorm | None:
+        """What normalises this rank's queries and keys; None where nothing does."""
+        if not self.head_norm:
+            return None
         import torch
 
-        from trtrun.layers.decoder_layer import Attention, RMSNorm
+        from trtrun.layers.decoder_layer import RMSNorm
 
         heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
-        head_norm = None
-        if self.head_norm:
-            query_norm, key_norm = (norm.read(reader) for norm in self.head_norms)
-            per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
-            head_norm = RMSNorm(per_head, self.shape.rms_norm_eps)
+        query_norm, key_norm = (norm.read(reader) for norm in self.head_norms)
+        per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
+        return RMSNorm(per_head, self.shape.rms_norm_eps)
+
+    def build(self, reader: WeightReader) -> Attention:
+        from trtrun.layers.decoder_layer import Attention
+
+        heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
         return Attention(
             qkv=reader.linear(self.qkv.weight, self.qkv.bias),
-            head_norm=head_norm,
+            head_norm=self.build_head_norm(reader),
             output=reader.row_parallel(self.output.weight, self.output.bias),
             backend=reader.attention(self.shape.head_dim),
             rotated_heads=heads + kv_heads,

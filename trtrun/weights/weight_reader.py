@@ -41,8 +41,8 @@ class WeightReader:
         adapted: AdaptedLayers | None = None,
     ) -> None:
         self.device, self.share, self.dtype = loader.device, loader.share, loader.dtype
+        self.communicator = communicator
         self._loader = loader
-        self._communicator = communicator
         self._batch_invariant = batch_invariant
         self._kv_format = kv_format
         self._adapted = adapted
@@ -98,7 +98,7 @@ class WeightReader:
 
     def row_parallel(self, weight: Weight, bias: Weight | None = None) -> RowParallelLinear:
         """A linear layer whose input features are shared out."""
-        return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self._communicator)
+        return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self.communicator)
 
     def tensor(self, weight: Weight) -> torch.Tensor:
         """Read `weight` on to the device in the model's dtype.

@@ -8,7 +8,8 @@ import torch
 from native import each_processor
 from torch.nn import functional
 
-from trtrun.kernels.cpu.fused import activate_and_multiply, fuses, normalise, rotate_by_kernel
+from trtrun.kernels.cpu.fused import activate_and_multiply, fuses, normalise, rotate_by_kernel, square_sums
+from trtrun.kernels.torch.operations import TorchOperations
 
 pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
 
@@ -58,6 +59,23 @@ def test_norm_with_a_weight_for_each_head_of_a_wider_row(rows: int) -> None:
     wide, weight = numbers(rows, 12, 32, seed=1), numbers(9, 32, seed=2)
     heads = wide[:, :9]
     assert torch.equal(normalise(heads, weight, 1e-6), norm_of(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(48, torch.bfloat16), (1024, torch.bfloat16), (37, torch.float32)], ids=str
+)
+def test_square_sums(rows: int, size: int, dtype: torch.dtype) -> None:
+    """Of the first numbers of wider rows, by the kernel and by torch; a row has the same bits in any company."""
+    wide = numbers(rows, size + 16, seed=4, scale=3).to(dtype)
+    wide[:, size:] = torch.nan
+    x = wide[:, :size]
+    for sums in (square_sums, TorchOperations().square_sums):
+        found = sums(x)
+        assert found.dtype is torch.float32
+        assert torch.allclose(found.double(), x.double().square().sum(1), rtol=1e-6)
+        for row in range(min(rows, 7)):
+            assert torch.equal(sums(x[row : row + 1]), found[row : row + 1])
 
 
 @pytest.mark.parametrize("rows", ROWS)

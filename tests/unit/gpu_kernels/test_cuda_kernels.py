@@ -123,6 +123,19 @@ def test_add_and_normalise(size: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("size", [96, 1000, 5120])
+def test_square_sums(size: int, dtype: torch.dtype) -> None:
+    """In any company, of rows with something behind them."""
+    from trtrun.kernels.triton.fused import square_sums
+
+    wide = random(70, size + 64, dtype=dtype)
+    found = square_sums(wide[:, :size])
+    assert found.dtype is torch.float32
+    assert difference(found, wide[:, :size].double().square().sum(1)) < BOUNDS[torch.float32]
+    assert torch.equal(torch.cat([square_sums(wide[row : row + 1, :size]) for row in range(70)]), found)
+
+
+@DTYPES
 @pytest.mark.parametrize("features", [4, 1300, 14336])
 def test_activate_and_multiply(features: int, dtype: torch.dtype) -> None:
     from trtrun.kernels.triton.fused import activate_and_multiply

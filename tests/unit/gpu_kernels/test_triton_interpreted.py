@@ -178,7 +178,7 @@ def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
 
 @DTYPES
 def test_the_small_operations(dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.fused import activate_and_multiply, add_and_normalise
+    from trtrun.kernels.triton.fused import activate_and_multiply, add_and_normalise, square_sums
 
     torch.manual_seed(0)
     hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 96), (3, 96), (96,)))
@@ -189,6 +189,9 @@ def test_the_small_operations(dtype: torch.dtype) -> None:
     fused = torch.randn(3, 2 * 1100).to(dtype)
     gated = functional.silu(fused[:, :1100].float()) * fused[:, 1100:].float()
     assert difference(activate_and_multiply(fused), gated) < BOUNDS[dtype]
+    sums = square_sums(fused[:, 3:1100])
+    assert sums.dtype is torch.float32
+    assert difference(sums, fused[:, 3:1100].double().square().sum(1)) < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize(("dtype", "at_once"), [(torch.float32, 1), (torch.float16, 4), (torch.float32, 16)], ids=str)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from family_checkpoints import FAMILIES, write_family
 from paged import PagedModel
+from safetensors.torch import load_file
 from test_model_logits import check_logits, prompt_of, reference_greedy
+
+from trtrun.models.config import read_model_config
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -27,3 +32,43 @@ def test_greedy_text_equals_transformers(tmp_path: Path, family: str) -> None:
         logits = model.forward([[(0, position, text[-1:])]])
     assert text == reference_greedy(path, prompt, 40)
     assert len(set(text)) > 5
+
+
+def test_rope_scaling_of_olmo3_is_of_layers_that_see_all(tmp_path: Path) -> None:
+    """As transformers 4 wrote it, beside what transformers 5 writes."""
+    path = write_family(tmp_path, "olmo3")
+    ropes, file = read_model_config(path).ropes, tmp_path / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    assert values.pop("layer_types")[2:] == ["sliding_attention", "full_attention", "sliding_attention"]
+    scaling = values.pop("rope_parameters")["full_attention"]
+    theta = scaling.pop("rope_theta")
+    file.write_text(json.dumps({**values, "rope_theta": theta, "rope_scaling": scaling}), encoding="utf-8")
+    config = read_model_config(path)
+    assert (config.ropes, config.windows) == (ropes, (6, 6, 6, None, 6))
+    assert [rope.rope_type for rope in ropes] == ["default", "default", "default", "yarn", "default"]
+    check_logits(path)
+
+
+def test_norms_of_olmo_round_once(tmp_path: Path) -> None:
+    """In half precision the weight is multiplied with before the result is rounded."""
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    model = PagedModel(write_family(tmp_path, "olmo2", dtype=torch.bfloat16), torch.bfloat16).models[0]
+    x = torch.randn(30, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = load_file(tmp_path / "model.safetensors")
+    layer = model._layers[1]
+    for norm, name in (
+        (layer.attention_output_norm, "layers.1.post_attention_layernorm"),
+        (layer.mlp_output_norm, "layers.1.post_feedforward_layernorm"),
+        (model._final_norm, "norm"),
+    ):
+        expected = Olmo2RMSNorm(64, eps=model.config.rms_norm_eps)
+        expected.weight.data = weights[f"model.{name}.weight"]
+        assert torch.equal(norm(x), expected(x))
+    queries, keys = (weights[f"model.layers.1.self_attn.{name}_norm.weight"] for name in "qk")
+    expected = Olmo2RMSNorm(64, eps=model.config.rms_norm_eps)
+    heads, weight = torch.cat((x, x[:, :32]), dim=1), torch.cat((queries, keys))
+    found = layer.attention.head_norm(heads.view(30, 6, 16)).flatten(1)
+    for part in (slice(64), slice(64, 96)):
+        expected.weight.data = weight[part]
+        assert torch.equal(found[:, part], expected(heads[:, part]))

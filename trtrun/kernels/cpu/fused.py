@@ -24,7 +24,7 @@ from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NUM_THREADS, THREAD_
 if TYPE_CHECKING:
     from llvmlite import ir
 
-NORMALISE, ROTATE = "normalise", "rotate"
+NORMALISE, SQUARE_SUMS, ROTATE = "normalise", "square_sums", "rotate"
 ACTIVATIONS: dict[Activation, str] = {"silu": "silu_and_multiply", "gelu_tanh": "gelu_tanh_and_multiply"}
 """Kernels of gates, by what these go through."""
 
@@ -32,7 +32,8 @@ ACTIVATIONS: dict[Activation, str] = {"silu": "silu_and_multiply", "gelu_tanh": 
 class Arguments(ctypes.Structure):
     """What each of the kernels gets, for `rows` rows of `parts` vectors of `size` numbers. Strides are in bytes.
 
-    normalise: x (overwritten where delta is not null), delta, weight [parts, size], epsilon. ACTIVATIONS: x with `size`
+    normalise: x (overwritten where delta is not null), delta, weight [parts, size], epsilon. square_sums: x, with a
+    float32 a row as output. ACTIVATIONS: x with `size`
     gates and as many factors a row. rotate: x, and for each row cosine (as weight) and sine [size]. delta and
     output have no gaps between rows.
     """
@@ -69,6 +70,7 @@ class _FusedCode(Emitter):
         self._thread_number = self.declare(THREAD_NUMBER, self.small)
         self._num_threads = self.declare(NUM_THREADS, self.small)
         self._emit(NORMALISE, self._emit_normalise)
+        self._emit(SQUARE_SUMS, self._emit_square_sums)
         self._emit(ACTIVATIONS["silu"], partial(self._emit_gates, lambda builder, gate: gate))
         self._emit(ACTIVATIONS["gelu_tanh"], partial(self._emit_gates, self._emit_gelu_argument))
         self._emit(ROTATE, self._emit_rotate)
@@ -143,17 +145,10 @@ class _FusedCode(Emitter):
                 delta = self._load(builder, field["delta"], builder.add(dense, offset), mask)
                 self._write(builder, builder.fadd(self._load(builder, x, offset, mask), delta), x, offset, mask)
 
-            def add_square(at: ir.Value, mask: ir.Value | None) -> None:
-                value = self._load(builder, x, self._bytes(builder, at), mask)
-                total = builder.load(squares, typ=self.floats)
-                builder.store(builder.fadd(total, builder.fmul(value, value)), squares)
-
-            builder.store(self.zeros(), squares)
             has_delta = builder.icmp_unsigned("!=", builder.ptrtoint(field["delta"], integer), integer(0))
             with builder.if_then(has_delta):
                 self._each(builder, size, add_delta)
-            self._each(builder, size, add_square)
-            total = builder.call(self._sum, [number(0.0), builder.load(squares, typ=self.floats)])
+            total = self._sum_squares(builder, squares, x, size)
             mean = builder.fdiv(total, builder.sitofp(size, number))
             root = builder.call(self._root, [builder.fadd(mean, field["epsilon"])])
             factor = self.spread(builder, builder.fdiv(number(1.0), root))
@@ -165,6 +160,23 @@ class _FusedCode(Emitter):
                 self._write(builder, scaled, output, offset, mask)
 
             self._each(builder, size, scale)
+
+    def _sum_squares(self, builder: ir.IRBuilder, room: ir.Value, x: ir.Value, size: ir.Value) -> ir.Value:
+        """The sum of the squares of `size` numbers at `x`, a float32; `room` for sixteen is overwritten."""
+
+        def add_square(at: ir.Value, mask: ir.Value | None) -> None:
+            value = self._load(builder, x, self._bytes(builder, at), mask)
+            total = builder.load(room, typ=self.floats)
+            builder.store(builder.fadd(total, builder.fmul(value, value)), room)
+
+        builder.store(self.zeros(), room)
+        self._each(builder, size, add_square)
+        return builder.call(self._sum, [self.floats.element(0.0), builder.load(room, typ=self.floats)])
+
+    def _emit_square_sums(self, builder: ir.IRBuilder, field: dict[str, ir.Value], row: ir.Value) -> None:
+        x = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
+        total = self._sum_squares(builder, self.room(builder), x, field["size"])
+        builder.store(total, self.at(builder, field["output"], builder.mul(row, self.integer(4))), align=4)
 
     def _emit_gelu_argument(self, builder: ir.IRBuilder, gate: ir.Value) -> ir.Value:
         """What a gate is multiplied by the sigmoid of, in GELU's approximation by tanh."""
@@ -254,6 +266,20 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torc
     return _run(NORMALISE, arguments, output)
 
 
+def square_sums(x: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each row of x [rows, size], whose rows have no gaps, [rows] float32."""
+    output = torch.empty(x.shape[0], dtype=torch.float32)
+    arguments = Arguments(
+        x=x.data_ptr(),
+        output=output.data_ptr(),
+        x_stride=x.stride(0) * x.itemsize,
+        rows=x.shape[0],
+        parts=1,
+        size=x.shape[1],
+    )
+    return _run(SQUARE_SUMS, arguments, output, x)
+
+
 def activate_and_multiply(fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor."""
     rows, size = fused.shape[0], fused.shape[1] // 2
@@ -285,9 +311,11 @@ def rotate_by_kernel(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tens
     return _run(ROTATE, arguments, output)
 
 
-def _run(name: str, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
-    threads = 1 if output.numel() <= _ALONE else torch.get_num_threads()
-    is_float32 = output.dtype is torch.float32
+def _run(name: str, arguments: Arguments, output: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+    """Run a kernel; `x` is what it computes on, where that is of another size or dtype than its output."""
+    like = output if x is None else x
+    threads = 1 if like.numel() <= _ALONE else torch.get_num_threads()
+    is_float32 = like.dtype is torch.float32
     multiplies_bfloat16 = not is_float32 and machine.processor_kind() == MULTIPLIES_BFLOAT16
     _kernels(multiplies_bfloat16, is_float32)[name](ctypes.addressof(arguments), threads)
     return output
@@ -295,7 +323,7 @@ def _run(name: str, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _kernels(multiplies_bfloat16: bool, is_float32: bool) -> dict[str, Kernel]:
-    names = (NORMALISE, *ACTIVATIONS.values(), ROTATE)
+    names = (NORMALISE, SQUARE_SUMS, *ACTIVATIONS.values(), ROTATE)
     return load_kernels(fused_module, multiplies_bfloat16, is_float32, names=names)
 
 

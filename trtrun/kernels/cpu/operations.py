@@ -112,6 +112,10 @@ class CpuOperations(TorchOperations):
         return kernels.normalise(x.float(), weight, epsilon).to(x.dtype)
 
     @override
+    def square_sums(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.square_sums(x) if kernels.fuses(x.dtype, x.device, x.shape[1]) else super().square_sums(x)
+
+    @override
     def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         if kernels.fuses(fused.dtype, fused.device, fused.shape[1] // 2):
             return kernels.activate_and_multiply(fused, activation)

@@ -83,6 +83,16 @@ class TorchOperations:
         """Normalise as `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
+    def square_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of squares of each row of x [rows, size], whose numbers lie one behind the other, [rows] float32; a
+        row has the same bits in any company."""
+        sums = x.float().square()
+        while sums.shape[1] > 1:  # halves on halves: sums of a row by torch depend on how many rows there are
+            half = sums.shape[1] // 2
+            rest, sums = sums[:, 2 * half :], sums[:, :half] + sums[:, half : 2 * half]
+            sums[:, : rest.shape[1]] += rest
+        return sums[:, 0]
+
     def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor."""
         size = fused.shape[1] // 2

@@ -54,6 +54,10 @@ class TritonOperations(TorchOperations):
         return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
 
     @override
+    def square_sums(self, x: torch.Tensor) -> torch.Tensor:
+        return fused_kernels.square_sums(x)
+
+    @override
     def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         return fused_kernels.activate_and_multiply(fused, activation)
 
