@@ -21,6 +21,17 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
     "gemma3_text": {
         "head_dim": 24,
         "query_pre_attn_scalar": 40,

@@ -79,16 +79,26 @@ class StoredTensor:
         name: such as "model.layers.0.mlp.down_proj.weight".
         axes: its dimensions.
         dummy_scale: of dummy weights: the factor of a matrix's deviation, or each number of a vector.
+        is_optional: whether files may lack it, a vector whose numbers are then `dummy_scale`, or have it with other
+            dimensions of one number.
     """
 
     name: str
     axes: tuple[Axis, ...]
     dummy_scale: float = 1.0
+    is_optional: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor."""
         return tuple(axis.size * axis.unit for axis in self.axes)
+
+    def cut(self, share: Share) -> TensorSlice:
+        """What a rank reads; errors as of `Axis.units`."""
+        ranges = tuple(axis.held(share) for axis in self.axes)
+        if not self.is_optional:
+            return TensorSlice(self.name, self.shape, ranges)
+        return TensorSlice(self.name, self.shape, ranges, is_optional=True, ones_vary=True, usual=self.dummy_scale)
 
     @property
     def is_output(self) -> bool:
@@ -130,9 +140,7 @@ class Weight:
             CheckpointError: it cannot be shared out over so many ranks.
         """
         try:
-            slices = tuple(
-                TensorSlice(part.name, part.shape, tuple(axis.held(share) for axis in part.axes)) for part in self.parts
-            )
+            slices = tuple(part.cut(share) for part in self.parts)
             rows = sum(part.axes[0].kept(share) for part in self.parts)
         except ShardingError as error:
             raise CheckpointError(f"tensor parallelism over {share.size} devices: {error}") from None

@@ -9,9 +9,10 @@ import pytest
 import torch
 from family_checkpoints import FAMILIES, write_family
 from paged import PagedModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_model_logits import check_logits, prompt_of, reference_greedy
 
+from trtrun.errors import CheckpointError
 from trtrun.models.config import read_model_config
 
 
@@ -72,3 +73,32 @@ def test_norms_of_olmo_round_once(tmp_path: Path) -> None:
     for part in (slice(64), slice(64, 96)):
         expected.weight.data = weight[part]
         assert torch.equal(found[:, part], expected(heads[:, part]))
+
+
+def test_numbers_of_apertus_activation_may_be_in_the_file_or_not(tmp_path: Path) -> None:
+    """Those of the file count; where it has none they are the usual ones."""
+    path, batch = write_family(tmp_path, "apertus"), [[(0, 0, prompt_of(12))]]
+    usual = PagedModel(path).forward(batch)
+    weights = load_file(path / "model.safetensors")
+    numbers = [name for name in weights if name.endswith((".act_fn.beta", ".act_fn.eps"))]
+    assert len(numbers) == 2 * 5 and weights[numbers[0]].shape == ()
+    save_file({name: value for name, value in weights.items() if name not in numbers}, path / "model.safetensors")
+    assert torch.equal(PagedModel(path).forward(batch), usual)
+    other = {name: torch.tensor(0.7 if name.endswith("beta") else -0.3) for name in numbers}
+    save_file({**weights, **other}, path / "model.safetensors", {"format": "pt"})
+    check_logits(path)
+    assert not torch.equal(PagedModel(path).forward(batch), usual)
+
+
+def test_an_activation_that_is_not_apertus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="hidden_act 'silu' is not supported; known: xielu"):
+        read_model_config(write_family(tmp_path, "apertus", hidden_act="silu"))
+
+
+def test_apertus_rotates_as_llama3_where_config_json_does_not_say(tmp_path: Path) -> None:
+    path = write_family(tmp_path, "apertus", rope_parameters=None)
+    rope, file = read_model_config(path).rope, path / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    assert values.pop("rope_parameters")["factor"] == 8.0
+    file.write_text(json.dumps(values), encoding="utf-8")
+    assert read_model_config(path).rope == rope

@@ -22,7 +22,7 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KERNELS, ids=str)
-@pytest.mark.parametrize(("family", "tp_size"), [("olmo2", 1), ("olmo3", 2)])
+@pytest.mark.parametrize(("family", "tp_size"), [("apertus", 1), ("olmo2", 1), ("olmo3", 2)])
 @pytest.mark.parametrize("sizes", [{}, ODD], ids=["even", "odd"])
 def test_logits_do_not_depend_on_the_batch(
     tmp_path: Path,
@@ -34,7 +34,7 @@ def test_logits_do_not_depend_on_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choose_kernels(kind, monkeypatch)
-    path = write_family(tmp_path, family, dtype=dtype, num_hidden_layers=2, layer_types=None, **sizes)
+    path = write_family(tmp_path, family, dtype=dtype, num_hidden_layers=2, **sizes)
     model = PagedModel(path, dtype, tp_size, block_size=16)
     check_chunks(model)
     texts = {row: tokens_of(row) for row in range(10, 13)}

@@ -22,9 +22,13 @@ from trtrun.tools.conversion.writers import write_ranks
 from trtrun.tools.quantizing.plain_layer import known_plans
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
-MODULES = {"olmo2": ("q_proj", "k_proj", "down_proj")}
+MODULES = {"apertus": ("q_proj", "up_proj", "down_proj"), "olmo2": ("q_proj", "k_proj", "down_proj")}
 """What adapters change."""
 REFUSALS = {
+    "apertus": (
+        "trtrun quantize does not know layers of ApertusForCausalLM: they have a XieluMLPPlan",
+        "behind model.layers.0.self_attn stands a XieluMLPPlan, which is not known",
+    ),
     "olmo2": ("trtrun quantize does not know the ends of Olmo2ForCausalLM", "whose norms are not those of Llama"),
     "olmo3": ("trtrun quantize does not know the ends of Olmo3ForCausalLM", "whose norms are not those of Llama"),
 }

@@ -122,6 +122,11 @@ class CpuOperations(TorchOperations):
         return super().activate_and_multiply(fused, activation)
 
     @override
+    def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        is_taken = kernels.fuses(x.dtype, x.device, x.shape[1])
+        return kernels.xielu(x, numbers) if is_taken else super().xielu(x, numbers)
+
+    @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         if can_block(weight) and machine.processor_kind() is not None:
             return BlockedMatmul(weight, bias)

@@ -207,26 +207,6 @@ def add_and_normalise_rounded(
 
 
 @triton.jit
-def _square_sums_kernel(x, output, x_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
-    begin(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    element = tl.arange(0, PADDED)
-    value = tl.load(x + row * x_stride + element, mask=element < SIZE, other=0.0).to(tl.float32)
-    tl.store(output + row, tl.sum(value * value, axis=0))
-
-
-def square_sums(x: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of each row of x [rows, size], whose rows have no gaps, [rows] float32."""
-    rows, size = x.shape
-    output = torch.empty(rows, dtype=torch.float32, device=x.device)
-    padded = triton.next_power_of_2(size)
-    _square_sums_kernel[(rows,)](
-        x, output, x.stride(0), SIZE=size, PADDED=padded, num_warps=warps_for(padded), **early(x)
-    )
-    return output
-
-
-@triton.jit
 def _gated(fused, row, element, inside, FEATURES: tl.constexpr, GELU: tl.constexpr):
     """silu or gelu_tanh of a row's gates times its factors, in the dtype of `fused`, which is rounded to on the way,
     too."""
