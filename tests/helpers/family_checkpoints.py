@@ -65,6 +65,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default"},
         },
     },
+    "phi3": {
+        "sliding_window": 9,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0, 12.0, 16.0],
+            "attention_factor": 1.2,
+        },
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},
 }
 """By model_type, what of its config.json is not in COMMON."""

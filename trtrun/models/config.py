@@ -121,6 +121,10 @@ class ModelConfig(ModelShape):
         attention = (getattr(layer, "attention", None) for layer in self.layers)
         return tuple(getattr(it, "rope", None) or self.rope for it in attention)
 
+    def in_context(self, tokens: int | None) -> ModelConfig:
+        """The model for texts of so many tokens at most; None for all that it can."""
+        return self if tokens is None else replace(self, rope=self.rope.in_context(tokens))
+
     @property
     def embedding(self) -> Weight:
         """[vocabulary share, hidden]. Dummy rows are long, so that tokens differ."""
@@ -168,6 +172,8 @@ class ModelConfig(ModelShape):
             raise CheckpointError(f"{', '.join(held)} are multiplied with as one, but stored in different ways")
         stored = held[weight.parts[0].name]
         if stored is not None:
+            if any(part.unit_order is not None for part in weight.parts):
+                raise CheckpointError(f"{next(iter(held))}: quantized heads that are rotated in part are not supported")
             return stored
         return of_head(default) if weight.use == "head" else default
 
@@ -183,6 +189,7 @@ class ModelFamily:
         model_type: transformers' name of it in config.json; empty where it has none.
         read_ends: all values of config.json → what the model does at its ends. Raises CheckpointError.
         rope_type_of: type of the layers whose rotation counts as the model's, where each type has its own.
+        rotates_in_part: whether its plans hold heads so that a part of them may be rotated.
     """
 
     defaults: Mapping[str, Any]
@@ -191,6 +198,7 @@ class ModelFamily:
     model_type: str = ""
     read_ends: Callable[[Mapping[str, Any]], ModelEnds] = lambda values: PLAIN_ENDS
     rope_type_of: str | None = None
+    rotates_in_part: bool = False
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:
@@ -325,7 +333,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         vocab_size=_size(values, "vocab_size"),
         max_position_embeddings=min(max_positions, MOST_POSITIONS),
         tie_word_embeddings=read_flag(values, "tie_word_embeddings"),
-        rope=parse_rope(values, max_positions, head_dim, family.rope_type_of),
+        rope=parse_rope(values, max_positions, head_dim, family.rope_type_of, in_part=family.rotates_in_part),
         layers=tuple(family.plan_layers(shape, values)),
         ends=family.read_ends(values),
         checkpoint_dtype="float32",

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from parallel.sharding import column_range, kv_heads_for_rank, query_heads_for_rank
 from trtrun.errors import CheckpointError
+from trtrun.layers.rope import RopeConfig, order_of_rotated
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from trtrun.kernels.arguments import Activation
     from trtrun.kvcache.segments import AttentionBatch
     from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
-    from trtrun.layers.rope import RopeConfig
     from trtrun.weights.weight_reader import WeightReader
 
 
@@ -166,6 +166,8 @@ class AttentionPlan:
         rope: how queries and keys are rotated; None as the model's config.json says for all layers.
         scale: factor of the scores; None for one over the root of the head's size.
         norms_add_one: whether head norms multiply by 1 + weight.
+        fused_qkv: whether the three projections lie in one tensor, qkv_proj.
+        rotated: how many of a head's numbers are rotated, the first ones in the files; None for all.
     """
 
     name: str
@@ -178,14 +180,30 @@ class AttentionPlan:
     rope: RopeConfig | None = None
     scale: float | None = None
     norms_add_one: bool = False
+    fused_qkv: bool = False
+    rotated: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rotated is not None and self.head_norm:
+            raise CheckpointError(f"{self.name}: norms of heads that are rotated in part are not supported")
 
     @property
     def qkv(self) -> LinearPlan:
         """Hidden to queries, keys and values, in this order. Dummy ones tell tokens apart."""
         inputs = Axis(self.input_size or self.shape.hidden_size)
         outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
-        dummy_scales = {"q_proj": 2.0, "k_proj": 2.0}
-        return LinearPlan(self.name, outputs, inputs, self.qkv_bias, dummy_scales)
+        orders = {}
+        if self.rotated is not None:
+            orders = dict.fromkeys(("q_proj", "k_proj"), order_of_rotated(self.rotated, self.shape.head_dim))
+        return LinearPlan(
+            self.name,
+            outputs,
+            inputs,
+            self.qkv_bias,
+            dummy_scales={"q_proj": 2.0, "k_proj": 2.0},
+            fused="qkv_proj" if self.fused_qkv else None,
+            unit_orders=orders,
+        )
 
     @property
     def output(self) -> LinearPlan:
@@ -263,12 +281,14 @@ class GatedMLPPlan:
         shape: of the model.
         has_bias: whether all three have biases.
         activation: what gates go through.
+        fused_gate_up: whether gate_proj and up_proj lie in one tensor, gate_up_proj.
     """
 
     name: str
     shape: ModelShape
     has_bias: bool = False
     activation: Activation = "silu"
+    fused_gate_up: bool = False
 
     @property
     def features(self) -> Axis:
@@ -279,7 +299,8 @@ class GatedMLPPlan:
     def gate_up(self) -> LinearPlan:
         """Hidden to gate features, then as many up features."""
         outputs = {"gate_proj": self.features, "up_proj": self.features}
-        return LinearPlan(self.name, outputs, Axis(self.shape.hidden_size), self.has_bias)
+        fused = "gate_up_proj" if self.fused_gate_up else None
+        return LinearPlan(self.name, outputs, Axis(self.shape.hidden_size), self.has_bias, fused=fused)
 
     @property
     def down(self) -> LinearPlan:
@@ -343,6 +364,8 @@ class DecoderPlan(LayerPlan):
             raise CheckpointError(
                 f"behind {self.attention.name} stands a {type(self.mlp).__name__}, which is not known"
             )
+        if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.rotated is not None:
+            raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's, as one tensor")
         assert norms[0] is not None and norms[1] is not None
         return OrdinaryBlocks(norms[0], self.attention, norms[1], self.mlp)
 

@@ -115,7 +115,9 @@ class JobSpec:
         return replace(self, told=json.loads(message))
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
-        return ModelConfig.from_values(self.told[role]) if role in self.told else read_model_config(section.model)
+        is_told = role in self.told
+        model = ModelConfig.from_values(self.told[role]) if is_told else read_model_config(section.model)
+        return model.in_context(self.config.scheduler.max_seq_len)
 
 
 def _has_weights(directory: Path) -> bool:

@@ -22,7 +22,11 @@ from trtrun.tools.conversion.writers import write_ranks
 from trtrun.tools.quantizing.plain_layer import known_plans
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
-MODULES = {"apertus": ("q_proj", "up_proj", "down_proj"), "olmo2": ("q_proj", "k_proj", "down_proj")}
+MODULES = {
+    "apertus": ("q_proj", "up_proj", "down_proj"),
+    "olmo2": ("q_proj", "k_proj", "down_proj"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
+}
 """What adapters change."""
 REFUSALS = {
     "apertus": (
@@ -31,6 +35,10 @@ REFUSALS = {
     ),
     "olmo2": ("trtrun quantize does not know the ends of Olmo2ForCausalLM", "whose norms are not those of Llama"),
     "olmo3": ("trtrun quantize does not know the ends of Olmo3ForCausalLM", "whose norms are not those of Llama"),
+    "phi3": (
+        "trtrun quantize does not know the fused_qkv of Phi3ForCausalLM",
+        "model.layers.0.self_attn lies in its files in another way than Llama's",
+    ),
 }
 """What trtrun quantize and convert say."""
 
@@ -47,7 +55,8 @@ def test_an_engine_holds_the_checkpoints_bits(tmp_path: Path, family: str, tp_si
 
 @pytest.mark.parametrize("family", MODULES)
 def test_texts_with_an_adapter_are_those_of_what_it_is_merged_into(tmp_path: Path, family: str) -> None:
-    target = write_family(tmp_path / "target", family)
+    whole = {"rope_parameters": {"rope_theta": 1e4}} if family == "phi3" else {}
+    target = write_family(tmp_path / "target", family, **whole)
     adapter = make_adapter(tmp_path / "adapter", target, modules=MODULES[family])
     merged = merge_adapter(tmp_path / "merged", target, adapter)
     prompts = [prompt_of(length, seed=length) for length in (5, 23)]

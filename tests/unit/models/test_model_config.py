@@ -104,7 +104,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "hqq"}}, r"quantized weights \('hqq'\) are not supported"),
     ({"eos_token_id": "</s>"}, "'eos_token_id' must be a token id or a list"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported; known: default, linear"),
+    ({"rope_parameters": {"rope_type": "longropes"}}, "rope type 'longropes' is not supported; known: default, linear"),
     ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a positive number, not None"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' must be a positive number"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
@@ -184,7 +184,7 @@ def test_what_nobody_thought_of_is_one_line_with_the_files_name(
 ) -> None:
     path = make_checkpoint(tmp_path)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise AttributeError("a defect\nin two lines")
 
     monkeypatch.setattr("trtrun.models.config.parse_rope", fail)
