@@ -12,7 +12,7 @@ from adapters import make_adapter, merge_adapter
 from engines import build_engine
 from family_checkpoints import write_family
 from paged import PagedModel
-from pipelines import make_llm, prompt_of, tokens_of
+from pipelines import make_llm, noisy_copy, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.errors import TrtrunError
@@ -68,6 +68,20 @@ def test_texts_with_an_adapter_are_those_of_what_it_is_merged_into(tmp_path: Pat
 
     found = texts(target, "own", adapters={"own": str(adapter)}, adapter_slots={"max_rank": 4})
     assert found == texts(merged, None) != texts(target, None)
+
+
+@pytest.mark.parametrize("family", REFUSALS)
+def test_speculative_texts_are_plain_ones(tmp_path: Path, family: str) -> None:
+    target = write_family(tmp_path / "target", family, dtype=torch.bfloat16)
+    draft = noisy_copy(tmp_path / "draft", target, 0.05)
+    prompts = [prompt_of(length, seed=length) for length in (3, 20, 33, 8)]
+    kinds = [SamplingParams(max_tokens=24, seed=row, temperature=0.8 * (row % 2), ignore_eos=True) for row in range(4)]
+    sections = {"scheduler": {"max_batch_size": 3, "max_num_tokens": 40}, "speculation": {"draft_len": 3}}
+    with make_llm(target, draft, **sections) as llm:
+        found = tokens_of(llm.generate(prompts, kinds))
+        assert llm.statistics()["num_accepted_draft_tokens"] > 10
+        llm.set_speculation(False)
+        assert found == tokens_of(llm.generate(prompts, kinds))
 
 
 @pytest.mark.parametrize("family", REFUSALS)
