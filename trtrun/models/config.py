@@ -121,9 +121,9 @@ class ModelConfig(ModelShape):
         attention = (getattr(layer, "attention", None) for layer in self.layers)
         return tuple(getattr(it, "rope", None) or self.rope for it in attention)
 
-    def in_context(self, tokens: int | None) -> ModelConfig:
-        """The model for texts of so many tokens at most; None for all that it can."""
-        return self if tokens is None else replace(self, rope=self.rope.in_context(tokens))
+    def in_context(self, tokens: int) -> ModelConfig:
+        """The model for texts of so many tokens at most."""
+        return replace(self, rope=self.rope.in_context(tokens))
 
     @property
     def embedding(self) -> Weight:

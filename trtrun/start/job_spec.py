@@ -117,7 +117,10 @@ class JobSpec:
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
         is_told = role in self.told
         model = ModelConfig.from_values(self.told[role]) if is_told else read_model_config(section.model)
-        return model.in_context(self.config.scheduler.max_seq_len)
+        context = self.config.scheduler.max_seq_len or model.max_position_embeddings
+        if role == "draft":  # whose rows are the target's
+            context = min(context, self.target.max_position_embeddings)
+        return model.in_context(context)
 
 
 def _has_weights(directory: Path) -> bool:

@@ -14,7 +14,7 @@ from adapters import make_adapter
 from engines import build_engine
 from family_checkpoints import FAMILIES, write_family
 from paged import PagedModel
-from pipelines import make_llm, tokens_of
+from pipelines import configuration, make_llm, tokens_of
 from quantized_checkpoints import FORMATS, store_in_format
 from safetensors import safe_open
 from test_model_logits import check_logits, prompt_of, reference_greedy
@@ -23,6 +23,7 @@ from trtrun import SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.lora.lora_files import LoraFiles
 from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 
 ROPE: dict[str, Any] = FAMILIES["phi3"]["rope_parameters"]
 LONG: dict[str, Any] = {
@@ -61,6 +62,14 @@ def test_the_context_of_a_job_decides_and_is_told(tmp_path: Path, caplog: pytest
     long = text()
     assert "target: longrope: long factors, also for short texts; with scheduler.max_seq_len up to 32" in caplog.text
     assert long != short
+
+
+@pytest.mark.parametrize(("target_context", "wanted"), [(32, False), (33, True)])
+def test_texts_of_a_draft_are_no_longer_than_its_targets(tmp_path: Path, target_context: int, wanted: bool) -> None:
+    target = write_family(tmp_path / "target", "granite", max_position_embeddings=target_context)
+    spec = JobSpec(configuration(target, write_family(tmp_path / "draft", "phi3", **LONG)))
+    assert spec.model_of("draft").rope.is_long is wanted
+    assert JobSpec(spec.config).told_by(spec.tell_models()).model_of("draft").rope.is_long is wanted
 
 
 def test_older_files_say_the_same(tmp_path: Path) -> None:
