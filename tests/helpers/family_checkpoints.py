@@ -36,6 +36,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 20.0,
         "attn_logit_softcapping": 2.0,
     },
+    "apertus": {
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
     "gemma3_text": {
         "head_dim": 24,
         "query_pre_attn_scalar": 40,
@@ -76,6 +87,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
+    },
+    "olmo2": {"attention_bias": True},
+    "olmo3": {
+        "sliding_window": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "sliding_attention": {"rope_type": "default"},
+        },
+    },
+    "phi3": {
+        "sliding_window": 9,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0, 12.0, 16.0],
+            "attention_factor": 1.2,
+        },
     },
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},
 }

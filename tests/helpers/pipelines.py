@@ -93,13 +93,15 @@ def run_alone(llm: LLM, prompts: Sequence[Any], sampling: Sequence[SamplingParam
 
 
 def noisy_copy(path: Path, target: Path, noise: float, seed: int = 5) -> Path:
-    """A draft with the target's weights, each tensor disturbed by `noise` times its own deviation."""
+    """A draft with the target's weights, each tensor disturbed by `noise` times its own deviation, where it has one."""
     from safetensors.torch import load_file
 
     path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(target / "model.safetensors")
     for name, value in weights.items():
+        if value.numel() == 1:
+            continue
         disturbance = torch.randn(value.shape, generator=generator) * value.float().std() * noise
         weights[name] = (value.float() + disturbance).to(value.dtype)
     save_weights(path, weights)

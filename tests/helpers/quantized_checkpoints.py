@@ -83,6 +83,12 @@ def _kept_pair(name: str, seed: int, overrides: tuple[tuple[str, Any], ...]) -> 
 def _write_pair(path: Path, made: Format, seed: int, overrides: Mapping[str, Any]) -> tuple[Path, Path]:
     dense_path = make_checkpoint(path / "dense", seed=seed, **{**SHAPES, **overrides})
     stored_path = make_checkpoint(path / "stored", seed=seed, **{**SHAPES, **overrides})
+    store_in_format(dense_path, stored_path, made, seed)
+    return stored_path, dense_path
+
+
+def store_in_format(dense_path: Path, stored_path: Path, made: Format, seed: int = 0) -> None:
+    """Of two copies of a checkpoint make one in a format, and one with the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     stored: Tensors = {}
     dense: Tensors = {}
@@ -98,7 +104,6 @@ def _write_pair(path: Path, made: Format, seed: int, overrides: Mapping[str, Any
     edit_config(stored_path, quantization_config=dict(made.config) or None)
     if made.beside:
         (stored_path / "hf_quant_config.json").write_text(json.dumps(made.beside), encoding="utf-8")
-    return stored_path, dense_path
 
 
 def edit_config(path: Path, **changes: Any) -> None:

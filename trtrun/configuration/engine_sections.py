@@ -219,7 +219,8 @@ class SchedulerSection(Section):
         max_batch_size: rows that run at once.
         max_num_tokens: tokens of one round over all rows, prompts and verification together; longer prompts are
             computed in chunks. Left out: more where the drafts of all rows need it.
-        max_seq_len: tokens of one request, prompt and output. Left out: the target's context.
+        max_seq_len: tokens of one request, prompt and output. Left out: the target's context. Models with longrope take
+            their long factors where it is beyond the context of their pretraining.
         plans_ahead: 1 sends the next plan before the results of the round before are back, so that a GPU has no gap
             between rounds. Left out: 1 on GPUs, else 0. Always 1 while drafting ahead.
         max_waiting: most completions that may wait for a row; a request beyond is refused with the numbers. Left out:

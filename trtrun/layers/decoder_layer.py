@@ -48,13 +48,23 @@ class RMSNorm:
         return self._operations.normalise(hidden, self.weight, self._eps, delta)
 
 
+class HeadNorm(Protocol):
+    """What normalises queries and keys before they are rotated."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, heads + kv_heads, head_dim], this rank's queries, then its keys → the same shape and dtype. A
+        token's bits do not depend on the others."""
+        ...
+
+
 @dataclass
 class Attention:
     """Attention over the paged store.
 
     Attributes:
         qkv: hidden to this rank's query heads, key heads, value heads, in this order.
-        head_norm: norm of queries and keys per head (weight [heads + kv_heads, head_dim]), where the model has one.
+        head_norm: of queries and keys, where the model has one: an RMSNorm of weight [heads + kv_heads, head_dim] where
+            it is per head.
         output: this rank's heads back to hidden, for whoever is handed what was attended.
         rotated_heads: this rank's query and key heads.
         scale: factor of the scores.
@@ -63,7 +73,7 @@ class Attention:
     """
 
     qkv: Linear
-    head_norm: RMSNorm | None
+    head_norm: HeadNorm | None
     output: RowParallelLinear
     backend: AttentionBackend
     rotated_heads: int

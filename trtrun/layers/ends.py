@@ -15,12 +15,14 @@ class ModelEnds:
     Attributes:
         embedding_factor: what embedded tokens are multiplied by.
         norm_adds_one: whether the final norm multiplies by 1 + weight.
+        norm_in_float32: whether it multiplies by the weight before it rounds, where nothing is added either.
         logit_divisor: what logits are divided by.
         logit_soft_cap: c of c * tanh(logit / c), behind that; None leaves logits as they are.
     """
 
     embedding_factor: float = 1.0
     norm_adds_one: bool = False
+    norm_in_float32: bool = False
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
 

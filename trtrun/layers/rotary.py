@@ -8,6 +8,7 @@ can be captured in a CUDA graph (after `reserve`). This module knows neither que
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     Raises:
         ValueError: a rope_type that is not in RopeConfig's list (read_model_config refuses it before).
     """
+    if rope.rotated is not None:
+        own = inverse_frequencies(replace(rope, rotated=None), rope.rotated)
+        return torch.cat((own, torch.zeros((head_dim - rope.rotated) // 2)))
     if rope.rope_type == "none":
         return torch.zeros(head_dim // 2)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
@@ -39,6 +43,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         return _llama3_frequencies(rope, plain)
     if rope.rope_type == "yarn":
         return _yarn_frequencies(rope, base, head_dim)
+    if rope.rope_type == "longrope":
+        return 1.0 / (torch.tensor(rope.long_factors if rope.is_long else rope.short_factors) * base)
     raise ValueError(f"unknown rope_type '{rope.rope_type}'")
 
 
@@ -81,7 +87,10 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim)
-        self._attention_factor = rope.attention_factor
+        self._attention_factor: float | torch.Tensor = rope.attention_factor
+        if rope.rotated is not None:
+            self._attention_factor = torch.full((head_dim // 2,), rope.attention_factor)
+            self._attention_factor[rope.rotated // 2 :] = 1
         self._cosines = torch.empty(0, head_dim, dtype=dtype, device=device)
         self._sines = torch.empty(0, head_dim, dtype=dtype, device=device)
 

@@ -106,9 +106,11 @@ def order_of_loading(config: ModelConfig) -> list[Weight]:
 
 def stored_name(weight: Weight, held: str = "weight") -> str:
     """Name in a shard of something that a weight is held in: "model.layers.0.mlp.gate_proj+up_proj.codes"."""
-    (first, _, kind), *others = (part.name.rpartition(".") for part in weight.parts)
+    # Of one module may be several.
+    modules = dict.fromkeys(part.name.rpartition(".")[0] for part in weight.parts)
+    (first, *others), kind = modules, weight.parts[0].name.rpartition(".")[2]
     parent = f"{first.rpartition('.')[0]}."
-    names = [first, *(module.removeprefix(parent) for module, _, _ in others)]
+    names = [first, *(module.removeprefix(parent) for module in others)]
     return f"{'+'.join(names)}.{kind if held == 'weight' else held}"
 
 

@@ -137,7 +137,12 @@ def open_adapter(name: str, path: Path, model: ModelConfig, max_rank: int, key: 
 
 
 def adaptable_modules(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The matrices of a model that adapters may change, by the names of their modules, and their shapes [out, in]."""
+    """The matrices of a model that adapters may change, by the names of their modules, and their shapes [out, in].
+
+    Raises:
+        CheckpointError: see `check_adaptable`.
+    """
+    check_adaptable(model)
     return {
         module_of(part.name): part.shape
         for layer in model.layers
@@ -145,6 +150,16 @@ def adaptable_modules(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         if weight.use == "linear"
         for part in weight.parts
     }
+
+
+def check_adaptable(model: ModelConfig) -> None:
+    """Look whether a model may have adapters.
+
+    Raises:
+        CheckpointError: ranks hold matrices in another order than the files have, and adapters follow the files'.
+    """
+    if any(part.unit_order is not None for weight in model.weights for part in weight.parts):
+        raise CheckpointError(f"adapters of {model.architecture} are not supported where heads are rotated in part")
 
 
 def module_of(name: str) -> str:

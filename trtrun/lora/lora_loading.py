@@ -16,7 +16,7 @@ from trtrun.errors import CheckpointError, wrap_errors
 from trtrun.kernels.torch.low_rank import Factors, Install
 from trtrun.linear.layer import AdapterSpace
 from trtrun.linear.quantization.base import TensorSlice
-from trtrun.lora.lora_files import DOWN, PREFIX, UP, LoraFiles, module_of
+from trtrun.lora.lora_files import DOWN, PREFIX, UP, LoraFiles, check_adaptable, module_of
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.weights.weight import HeldWeight, Share
@@ -102,7 +102,12 @@ def _tensor(
 
 
 def adapter_bytes(model: ModelConfig, rank: int, size: int, space: AdapterSpace, dtype: torch.dtype) -> int:
-    """Bytes that all slots take on a rank of a tensor-parallel group, told from shapes alone."""
+    """Bytes that all slots take on a rank of a tensor-parallel group, told from shapes alone.
+
+    Raises:
+        CheckpointError: see `check_adaptable`.
+    """
+    check_adaptable(model)
     return sum(space.shape(weight).num_elements for weight in _held(model, rank, size)) * dtype.itemsize
 
 

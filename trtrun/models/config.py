@@ -121,6 +121,10 @@ class ModelConfig(ModelShape):
         attention = (getattr(layer, "attention", None) for layer in self.layers)
         return tuple(getattr(it, "rope", None) or self.rope for it in attention)
 
+    def in_context(self, tokens: int) -> ModelConfig:
+        """The model for texts of so many tokens at most."""
+        return replace(self, rope=self.rope.in_context(tokens))
+
     @property
     def embedding(self) -> Weight:
         """[vocabulary share, hidden]. Dummy rows are long, so that tokens differ."""
@@ -139,7 +143,8 @@ class ModelConfig(ModelShape):
     @property
     def final_norm_plan(self) -> NormPlan:
         """The norm behind the last layer."""
-        return NormPlan("model.norm", self.hidden_size, self.rms_norm_eps, self.ends.norm_adds_one)
+        ends = self.ends
+        return NormPlan("model.norm", self.hidden_size, self.rms_norm_eps, ends.norm_adds_one, ends.norm_in_float32)
 
     @property
     def final_norm(self) -> Weight:
@@ -167,6 +172,8 @@ class ModelConfig(ModelShape):
             raise CheckpointError(f"{', '.join(held)} are multiplied with as one, but stored in different ways")
         stored = held[weight.parts[0].name]
         if stored is not None:
+            if any(part.unit_order is not None for part in weight.parts):
+                raise CheckpointError(f"{next(iter(held))}: quantized heads that are rotated in part are not supported")
             return stored
         return of_head(default) if weight.use == "head" else default
 
@@ -184,6 +191,7 @@ class ModelFamily:
         rope_type_of: type of the layers whose rotation counts as the model's, where each type has its own.
         text_models: model_type of `text_config` → the architecture that is meant by it, where config.json describes
             several models and this family is never planned itself (weights/nested_models.py).
+        rotates_in_part: whether its plans hold heads so that a part of them may be rotated.
     """
 
     defaults: Mapping[str, Any]
@@ -193,6 +201,7 @@ class ModelFamily:
     read_ends: Callable[[Mapping[str, Any]], ModelEnds] = lambda values: PLAIN_ENDS
     rope_type_of: str | None = None
     text_models: Mapping[str, str] = field(default_factory=dict)
+    rotates_in_part: bool = False
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:
@@ -327,7 +336,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         vocab_size=read_size(values, "vocab_size"),
         max_position_embeddings=min(max_positions, MOST_POSITIONS),
         tie_word_embeddings=read_flag(values, "tie_word_embeddings"),
-        rope=parse_rope(values, max_positions, head_dim, family.rope_type_of),
+        rope=parse_rope(values, max_positions, head_dim, family.rope_type_of, in_part=family.rotates_in_part),
         layers=tuple(family.plan_layers(shape, values)),
         ends=family.read_ends(values),
         checkpoint_dtype="float32",

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from parallel.sharding import column_range, kv_heads_for_rank, query_heads_for_rank
 from trtrun.errors import CheckpointError
+from trtrun.layers.rope import RopeConfig, order_of_rotated
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
     from trtrun.kernels.arguments import Activation
     from trtrun.kvcache.segments import AttentionBatch
-    from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, RMSNorm
-    from trtrun.layers.rope import RopeConfig
+    from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
     from trtrun.weights.weight_reader import WeightReader
 
 
@@ -124,12 +124,14 @@ class NormPlan:
 
     Attributes:
         adds_one: whether it multiplies by 1 + weight, in float32.
+        in_float32: whether it multiplies by the weight before it rounds, where nothing is added either.
     """
 
     name: str
     size: int
     eps: float
     adds_one: bool = False
+    in_float32: bool = False
 
     @property
     def weight(self) -> Weight:
@@ -138,9 +140,11 @@ class NormPlan:
         return Weight((StoredTensor(f"{self.name}.weight", (Axis(self.size),), dummy_scale),))
 
     def read(self, reader: WeightReader) -> torch.Tensor:
-        """[size] on the reader's device, to multiply with: in the model's dtype, or in float32 where one is added."""
+        """[size] on the reader's device, to multiply with: in the model's dtype, or in float32."""
         weight = reader.tensor(self.weight)
-        return weight.float() + 1 if self.adds_one else weight
+        if self.adds_one:
+            return weight.float() + 1
+        return weight.float() if self.in_float32 else weight
 
     def build(self, reader: WeightReader) -> RMSNorm:
         from trtrun.layers.decoder_layer import RMSNorm
@@ -163,6 +167,8 @@ class AttentionPlan:
         scale: factor of the scores; None for one over the root of the head's size.
         norms_add_one: whether head norms multiply by 1 + weight.
         soft_cap: c of c * tanh(score / c), which scores become; None leaves them as they are.
+        fused_qkv: whether the three projections lie in one tensor, qkv_proj.
+        rotated: how many of a head's numbers are rotated, the first ones in the files; None for all.
     """
 
     name: str
@@ -176,14 +182,30 @@ class AttentionPlan:
     scale: float | None = None
     norms_add_one: bool = False
     soft_cap: float | None = None
+    fused_qkv: bool = False
+    rotated: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rotated is not None and self.head_norm:
+            raise CheckpointError(f"{self.name}: norms of heads that are rotated in part are not supported")
 
     @property
     def qkv(self) -> LinearPlan:
         """Hidden to queries, keys and values, in this order. Dummy ones tell tokens apart."""
         inputs = Axis(self.input_size or self.shape.hidden_size)
         outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
-        dummy_scales = {"q_proj": 2.0, "k_proj": 2.0}
-        return LinearPlan(self.name, outputs, inputs, self.qkv_bias, dummy_scales)
+        orders = {}
+        if self.rotated is not None:
+            orders = dict.fromkeys(("q_proj", "k_proj"), order_of_rotated(self.rotated, self.shape.head_dim))
+        return LinearPlan(
+            self.name,
+            outputs,
+            inputs,
+            self.qkv_bias,
+            dummy_scales={"q_proj": 2.0, "k_proj": 2.0},
+            fused="qkv_proj" if self.fused_qkv else None,
+            unit_orders=orders,
+        )
 
     @property
     def output(self) -> LinearPlan:
@@ -206,20 +228,26 @@ class AttentionPlan:
         queries, keys = len(self.shape.queries.held(share)), len(self.shape.keys.held(share))
         return (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries
 
-    def build(self, reader: WeightReader) -> Attention:
+    def build_head_norm(self, reader: WeightReader) -> HeadNorm | None:
+        """What normalises this rank's queries and keys; None where nothing does."""
+        if not self.head_norm:
+            return None
         import torch
 
-        from trtrun.layers.decoder_layer import Attention, RMSNorm
+        from trtrun.layers.decoder_layer import RMSNorm
 
         heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
-        head_norm = None
-        if self.head_norm:
-            query_norm, key_norm = (norm.read(reader) for norm in self.head_norms)
-            per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
-            head_norm = RMSNorm(per_head, self.shape.rms_norm_eps)
+        query_norm, key_norm = (norm.read(reader) for norm in self.head_norms)
+        per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
+        return RMSNorm(per_head, self.shape.rms_norm_eps)
+
+    def build(self, reader: WeightReader) -> Attention:
+        from trtrun.layers.decoder_layer import Attention
+
+        heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
         return Attention(
             qkv=reader.linear(self.qkv.weight, self.qkv.bias),
-            head_norm=head_norm,
+            head_norm=self.build_head_norm(reader),
             output=reader.row_parallel(self.output.weight, self.output.bias),
             backend=reader.attention(self.shape.head_dim),
             rotated_heads=heads + kv_heads,
@@ -256,12 +284,14 @@ class GatedMLPPlan:
         shape: of the model.
         has_bias: whether all three have biases.
         activation: what gates go through.
+        fused_gate_up: whether gate_proj and up_proj lie in one tensor, gate_up_proj.
     """
 
     name: str
     shape: ModelShape
     has_bias: bool = False
     activation: Activation = "silu"
+    fused_gate_up: bool = False
 
     @property
     def features(self) -> Axis:
@@ -272,7 +302,8 @@ class GatedMLPPlan:
     def gate_up(self) -> LinearPlan:
         """Hidden to gate features, then as many up features."""
         outputs = {"gate_proj": self.features, "up_proj": self.features}
-        return LinearPlan(self.name, outputs, Axis(self.shape.hidden_size), self.has_bias)
+        fused = "gate_up_proj" if self.fused_gate_up else None
+        return LinearPlan(self.name, outputs, Axis(self.shape.hidden_size), self.has_bias, fused=fused)
 
     @property
     def down(self) -> LinearPlan:
@@ -336,6 +367,8 @@ class DecoderPlan(LayerPlan):
             raise CheckpointError(
                 f"behind {self.attention.name} stands a {type(self.mlp).__name__}, which is not known"
             )
+        if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.rotated is not None:
+            raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's, as one tensor")
         assert norms[0] is not None and norms[1] is not None
         return OrdinaryBlocks(norms[0], self.attention, norms[1], self.mlp)
 

@@ -116,7 +116,11 @@ class JobSpec:
 
     def _model(self, role: str, section: ModelSection) -> ModelConfig:
         values = self.model_values.get(role)
-        return read_model_config(section.model) if values is None else ModelConfig.from_values(values)
+        model = read_model_config(section.model) if values is None else ModelConfig.from_values(values)
+        context = self.config.scheduler.max_seq_len or model.max_position_embeddings
+        if role == "draft":  # whose rows are the target's
+            context = min(context, self.target.max_position_embeddings)
+        return model.in_context(context)
 
 
 def _has_weights(directory: Path) -> bool:

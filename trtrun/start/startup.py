@@ -185,6 +185,7 @@ class RankStartup:
             size = self._parts.shard_bytes(section, config, communicator)
             share, kind = Share(0, communicator.size), self._device.type
             for said in (
+                config.rope.describe(),
                 describe_weights(section.model, config, share, dtype, kind),
                 describe_kept(config, self._config.kv_cache.dtype, share, dtype, kind),
                 translation.describe() if role == "draft" and translation is not None else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -72,24 +72,56 @@ class Axis:
         return len(self.held(share)) if self.padded is None else len(self.padded(self.size, *share)) * self.unit
 
 
+class Rows(NamedTuple):
+    """Where something lies in a tensor that holds more: its first row, and the rows of all."""
+
+    first: int
+    all: int
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint.
+    """A tensor of the checkpoint, or some of its rows.
 
     Attributes:
         name: such as "model.layers.0.mlp.down_proj.weight".
         axes: its dimensions.
         dummy_scale: of dummy weights: the factor of a matrix's deviation, or each number of a vector.
+        is_optional: whether files may lack it, a vector whose numbers are then `dummy_scale`, or have it with other
+            dimensions of one number.
+        rows: where it lies in the tensor of that name, where this holds more.
+        unit_order: the parts of a unit of the first dimension in the order in which ranks hold them; None as they lie.
     """
 
     name: str
     axes: tuple[Axis, ...]
     dummy_scale: float = 1.0
+    is_optional: bool = False
+    rows: Rows | None = None
+    unit_order: tuple[range, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        return tuple(axis.size * axis.unit for axis in self.axes)
+        own = tuple(axis.size * axis.unit for axis in self.axes)
+        return own if self.rows is None else (self.rows.all, *own[1:])
+
+    def cut(self, share: Share) -> Sequence[TensorSlice]:
+        """What a rank reads, in the order in which it holds it; errors as of `Axis.units`."""
+        others = tuple(axis.held(share) for axis in self.axes[1:])
+        slices = [TensorSlice(self.name, self.shape, (rows, *others)) for rows in self._cut_rows(share)]
+        if not self.is_optional:
+            return slices
+        return [replace(item, is_optional=True, ones_vary=True, usual=self.dummy_scale) for item in slices]
+
+    def _cut_rows(self, share: Share) -> list[range]:
+        axis, first = self.axes[0], 0 if self.rows is None else self.rows.first
+        if self.unit_order is None:
+            held = [axis.held(share)]
+        else:
+            units = axis.held(share)[:: axis.unit]
+            held = [range(unit + part.start, unit + part.stop) for unit in units for part in self.unit_order]
+        return [range(first + rows.start, first + rows.stop) for rows in held]
 
     @property
     def is_output(self) -> bool:
@@ -131,9 +163,7 @@ class Weight:
             CheckpointError: it cannot be shared out over so many ranks.
         """
         try:
-            slices = tuple(
-                TensorSlice(part.name, part.shape, tuple(axis.held(share) for axis in part.axes)) for part in self.parts
-            )
+            slices = tuple(item for part in self.parts for item in part.cut(share))
             rows = sum(part.axes[0].kept(share) for part in self.parts)
         except ShardingError as error:
             raise CheckpointError(f"tensor parallelism over {share.size} devices: {error}") from None
@@ -151,6 +181,8 @@ class LinearPlan:
         inputs: features that go in. Where they are shared out, ranks add up what they make of theirs.
         has_bias: whether there are biases.
         dummy_scales: by the name of a tensor, where it is not 1; see StoredTensor.
+        fused: name of the one tensor in which all lie, one behind the other; None where each is its own.
+        unit_orders: by the name of a tensor; see StoredTensor.
     """
 
     name: str
@@ -158,14 +190,15 @@ class LinearPlan:
     inputs: Axis
     has_bias: bool = False
     dummy_scales: Mapping[str, float] = field(default_factory=dict)
+    fused: str | None = None
+    unit_orders: Mapping[str, tuple[range, ...]] = field(default_factory=dict)
 
     @property
     def weight(self) -> Weight:
         """[out, in]."""
         return Weight(
             tuple(
-                StoredTensor(f"{self.name}.{name}.weight", (axis, self.inputs), self.dummy_scales.get(name, 1.0))
-                for name, axis in self.outputs.items()
+                self._stored(name, "weight", (self.inputs,), self.dummy_scales.get(name, 1.0)) for name in self.outputs
             ),
             "linear",
         )
@@ -175,9 +208,16 @@ class LinearPlan:
         """[out]."""
         if not self.has_bias:
             return None
-        return Weight(
-            tuple(StoredTensor(f"{self.name}.{name}.bias", (axis,), 0.0) for name, axis in self.outputs.items())
-        )
+        return Weight(tuple(self._stored(name, "bias", (), 0.0) for name in self.outputs))
+
+    def _stored(self, name: str, kind: str, others: tuple[Axis, ...], dummy_scale: float) -> StoredTensor:
+        axes = self.outputs[name], *others
+        own = StoredTensor(f"{self.name}.{name}.{kind}", axes, dummy_scale, unit_order=self.unit_orders.get(name))
+        if self.fused is None:
+            return own
+        sizes = {other: axis.size * axis.unit for other, axis in self.outputs.items()}
+        first = sum(size for other, size in sizes.items() if list(sizes).index(other) < list(sizes).index(name))
+        return replace(own, name=f"{self.name}.{self.fused}.{kind}", rows=Rows(first, sum(sizes.values())))
 
     @property
     def weights(self) -> Sequence[Weight]:

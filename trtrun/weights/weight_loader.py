@@ -199,8 +199,11 @@ class CheckpointLoader:
     def _fill(self, result: torch.Tensor, weight: HeldWeight) -> torch.Tensor:
         row = 0
         for part in weight.parts:
-            for offset, piece in self._files.pieces(part.name, part.ranges):
-                self.take(part.name, result[row + offset : row + offset + piece.shape[0]], piece)
+            if part.is_optional and not self.has(part):
+                result[row : row + len(part.ranges[0])] = part.usual
+            else:
+                for offset, piece in self._files.pieces(part.name, part.ranges):
+                    self.take(part.name, result[row + offset : row + offset + piece.shape[0]], piece)
             row += len(part.ranges[0])
         result[row:].zero_()  # vocabulary padding
         return result

@@ -43,8 +43,8 @@ class WeightReader:
         adapted: AdaptedLayers | None = None,
     ) -> None:
         self.device, self.share, self.dtype = loader.device, loader.share, loader.dtype
-        self._loader = loader
         self.communicator = communicator
+        self._loader = loader
         self._batch_invariant = batch_invariant
         self._kv_format = kv_format
         self._adapted = adapted

@@ -8,11 +8,14 @@ import torch
 from native import each_processor
 from torch.nn import functional
 
-from trtrun.kernels.cpu.fused import activate_and_multiply, fuses, normalise, rotate_by_kernel
+from trtrun.kernels.cpu.fused import activate_and_multiply, fuses, normalise, rotate_by_kernel, square_sums, xielu
+from trtrun.kernels.torch.operations import TorchOperations
 
 pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
 
 ROWS = [0, 1, 2, 7, 300]
+XIELU = (0.75, 1.25, 0.5, -1e-6)
+"""Numbers of an activation."""
 
 
 def numbers(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -58,6 +61,48 @@ def test_norm_with_a_weight_for_each_head_of_a_wider_row(rows: int) -> None:
     wide, weight = numbers(rows, 12, 32, seed=1), numbers(9, 32, seed=2)
     heads = wide[:, :9]
     assert torch.equal(normalise(heads, weight, 1e-6), norm_of(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(48, torch.bfloat16), (1024, torch.bfloat16), (37, torch.float32)], ids=str
+)
+def test_square_sums(rows: int, size: int, dtype: torch.dtype) -> None:
+    """Of the first numbers of wider rows, by the kernel and by torch; a row has the same bits in any company."""
+    wide = numbers(rows, size + 16, seed=4, scale=3).to(dtype)
+    wide[:, size:] = torch.nan
+    x = wide[:, :size]
+    for sums in (square_sums, TorchOperations().square_sums):
+        found = sums(x)
+        assert found.dtype is torch.float32
+        assert torch.allclose(found.double(), x.double().square().sum(1), rtol=1e-6)
+        for row in range(min(rows, 7)):
+            assert torch.equal(sums(x[row : row + 1]), found[row : row + 1])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("size", "dtype"), [(48, torch.bfloat16), (1024, torch.bfloat16), (37, torch.float32)])
+def test_xielu(rows: int, size: int, dtype: torch.dtype) -> None:
+    """By the kernel and by torch, of small numbers and large; a row has the same bits in any company."""
+    wide = numbers(rows, size + 16, seed=5, scale=3).to(dtype)
+    x, factors = wide[:, :size] * 2.0 ** torch.arange(-18, size - 18).clamp(max=5).to(dtype), torch.tensor(XIELU)
+    expected = xielu_of(x.double())
+    for compute in (xielu, TorchOperations().xielu):
+        found = compute(x, factors)
+        bound = 2e-6 if dtype is torch.float32 else 5e-3
+        assert found.dtype is dtype
+        assert bool(((found - expected).abs() <= bound * (expected.abs() + x.abs())).all())
+        for row in range(min(rows, 7)):
+            assert torch.equal(compute(x[row : row + 1], factors), found[row : row + 1])
+        moved = compute(torch.cat((x[:, 3:], x[:, :3]), dim=1), factors)
+        assert torch.equal(torch.cat((moved[:, -3:], moved[:, :-3]), dim=1), found)
+
+
+def xielu_of(x: torch.Tensor) -> torch.Tensor:
+    """As arXiv:2411.13010 has it."""
+    positive, negative, slope, least = XIELU
+    below = (torch.expm1(x.clamp(max=least)) - x) * negative + slope * x
+    return torch.where(x > 0, positive * x * x + slope * x, below)
 
 
 @pytest.mark.parametrize("rows", ROWS)

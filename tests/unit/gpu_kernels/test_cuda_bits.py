@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
+from family_checkpoints import write_family
 from gpus import needs_fp8, needs_gpu
 from paged import PagedModel, straight
 from pipelines import configuration, noisy_copy, prompt_of, run_alone, tokens_of
@@ -166,7 +167,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_logits_do_not_depend_on_the_batch(
     tmp_path: Path, quantization: str, architecture: str, shape: str, dtype: torch.dtype
 ) -> None:
-    path = make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape])
+    check_batches(make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape]), dtype, quantization)
+
+
+@HALVES
+@pytest.mark.parametrize("family", ["apertus", "olmo2", "olmo3", "phi3"])
+def test_logits_of_families_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    check_batches(write_family(tmp_path, family, dtype=dtype), dtype)
+
+
+def check_batches(path: Path, dtype: torch.dtype, quantization: str = "none") -> None:
+    """A text's logits are the same token by token, in chunks, with wider block tables, beside others, and alone."""
     texts = {row: prompt_of(LENGTH, row) for row in range(70)}
     cuda = torch.device("cuda")
     model = PagedModel(path, dtype, block_size=16, num_blocks=800, device=cuda, quantization=quantization)

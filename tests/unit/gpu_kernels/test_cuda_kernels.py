@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from trtrun.attention.backend import GatherAttention
 from trtrun.kernels.arguments import AttentionCall
+from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
@@ -120,6 +121,32 @@ def test_add_and_normalise(size: int, dtype: torch.dtype) -> None:
     assert difference(found, expected) < BOUNDS[dtype]
     assert difference(add_and_normalise(hidden, None, weight, 1e-5), expected) < BOUNDS[dtype]
     assert torch.equal(hidden, total)
+
+
+@DTYPES
+@pytest.mark.parametrize("features", [4, 1300, 14336])
+def test_xielu(features: int, dtype: torch.dtype) -> None:
+    """In any company."""
+    from trtrun.kernels.triton.row_functions import xielu
+
+    x = random(40, features, dtype=dtype) * 3
+    numbers = torch.tensor([0.75, 1.25, 0.5, -1e-6], device="cuda")
+    found = xielu(x, numbers)
+    assert difference(found, TorchOperations().xielu(x.float(), numbers)) < BOUNDS[dtype]
+    assert torch.equal(torch.cat([xielu(x[row : row + 1], numbers) for row in range(40)]), found)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [96, 1000, 5120])
+def test_square_sums(size: int, dtype: torch.dtype) -> None:
+    """In any company, of rows with something behind them."""
+    from trtrun.kernels.triton.row_functions import square_sums
+
+    wide = random(70, size + 64, dtype=dtype)
+    found = square_sums(wide[:, :size])
+    assert found.dtype is torch.float32
+    assert difference(found, wide[:, :size].double().square().sum(1)) < BOUNDS[torch.float32]
+    assert torch.equal(torch.cat([square_sums(wide[row : row + 1, :size]) for row in range(70)]), found)
 
 
 @DTYPES

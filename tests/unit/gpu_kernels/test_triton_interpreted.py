@@ -206,6 +206,7 @@ def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
 @DTYPES
 def test_the_small_operations(dtype: torch.dtype) -> None:
     from trtrun.kernels.triton.fused import activate_and_multiply, add_and_normalise
+    from trtrun.kernels.triton.row_functions import square_sums, xielu
 
     torch.manual_seed(0)
     hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 96), (3, 96), (96,)))
@@ -216,6 +217,13 @@ def test_the_small_operations(dtype: torch.dtype) -> None:
     fused = torch.randn(3, 2 * 1100).to(dtype)
     gated = functional.silu(fused[:, :1100].float()) * fused[:, 1100:].float()
     assert difference(activate_and_multiply(fused), gated) < BOUNDS[dtype]
+    sums = square_sums(fused[:, 3:1100])
+    assert sums.dtype is torch.float32
+    assert difference(sums, fused[:, 3:1100].double().square().sum(1)) < BOUNDS[torch.float32]
+    small, numbers = fused[:, 3:1100] * 10.0 ** -torch.arange(3).unsqueeze(1), torch.tensor([0.75, 1.25, 0.5, -1e-6])
+    bent = xielu(small.to(dtype), numbers)
+    assert bent.dtype is dtype
+    assert difference(bent, TorchOperations().xielu(small.to(dtype).float(), numbers)) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "at_once"), [(torch.float32, 1), (torch.float16, 4), (torch.float32, 16)], ids=str)

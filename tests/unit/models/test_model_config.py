@@ -92,9 +92,9 @@ def test_without_a_dtype_the_weights_decide(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLn"]}, r"unknown architecture 'LlamaForCausalLn' \(did you mean 'LlamaFor"),
-    ({"architectures": ["T5"]}, "known: Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Gran"),
+    ({"architectures": ["T5"]}, "known: .*LlamaForCausalLM"),
     ({"architectures": [[]]}, r"unknown architecture '\[\]'"),
-    ({"architectures": ...}, "'architectures' must name one of Gemma2ForCausalLM"),
+    ({"architectures": ...}, "'architectures' must name one of .*LlamaForCausalLM"),
     ({"hidden_size": ...}, "'hidden_size' must be a positive whole number, not None"),
     ({"num_hidden_layers": "two"}, "'num_hidden_layers' must be a positive whole number"),
     ({"num_attention_heads": 5}, "hidden_size 64 is not a multiple of num_attention_heads 5"),
@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "hqq"}}, r"quantized weights \('hqq'\) are not supported"),
     ({"eos_token_id": "</s>"}, "'eos_token_id' must be a token id or a list"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported; known: default, linear"),
+    ({"rope_parameters": {"rope_type": "longropes"}}, "rope type 'longropes' is not supported; known: default, linear"),
     ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a positive number, not None"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' must be a positive number"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
@@ -185,7 +185,7 @@ def test_what_nobody_thought_of_is_one_line_with_the_files_name(
 ) -> None:
     path = make_checkpoint(tmp_path)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise AttributeError("a defect\nin two lines")
 
     monkeypatch.setattr("trtrun.models.config.parse_rope", fail)

@@ -157,6 +157,26 @@ class Emitter:
     def exp(self, builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
         """exp of sixteen numbers of at most 0, to 2 units in the last place; 0 where it would be less than 1e-37."""
         constant = self.spread_constant
+        power, rest, result = self._split_exponent(builder, x)
+        square = builder.fmul(rest, rest)
+        result = builder.call(self._fma, [result, square, builder.fadd(rest, constant(1.0))])
+        exponent = builder.shl(builder.fptosi(power, self.lanes), self.numbers([23] * LANES))
+        result = builder.bitcast(builder.add(builder.bitcast(result, self.lanes), exponent), self.floats)
+        return builder.select(builder.fcmp_ordered(">", x, constant(_SMALLEST_EXPONENT)), result, self.zeros())
+
+    def exp_less_one(self, builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+        """exp(x) - 1 of sixteen numbers of at most 0, to a few units in the last place."""
+        constant = self.spread_constant
+        power, rest, result = self._split_exponent(builder, x)
+        less_one = builder.call(self._fma, [result, builder.fmul(rest, rest), rest])
+        exponent = builder.add(builder.fptosi(power, self.lanes), self.numbers([127] * LANES))
+        scale = builder.bitcast(builder.shl(exponent, self.numbers([23] * LANES)), self.floats)
+        result = builder.call(self._fma, [less_one, scale, builder.fsub(scale, constant(1.0))])
+        return builder.select(builder.fcmp_ordered(">", x, constant(_SMALLEST_EXPONENT)), result, constant(-1.0))
+
+    def _split_exponent(self, builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """The power of 2 in exp of sixteen numbers of at most 0, what r is left of each, and (exp(r) - 1 - r) / r²."""
+        constant = self.spread_constant
         power = builder.call(self._nearest, [builder.fmul(x, constant(_LOG2_E))])
         power = builder.select(builder.fcmp_ordered(">", x, constant(_SMALLEST_EXPONENT)), power, self.zeros())
         rest = builder.call(self._fma, [power, constant(-_LN_2_HIGH), x])
@@ -164,11 +184,7 @@ class Emitter:
         result = constant(_EXP_COEFFICIENTS[0])
         for coefficient in _EXP_COEFFICIENTS[1:]:
             result = builder.call(self._fma, [result, rest, constant(coefficient)])
-        square = builder.fmul(rest, rest)
-        result = builder.call(self._fma, [result, square, builder.fadd(rest, constant(1.0))])
-        exponent = builder.shl(builder.fptosi(power, self.lanes), self.numbers([23] * LANES))
-        result = builder.bitcast(builder.add(builder.bitcast(result, self.lanes), exponent), self.floats)
-        return builder.select(builder.fcmp_ordered(">", x, constant(_SMALLEST_EXPONENT)), result, self.zeros())
+        return power, rest, result
 
     def extend(self, builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
         """Sixteen bfloat16 → sixteen float32."""

@@ -112,10 +112,19 @@ class CpuOperations(TorchOperations):
         return kernels.normalise(x.float(), weight, epsilon).to(x.dtype)
 
     @override
+    def square_sums(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.square_sums(x) if kernels.fuses(x.dtype, x.device, x.shape[1]) else super().square_sums(x)
+
+    @override
     def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         if kernels.fuses(fused.dtype, fused.device, fused.shape[1] // 2):
             return kernels.activate_and_multiply(fused, activation)
         return super().activate_and_multiply(fused, activation)
+
+    @override
+    def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        is_taken = kernels.fuses(x.dtype, x.device, x.shape[1])
+        return kernels.xielu(x, numbers) if is_taken else super().xielu(x, numbers)
 
     @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:

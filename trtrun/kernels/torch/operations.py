@@ -38,6 +38,9 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
 
+_NUMBERS_AT_ONCE = 1 << 20
+"""Of a large tensor that is computed with by many small operations."""
+
 _MOST_BITS = 1 << 20
 """Bits of masks that are spread out at once."""
 
@@ -87,6 +90,16 @@ class TorchOperations:
         """Normalise as `normalise`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
 
+    def square_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of squares of each row of x [rows, size], whose numbers lie one behind the other, [rows] float32; a
+        row has the same bits in any company."""
+        sums = x.float().square()
+        while sums.shape[1] > 1:  # halves on halves: sums of a row by torch depend on how many rows there are
+            half = sums.shape[1] // 2
+            rest, sums = sums[:, 2 * half :], sums[:, :half] + sums[:, half : 2 * half]
+            sums[:, : rest.shape[1]] += rest
+        return sums[:, 0]
+
     def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor."""
         size = fused.shape[1] // 2
@@ -97,6 +110,18 @@ class TorchOperations:
     ) -> RoundedRows:
         """Compute `activate_and_multiply`, rounded for products that take such rows; only where there are some."""
         raise NotImplementedError
+
+    def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """xIELU (arXiv:2411.13010) of x [rows, size]: p * x² + b * x where x is positive, else
+        n * (exp(min(x, e)) - 1 - x) + b * x, in float32 and rounded once. `numbers` is float32 [4]: p, n, b and e."""
+        result = torch.empty_like(x)
+        for start in range(0, len(x), step := max(1, _NUMBERS_AT_ONCE // max(1, x.shape[1]))):
+            wide = x[start : start + step].float()
+            positive, negative, slope, least = numbers.unbind()
+            below = (torch.expm1(torch.minimum(wide, least)) - wide).mul_(negative)
+            bent = torch.where(wide > 0, positive * wide * wide, below)
+            result[start : start + step] = bent.add_(wide * slope)
+        return result
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""

@@ -13,7 +13,7 @@ from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
-from trtrun.kernels.triton import row_tokens, support
+from trtrun.kernels.triton import row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 from trtrun.kernels.triton.matmul.dense import TritonMatmul
@@ -56,6 +56,10 @@ class TritonOperations(TorchOperations):
         return fused_kernels.add_and_normalise_rounded(x, delta, weight, epsilon, rounding)
 
     @override
+    def square_sums(self, x: torch.Tensor) -> torch.Tensor:
+        return row_functions.square_sums(x)
+
+    @override
     def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         return fused_kernels.activate_and_multiply(fused, activation)
 
@@ -64,6 +68,10 @@ class TritonOperations(TorchOperations):
         self, fused: torch.Tensor, rounding: Rounding, activation: Activation = "silu"
     ) -> RoundedRows:
         return fused_kernels.activate_and_multiply_rounded(fused, rounding, activation)
+
+    @override
+    def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return row_functions.xielu(x, numbers)
 
     @override
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:

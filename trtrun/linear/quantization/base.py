@@ -48,6 +48,7 @@ class TensorSlice:
         is_optional: whether files may lack it.
         ones_vary: whether the file's shape may have dimensions of one number more or fewer: formats do not agree on
             those of scales.
+        usual: what its numbers are where files lack one that is optional, of those that no quantization looks for.
     """
 
     name: str
@@ -56,6 +57,7 @@ class TensorSlice:
     dtypes: tuple[str, ...] = FLOATS
     is_optional: bool = False
     ones_vary: bool = False
+    usual: float = 0.0
 
 
 class LinearWeight(Protocol):

@@ -1,0 +1,66 @@
+"""Sums of squares and xIELU of rows, each in one Triton kernel for CUDA: what few families compute."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.fused import warps_for
+
+_FEATURES = 1024
+"""Features that one program of `xielu` computes."""
+
+
+@triton.jit
+def _square_sums_kernel(x, output, x_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, PADDED)
+    value = tl.load(x + row * x_stride + element, mask=element < SIZE, other=0.0).to(tl.float32)
+    tl.store(output + row, tl.sum(value * value, axis=0))
+
+
+def square_sums(x: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each row of x [rows, size], whose rows have no gaps, [rows] float32."""
+    rows, size = x.shape
+    output = torch.empty(rows, dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(size)
+    _square_sums_kernel[(rows,)](
+        x, output, x.stride(0), SIZE=size, PADDED=padded, num_warps=warps_for(padded), **early(x)
+    )
+    return output
+
+
+@triton.jit
+def _xielu_kernel(x, numbers, output, x_stride, FEATURES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < FEATURES
+    positive, negative = tl.load(numbers), tl.load(numbers + 1)
+    slope, least = tl.load(numbers + 2), tl.load(numbers + 3)
+    value = tl.load(x + row * x_stride + element, mask=inside, other=0.0).to(tl.float32)
+    lower = tl.minimum(value, least)
+    # (exp(x) - 1 - x) / x², by its series, of which eight terms are enough for float32 between -0.5 and 0.
+    series = lower * 2.7557319e-6 + 2.4801587e-5
+    series = series * lower + 1.9841270e-4
+    series = series * lower + 1.3888889e-3
+    series = series * lower + 8.3333333e-3
+    series = series * lower + 4.1666667e-2
+    series = series * lower + 1.6666667e-1
+    series = series * lower + 0.5
+    less_one = tl.where(lower > -0.5, series * lower * lower + lower, tl.exp(lower) - 1.0)
+    bent = tl.where(value > 0, positive * value * value, (less_one - value) * negative)
+    tl.store(output + row * FEATURES + element, (bent + slope * value).to(output.dtype.element_ty), mask=inside)
+
+
+def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """xIELU of x [tokens, features], whose rows have no gaps, as `TorchOperations.xielu` has it."""
+    tokens, features = x.shape
+    output = x.new_empty((tokens, features))
+    _xielu_kernel[(tokens, triton.cdiv(features, _FEATURES))](
+        x, numbers, output, x.stride(0), FEATURES=features, BLOCK=_FEATURES, num_warps=4, **early(x)
+    )
+    return output

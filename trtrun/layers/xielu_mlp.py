@@ -1,0 +1,35 @@
+"""A feed-forward layer without a gate, whose activation has numbers of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.kernels.arguments import Activations, Rounding
+from trtrun.kernels.chooser import operations_of
+from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.linear.layer import Linear
+
+
+@dataclass
+class XieluMLP:
+    """down(xielu(up(x))).
+
+    Attributes:
+        up: hidden to this rank's features.
+        down: back to hidden.
+        numbers: of xIELU, as `TorchOperations.xielu` takes them.
+    """
+
+    up: Linear
+    down: RowParallelLinear
+    numbers: torch.Tensor
+
+    @property
+    def takes_rounded_rows(self) -> Rounding | None:
+        return self.up.takes_rounded_rows
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """x [tokens, hidden] → [tokens, hidden]."""
+        return self.down(operations_of(self.numbers.device.type).xielu(self.up(x), self.numbers))
