@@ -185,7 +185,7 @@ class Worker:
         if draft is None:
             nothing = cached_tensor([0] * num_decode, device)
             draft = Draft(nothing.view(num_decode, 1)[:, :0], nothing)
-        told = self._tell_host(plan, draft)
+        host_draft = self._copy_to_host(plan, draft)
         step = self.target.verify_forward(plan, draft)
         if not sampled:
             return step, None
@@ -193,7 +193,7 @@ class Worker:
         if not self.leads_target:
             verdict = self.exchange.receive_verdict(plan, draft.depth + 1)
         else:
-            verdict = self._decide(plan, step.logits, rows, draft, by_probability, told)
+            verdict = self._decide(plan, step.logits, rows, draft, by_probability, host_draft)
             verdict.num_suffix_tokens = draft.num_suffix_tokens
             verdict.waiting = self.guides.waiting(sampled) if self.guides is not None else {}
             self.exchange.send_verdict(plan, verdict)
@@ -202,7 +202,7 @@ class Worker:
         state.advance(rows, verdict.num_tokens, verdict.tokens)
         return step, verdict
 
-    def _tell_host(self, plan: RoundPlan, draft: Draft) -> HostDraft | None:
+    def _copy_to_host(self, plan: RoundPlan, draft: Draft) -> HostDraft | None:
         """The draft on its way to the host, where rows are guided: before the forward is launched, so that masks are
         made while it runs."""
         if self.guides is None or not draft.tokens.shape[1] or not self.guides.guided(plan.decode_rows.tolist()):
@@ -216,16 +216,16 @@ class Worker:
         rows: torch.Tensor,
         draft: Draft,
         by_probability: Sequence[int],
-        told: HostDraft | None,
+        host_draft: HostDraft | None,
     ) -> Verdict:
         """The verdict, on the target leader, for `plan.sampled_rows`, which are `rows` [rows] int64 on the device;
-        `told` is the draft on the host, where rows are guided."""
+        `host_draft` is the draft on the host, where rows are guided."""
         assert self.target is not None
         sampled, state = plan.sampled_rows, self.target.rows
         proposed = _with_prefill_rows(draft, len(sampled) - len(plan.decode_rows))
         lengths = state.lengths.index_select(0, rows)
         width = draft.tokens.shape[1]
-        masks = None if self.guides is None else self.guides.masks(sampled, width, told)
+        masks = None if self.guides is None else self.guides.masks(sampled, width, host_draft)
         token_ids, context, forced = state.token_ids, plan.max_context, self.forced_acceptance
         verification = Verification(logits, state.sampling, sampled, lengths, token_ids, context, forced, masks)
         if draft.paths is not None:
