@@ -1,5 +1,5 @@
-"""A token's result is bit-equal alone, in chunks and in company in families whose layers compute what no other does, with
-sizes that fill no register; test_families.py has others."""
+"""A token's result is bit-equal alone, in chunks and in company in families whose layers compute what no other does,
+with sizes that fill no register; test_families.py has others."""
 
 from __future__ import annotations
 

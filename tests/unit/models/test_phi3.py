@@ -69,7 +69,7 @@ def test_texts_of_a_draft_are_no_longer_than_its_targets(tmp_path: Path, target_
     target = write_family(tmp_path / "target", "granite", max_position_embeddings=target_context)
     spec = JobSpec(configuration(target, write_family(tmp_path / "draft", "phi3", **LONG)))
     assert spec.model_of("draft").rope.is_long is wanted
-    assert JobSpec(spec.config).with_models(spec.tell_models()).model_of("draft").rope.is_long is wanted
+    assert JobSpec(spec.config).with_models(spec.encode_models()).model_of("draft").rope.is_long is wanted
 
 
 def test_older_files_say_the_same(tmp_path: Path) -> None:
