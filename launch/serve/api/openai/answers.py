@@ -309,9 +309,8 @@ class ChatAnswer(Answer):
         return told
 
     def _count_thoughts(self, piece: CompletionDelta) -> None:
-        """A piece's tokens are thoughts' where these go on behind it: that is right to a round."""
-        if self._texts[piece.index].is_thinking:
-            self._num_thought += len(piece.token_ids)
+        """Count as many of a piece's tokens as of its text: that is right to a round or so."""
+        self._num_thought += round(len(piece.token_ids) * self._texts[piece.index].thoughts)
 
     def _usage(self, usage: Usage, draft_len: int) -> dict[str, Any]:
         told = super()._usage(usage, draft_len)

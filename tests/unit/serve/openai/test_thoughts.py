@@ -10,6 +10,8 @@ import templates
 from chat_server import MARKS, ChatServer
 from tool_chats import MESSAGES, NAMED, STRICT, TOOLS, ask, joined, stream, whole
 
+from launch.serve.api.openai.output.parsing import ChatText, Parsing
+
 pytestmark = pytest.mark.timeout(240)
 THINK, END, CALL = (str(1 + MARKS.index(mark)) for mark in ("<think>", "</think>", "<tool_call>"))
 # What begins thoughts in the prompt, with calls in Hermes's form.
@@ -52,6 +54,17 @@ def test_thoughts_end_at_their_budget(server: ChatServer) -> None:
     ):
         again = ask(server, THINKING, **{**asked, "stream_options": openai.omit, "extra_body": body})
         assert [whole(again, place) for place in range(2)] == [whole(answer, place) for place in range(2)], body
+
+
+def test_thoughts_of_several_rounds_in_one_part_are_counted_by_their_text() -> None:
+    """As of a reader that waits: thoughts, their end and the answer come together."""
+    for part, share in (("so it is </think>", 8 / 17), ("a" * 30 + "</think>" + "b" * 62, 0.3), ("no end", 1.0)):
+        text = ChatText(Parsing("", "qwen3", is_thinking=True))
+        text.keep(part, False)
+        assert text.thoughts == pytest.approx(share, abs=0.07)
+        streamed = ChatText(Parsing("", "qwen3", is_thinking=True))
+        streamed.deltas(part, False)
+        assert streamed.thoughts == text.thoughts
 
 
 def test_a_model_that_begins_thoughts_itself_has_a_budget_behind_their_mark(server: ChatServer) -> None:

@@ -234,8 +234,20 @@ class _Call:
     arguments: list[str]
 
 
+def share_of_thoughts(events: Sequence[Event], text: str, *, is_thinking: bool) -> float:
+    """How much of a part of an answer is thoughts: all where these go on behind it, else by its characters. A part may
+    hold several rounds of tokens."""
+    if is_thinking:
+        return 1.0
+    return min(1.0, sum(len(event.text) for event in events if isinstance(event, Reasoning)) / max(1, len(text)))
+
+
 class ChatText:
-    """A choice's text as the API has it: a message, or deltas of one."""
+    """A choice's text as the API has it: a message, or deltas of one.
+
+    Attributes:
+        thoughts: share of these in the last part that came.
+    """
 
     def __init__(self, parsing: Parsing) -> None:
         self._parser = ChoiceParser(parsing)
@@ -243,21 +255,22 @@ class ChatText:
         self._calls: list[_Call] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
+        self.thoughts = 0.0
 
     @property
     def has_calls(self) -> bool:
         """Whether a tool is called."""
         return bool(self._calls)
 
-    @property
-    def is_thinking(self) -> bool:
-        """Whether thoughts go on behind what came."""
-        return self._parser.is_thinking
-
     def keep(self, text: str, is_end: bool) -> None:
         """Take the next part of an answer that comes whole."""
-        for event in self._parser.feed(text, is_end):
+        for event in self._feed(text, is_end):
             self._keep(event)
+
+    def _feed(self, text: str, is_end: bool) -> list[Event]:
+        events = self._parser.feed(text, is_end)
+        self.thoughts = share_of_thoughts(events, text, is_thinking=self._parser.is_thinking)
+        return events
 
     def _keep(self, event: Event) -> None:
         if isinstance(event, CallBegin):
@@ -281,7 +294,7 @@ class ChatText:
 
     def deltas(self, text: str, is_end: bool) -> list[dict[str, Any]]:
         """The deltas of the next part, one thing in each."""
-        return [self._delta(event) for event in self._parser.feed(text, is_end)]
+        return [self._delta(event) for event in self._feed(text, is_end)]
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Text):

@@ -13,7 +13,7 @@ from launch.serve.api.openai.answers import ChatAnswer
 from launch.serve.api.openai.calls import Answering
 from launch.serve.api.openai.output.formats import TOOL_FORMATS, new_id
 from launch.serve.api.openai.output.machine import Text
-from launch.serve.api.openai.output.parsing import ChoiceParser
+from launch.serve.api.openai.output.parsing import ChoiceParser, share_of_thoughts
 from launch.serve.api.openai.responses.output import OutputItems, Told
 from launch.serve.frontend.frontend import Usage
 from launch.serve.http.answers import event
@@ -79,8 +79,8 @@ class ResponseAnswer(ChatAnswer):
         if delta.logprobs is not None:
             self._waiting += self._logprobs(delta.logprobs, ())["content"]
         events = self._parser.feed(delta.text, is_end)
-        if self._parser.is_thinking:
-            self._num_thought += len(delta.token_ids)
+        thoughts = share_of_thoughts(events, delta.text, is_thinking=self._parser.is_thinking)
+        self._num_thought += round(len(delta.token_ids) * thoughts)
         told: list[Told] = []
         for found in events:
             told += self._output.take(found, self._waiting if isinstance(found, Text) else ())
