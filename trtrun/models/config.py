@@ -21,6 +21,7 @@ from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
+from trtrun.models.installed_families import find_family
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
@@ -305,7 +306,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(
             f"'architectures' must name one of {', '.join(MODEL_FAMILIES)}, not {shorten(architectures)}"
         )
-    family: ModelFamily = MODEL_FAMILIES.get(str(architectures[0])[:200])
+    family: ModelFamily = find_family(str(architectures[0])[:200])
     values = {**family.defaults, **raw}
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)
