@@ -8,7 +8,7 @@ where it builds, because processes that only start ranks ask it, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from typing_extensions import override
@@ -370,6 +370,10 @@ class DecoderPlan(LayerPlan):
         if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.rotated is not None:
             raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's, as one tensor")
         assert norms[0] is not None and norms[1] is not None
+        usual = replace(self.attention, rope=None, scale=None, soft_cap=None, norms_add_one=False)
+        adds_one = any(norm.adds_one for norm in self.norms if norm is not None)
+        if self.attention != usual or self.mlp.activation != "silu" or adds_one:
+            raise CheckpointError(f"{self.attention.name} stands in a layer that computes in another way than Llama's")
         return OrdinaryBlocks(norms[0], self.attention, norms[1], self.mlp)
 
     @property

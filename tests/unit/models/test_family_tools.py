@@ -24,21 +24,35 @@ from trtrun.tools.quantizing.plain_layer import known_plans
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 MODULES = {
     "apertus": ("q_proj", "up_proj", "down_proj"),
+    "gemma3_text": ("q_proj", "gate_proj", "down_proj"),
+    "granite": ("v_proj", "up_proj", "down_proj"),
+    "mixtral": ("q_proj", "v_proj", "o_proj"),
     "olmo2": ("q_proj", "k_proj", "down_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
+    "qwen2_moe": ("q_proj", "k_proj", "o_proj"),
+    "qwen3_moe": ("k_proj", "o_proj"),
+    "smollm3": ("q_proj", "up_proj", "down_proj"),
 }
 """What adapters change."""
+ENDS = "TensorRT-LLM has no word for what {}ForCausalLM does at its ends"
 REFUSALS = {
     "apertus": (
         "trtrun quantize does not know layers of ApertusForCausalLM: they have a XieluMLPPlan",
         "behind model.layers.0.self_attn stands a XieluMLPPlan, which is not known",
     ),
-    "olmo2": ("trtrun quantize does not know the ends of Olmo2ForCausalLM", "whose norms are not those of Llama"),
-    "olmo3": ("trtrun quantize does not know the ends of Olmo3ForCausalLM", "whose norms are not those of Llama"),
+    "gemma3_text": ("trtrun quantize does not know the ends of Gemma3ForCausalLM", ENDS.format("Gemma3")),
+    "granite": ("trtrun quantize does not know the ends of GraniteForCausalLM", ENDS.format("Granite")),
+    "mixtral": (
+        "trtrun quantize does not know layers of MixtralForCausalLM: they have a ExpertsPlan",
+        "behind model.layers.0.self_attn stands a ExpertsPlan, which is not known",
+    ),
+    "olmo2": ("trtrun quantize does not know the ends of Olmo2ForCausalLM", ENDS.format("Olmo2")),
+    "olmo3": ("trtrun quantize does not know the ends of Olmo3ForCausalLM", ENDS.format("Olmo3")),
     "phi3": (
         "trtrun quantize does not know the fused_qkv of Phi3ForCausalLM",
         "model.layers.0.self_attn lies in its files in another way than Llama's",
     ),
+    "smollm3": ("trtrun quantize does not know the rope of SmolLM3ForCausalLM", "computes in another way than Llama's"),
 }
 """What trtrun quantize and convert say."""
 

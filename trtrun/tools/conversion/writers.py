@@ -12,6 +12,7 @@ import torch
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.layers.ends import PLAIN_ENDS
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.linear.stored.byte_layouts import Fp8Layout
 from trtrun.linear.stored.layout import stored_as
@@ -120,6 +121,8 @@ def write_ranks(source: Source, output: Path, tp_size: int, progress: Progress) 
     Raises:
         TrtrunError: the model cannot be cut so, or TensorRT-LLM has no word for what it is.
     """
+    if source.config.ends != PLAIN_ENDS:
+        raise ConfigError(f"TensorRT-LLM has no word for what {source.config.architecture} does at its ends")
     cut = [_RankPlan(source, Share(rank, tp_size)) for rank in range(tp_size)]
     plans = [rank.run() for rank in cut]
     total = sum(plan.dtype.itemsize * torch.Size(plan.shape).numel() for rank in plans for plan in rank.values())
