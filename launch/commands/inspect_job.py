@@ -47,15 +47,33 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
 
 @click.command()
 @with_config
+@click.option("--against", type=click.Choice(["transformers"]), help="Compare the target's first layers instead.")
+@click.option("--layers", "num_layers", type=click.IntRange(1), default=4, show_default=True, help="Of --against.")
+@click.option("--prompt", help="Of --against: a text; left out, 24 random tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None, as_json: bool) -> int:
+def check(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    speculation: str | None,
+    against: str | None,
+    num_layers: int,
+    prompt: str | None,
+    as_json: bool,
+) -> int:
     """Start the ranks without weights and prove that they can do the job.
 
     Every rank must be on its host, with one version of the software, its device, its model directory and enough memory;
     every link between ranks is tried with checksummed messages, and timed. Engines are read whole and compared with
     what was built. Ends within launch.check_seconds, and a second for each 100 MB of engines, and names the ranks that
     are stuck by then.
+
+    With --against transformers no ranks are started: both compute the target's first layers in float32 on the CPU, and
+    the first layer that differs is named, and which half of it.
     """
+    if against is not None:
+        from launch.jobs.check.comparison import compare_target
+
+        return compare_target(load(config_path, overrides, speculation), num_layers, prompt, as_json)
     from launch.jobs.mpi.job import Job
     from launch.jobs.mpi.start_progress import has_parent
 

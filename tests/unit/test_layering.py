@@ -134,7 +134,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.tools": (
         frozenset({"training", "quantizing", "building"}),
-        frozenset({"conversion"}),
+        frozenset({"comparing", "conversion"}),
     ),
     "trtrun.tools.training": (
         frozenset({"loop"}),

@@ -1,0 +1,1 @@
+"""Comparing a model's layers with those of another runtime."""
