@@ -140,11 +140,8 @@ def _layer(index: int, attention: AttentionPlan, mlp: MLPPlan) -> DecoderPlan:
 
 def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], num_shared: int) -> MLPPlan:
     """Experts, or in some layers a feed-forward layer that all tokens go through, as Qwen's rule has it."""
-    name, step, dense = (
-        f"model.layers.{index}.mlp",
-        read_size(values, "decoder_sparse_step"),
-        values.get("mlp_only_layers"),
-    )
+    name, dense = f"model.layers.{index}.mlp", values.get("mlp_only_layers")
+    step = read_size(values, "decoder_sparse_step")
     if dense is not None and not (isinstance(dense, list) and all(type(number) is int for number in dense)):
         raise CheckpointError(f"'mlp_only_layers' must be a list of layers, not {shorten(dense)}")
     if index in (dense or ()) or (index + 1) % step:
