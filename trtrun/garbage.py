@@ -36,11 +36,12 @@ def leave_out_what_is() -> None:
 def leaving_out_what_is() -> Iterator[None]:
     """As `leave_out_what_is`, to the end of the block, where nothing was left out before: for processes that may go on
     and make other engines."""
-    was_left_out = gc.get_freeze_count() > 0
+    was_left_out, threshold = gc.get_freeze_count() > 0, gc.get_threshold()
     leave_out_what_is()
     try:
         yield
     finally:
+        gc.set_threshold(*threshold)
         if not was_left_out:
             gc.unfreeze()
 

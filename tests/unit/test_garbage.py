@@ -58,9 +58,11 @@ def test_later_collections_are_short(before: int, behind: int) -> None:
 
 def test_the_end_of_a_block_takes_it_back() -> None:
     kept = Node()
+    gc.set_threshold(100_000, 9, 8)
     with pytest.raises(KeyError), garbage.leaving_out_what_is():
-        assert gc.get_freeze_count()
+        assert gc.get_freeze_count() and gc.get_threshold()[0] == garbage.MOST_UNCOLLECTED
         raise KeyError
+    assert gc.get_threshold() == (100_000, 9, 8)
     assert not gc.get_freeze_count() and any(it is kept for it in gc.get_objects())
 
 

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from trtrun.kernels.arguments import Activation
-
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → [rows, out]."""
 
@@ -111,6 +109,3 @@ def add_up(made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 Experts = Callable[[torch.Tensor, Choice], torch.Tensor]
 """x [tokens, hidden] and what was chosen → [tokens, hidden]."""
-
-MakeExperts = Callable[[torch.Tensor, torch.Tensor, Activation], Experts]
-"""Of gate_up [experts, 2 * features, hidden], down [experts, hidden, features], and what gates go through."""
