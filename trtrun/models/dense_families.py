@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtrun.models.config import ModelFamily, read_flag, read_window, windows_by_layer_type
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 
 def _plan_llama(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     has_bias, mlp_bias = read_flag(values, "attention_bias"), read_flag(values, "mlp_bias")
     return [
-        DecoderPlan(
-            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+        DecoderPlan.of_layer(
+            index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, qkv_bias=has_bias, output_bias=has_bias),
-            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
             GatedMLPPlan(f"model.layers.{index}.mlp", shape, has_bias=mlp_bias),
         )
         for index in range(shape.num_layers)
@@ -38,10 +37,9 @@ LLAMA = MODEL_FAMILIES.register("LlamaForCausalLM")(
 def _plan_mistral(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     window = read_window(values)
     return [
-        DecoderPlan(
-            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+        DecoderPlan.of_layer(
+            index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window),
-            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
             GatedMLPPlan(f"model.layers.{index}.mlp", shape),
         )
         for index in range(shape.num_layers)
@@ -65,10 +63,9 @@ MISTRAL = MODEL_FAMILIES.register("MistralForCausalLM")(
 
 def _plan_qwen2(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     return [
-        DecoderPlan(
-            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+        DecoderPlan.of_layer(
+            index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window, qkv_bias=True),
-            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
             GatedMLPPlan(f"model.layers.{index}.mlp", shape),
         )
         for index, window in enumerate(windows_by_layer_type(values))
@@ -93,10 +90,9 @@ QWEN2 = MODEL_FAMILIES.register("Qwen2ForCausalLM")(
 def _plan_qwen3(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     has_bias = read_flag(values, "attention_bias")
     return [
-        DecoderPlan(
-            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+        DecoderPlan.of_layer(
+            index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window, has_bias, has_bias, head_norm=True),
-            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
             GatedMLPPlan(f"model.layers.{index}.mlp", shape),
         )
         for index, window in enumerate(windows_by_layer_type(values))

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtrun.layers.ends import ModelEnds
 from trtrun.models.config import ModelFamily, read_flag
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape
 from trtrun.models.rope_config import read_number
 from trtrun.registry import MODEL_FAMILIES
 
@@ -16,10 +16,9 @@ def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[Layer
     has_bias, mlp_bias = read_flag(values, "attention_bias"), read_flag(values, "mlp_bias")
     scale, factor = read_number(values, "attention_multiplier"), read_number(values, "residual_multiplier")
     return [
-        DecoderPlan(
-            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+        DecoderPlan.of_layer(
+            index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, None, has_bias, has_bias, scale=scale),
-            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
             GatedMLPPlan(f"model.layers.{index}.mlp", shape, has_bias=mlp_bias),
             residual_factor=factor,
         )

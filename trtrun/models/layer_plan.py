@@ -352,6 +352,14 @@ class DecoderPlan(LayerPlan):
     mlp_output_norm: NormPlan | None = None
     residual_factor: float = 1.0
 
+    @classmethod
+    def of_layer(cls, index: int, attention: AttentionPlan, mlp: MLPPlan, residual_factor: float = 1.0) -> DecoderPlan:
+        """The layer `index` with Llama's norms, under their usual names, in front of both halves."""
+        shape = attention.shape
+        names = (f"model.layers.{index}.{name}" for name in ("input_layernorm", "post_attention_layernorm"))
+        input_norm, behind = (NormPlan(name, shape.hidden_size, shape.rms_norm_eps) for name in names)
+        return cls(input_norm, attention, behind, mlp, residual_factor=residual_factor)
+
     @property
     def ordinary(self) -> OrdinaryBlocks:
         """The blocks, for who knows layers like Llama's alone.

@@ -15,7 +15,6 @@ from trtrun.models.layer_plan import (
     LayerPlan,
     MLPPlan,
     ModelShape,
-    NormPlan,
 )
 from trtrun.registry import MODEL_FAMILIES
 
@@ -34,7 +33,7 @@ def _read_experts(values: Mapping[str, Any]) -> tuple[int, int]:
 def _plan_mixtral(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     window, (count, chosen) = read_window(values), _read_experts(values)
     return [
-        _layer(
+        DecoderPlan.of_layer(
             index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window),
             ExpertsPlan(
@@ -66,7 +65,7 @@ MIXTRAL = MODEL_FAMILIES.register("MixtralForCausalLM")(
 def _plan_qwen2_moe(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
     shared, has_bias = read_size(values, "shared_expert_intermediate_size"), read_flag(values, "qkv_bias")
     return [
-        _layer(
+        DecoderPlan.of_layer(
             index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window, qkv_bias=has_bias),
             _plan_mlp(index, shape, values, shared),
@@ -100,7 +99,7 @@ def _plan_qwen3_moe(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[La
     has_bias = read_flag(values, "attention_bias")
     window = read_window(values) if read_flag(values, "use_sliding_window") else None
     return [
-        _layer(
+        DecoderPlan.of_layer(
             index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window, has_bias, has_bias, head_norm=True),
             _plan_mlp(index, shape, values, 0),
@@ -126,16 +125,6 @@ QWEN3_MOE = MODEL_FAMILIES.register("Qwen3MoeForCausalLM")(
         model_type="qwen3_moe",
     )
 )
-
-
-def _layer(index: int, attention: AttentionPlan, mlp: MLPPlan) -> DecoderPlan:
-    size, eps = attention.shape.hidden_size, attention.shape.rms_norm_eps
-    return DecoderPlan(
-        NormPlan(f"model.layers.{index}.input_layernorm", size, eps),
-        attention,
-        NormPlan(f"model.layers.{index}.post_attention_layernorm", size, eps),
-        mlp,
-    )
 
 
 def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], num_shared: int) -> MLPPlan:

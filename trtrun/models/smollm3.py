@@ -8,7 +8,7 @@ from typing import Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.layers.rope import NO_ROTATION
 from trtrun.models.config import FULL, SLIDING, ModelFamily, read_flag, read_layer_types, read_window
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 
@@ -18,8 +18,8 @@ def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[Layer
     window = read_window(values) if read_flag(values, "use_sliding_window") else None
     kinds = read_layer_types(values, [FULL if does else SLIDING for does in rotates])
     return [
-        DecoderPlan(
-            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+        DecoderPlan.of_layer(
+            index,
             AttentionPlan(
                 f"model.layers.{index}.self_attn",
                 shape,
@@ -28,7 +28,6 @@ def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[Layer
                 has_bias,
                 rope=None if rotates[index] else NO_ROTATION,
             ),
-            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
             GatedMLPPlan(f"model.layers.{index}.mlp", shape, has_bias=mlp_bias),
         )
         for index in range(shape.num_layers)
