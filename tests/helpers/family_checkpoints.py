@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,8 @@ def write_family(
             embedding.copy_(torch.randn(embedding.shape, generator=generator))
     model.to(dtype).save_pretrained(path, save_original_format=old_names)
     return path
+
+
+if __name__ == "__main__":
+    for name in (*FAMILIES, *NESTED):
+        print(write_family(Path(sys.argv[1]) / name, name, seed=3, dtype=torch.bfloat16))
