@@ -34,6 +34,7 @@ from trtrun.kernels.torch import fp8
 from trtrun.kernels.torch.integers import quantize_int8
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.specs import like_layers
 from trtrun.kvcache.store import KVStore
 
 STREAMED_BYTES = 400_000_000
@@ -102,7 +103,7 @@ def time_attention(queries: int, context: int, repeats: int, dtype: torch.dtype)
     angles = (torch.rand(2, queries, 1, HEAD_DIM) * 2 - 1).to(dtype).unbind()
     calls = {}
     for name, backend in (("own", NativeAttention(HEAD_DIM, dtype)), ("torch", GatherAttention())):
-        layer = KVStore(1, blocks + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype, torch.device("cpu")).layer(0)
+        layer = KVStore(like_layers(1, KV_HEADS, HEAD_DIM), blocks + 1, BLOCK_SIZE, dtype, torch.device("cpu")).layer(0)
         batch = AttentionBatch([AttentionSegment(0, 1, queries, tables, positions)], BLOCK_SIZE)
         calls[name] = lambda backend=backend, layer=layer, batch=batch: [
             backend.forward(AttentionCall(query_key, value, angles, layer, batch, 0.125, None)) for _ in range(10)

@@ -64,8 +64,7 @@ def make_drafter(
     first, vocab = num_blocks, model.config.vocab_size
     # A guess may begin at the last place of a block and writes draft_len tokens.
     space = GuessSpace(guesses, MAX_ROWS, first, -(-(block_size - 1 + draft_len) // block_size))
-    shape = (model.config.num_layers, first + space.num_blocks, model.kv_heads, block_size, model.config.head_dim)
-    store = KVStore(*shape, torch.float32, CPU)
+    store = KVStore(model.keeps, first + space.num_blocks, block_size, torch.float32, CPU)
     rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
     engine = Engine(model, store, rows, EngineShape(most_masked=0 if mask_token is None else draft_len))
     return AheadDrafter(engine, vocab, draft_len, use_logits, space, guess_steps, mask_token)

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from parallel.sharding import column_range
-from trtrun.kvcache.segments import AttentionBatch
+from trtrun.kvcache.specs import LayerSpecs
+from trtrun.kvcache.store import LayerCache
 from trtrun.layers.decoder_layer import Attention, RMSNorm, RowParallelLinear
 from trtrun.linear.layer import Linear
 from trtrun.models.config import ModelFamily, read_model_config, read_window
@@ -109,6 +110,9 @@ class FourNormsPlan:
         held = 8 * hidden + self.attention.token_numbers(share) + 2 * features
         return held * item_bytes + 3 * max(hidden, self.attention.token_numbers(share)) * 4
 
+    def keeps(self, share: Share) -> LayerSpecs:
+        return (self.attention.keeps(share),)
+
     def build(self, reader: WeightReader) -> FourNormsLayer:
         norms = [norm.build(reader) for norm in self.norms]
         return FourNormsLayer(*norms, self.attention.build(reader), self.mlp.build(reader))
@@ -128,11 +132,10 @@ class FourNormsLayer:
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
         angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         normed = self.before_attention(hidden) if delta is None else self.before_attention.add(hidden, delta)
-        return self.attention(normed, angles, batch, store_layer)
+        return self.attention(normed, angles, cache)
 
     def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         delta = self.behind_attention(self.attention.output(attended))

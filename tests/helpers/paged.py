@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.configuration.engine_sections import LoadFormat
 from trtrun.kvcache.formats import choose_format
+from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import LoadReport, load_model
@@ -125,7 +127,9 @@ class PagedModel:
         config = self.models[0].config
         made = choose_format(kv_format, config.kv_scheme)
         self.stores = [
-            KVStore(config.num_layers, num_blocks, model.kv_heads, block_size, config.head_dim, dtype, device, made)
+            KVStore(
+                model.keeps, num_blocks, block_size, dtype, device, made, state_space=StateSpace(num_blocks, 8, True)
+            )
             for model in self.models
         ]
         self.block_size = block_size
@@ -176,6 +180,8 @@ class PagedModel:
         table = self._tables.setdefault(row, [])
         while len(table) * self.block_size < length:
             table.append(self._free.pop())
+            for store in self.stores:
+                store.announce(np.array([[row, len(table) - 1, table[-1]]]))
         return table
 
 

@@ -81,7 +81,7 @@ def test_a_kv_format_is_a_class_and_a_name(tmp_path: Path, dtype: str) -> None:
     with own_kv_format():
         for model, speculation in ((None, {}), (draft, {"draft_len": 3}), (None, ngram)):
             with make_llm(target, model, speculation=speculation, dtype=dtype, **sections) as llm:
-                store = llm.engine.orchestrator._ranks._worker.target._store.data  # type: ignore[attr-defined]
+                store = next(llm.engine.orchestrator._ranks._worker.target._store.parts())[0]  # type: ignore[attr-defined]
                 for _ in range(2):
                     outputs = llm.generate(prompts, sampling)
                     found.append(tokens_of(outputs))

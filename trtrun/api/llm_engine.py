@@ -121,12 +121,14 @@ class LLMEngine:
         if config.translates_drafts:
             draft_context = None  # its store follows texts by itself, in tokens of its own
         context = target_context(config, model)
+        has_states = any(one is not None and one.layers_with_states for one in (model, draft_model))
         limits = replace(
             SchedulerLimits.of(config, context, draft_context, started.num_blocks),
             prompt_tile=tile_width(model, len(config.target.devices), config.target.devices[0]),
             drafts_in_parallel=spec.models.mask_token is not None,
             most_chunk=most_chunk(config, model, draft_model),
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
+            enable_block_reuse=config.kv_cache.enable_block_reuse and not has_states,
             has_longer_context=context < model.max_position_embeddings,
         )
         return cls(config, started, model, limits, tokenizer, sampling)

@@ -76,12 +76,18 @@ class Engine:
         return min(self.rows.token_ids.shape[1], self._model.config.max_position_embeddings)
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
-        """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64."""
+        """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64. What
+        else is kept of the rows that write to `target` becomes that of those that write to `source`."""
         self._model.copy_tokens(self._store, source, target, offset)
+        if self._store.states is not None:
+            self._store.states.fork(source, target)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64, and what else is kept of the rows
+        that write there."""
         copy_blocks(self._store, source, target)
+        if self._store.states is not None:
+            self._store.states.fork(source, target)
 
     @property
     def has_trees(self) -> bool:
@@ -127,6 +133,8 @@ class Engine:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
         self._store.announce(plan.block_updates)
+        if self._store.states is not None:
+            self._store.states.begin([admission.row for admission in plan.admissions])
         if self._store.slots is not None and plan.admissions:
             announce_slots(self._store.slots, plan, self._forwards.paths)
         if self._model.has_overflowed:

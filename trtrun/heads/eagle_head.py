@@ -18,7 +18,7 @@ import torch
 
 from trtrun.heads.decoder_head import DecoderHead, HeadParts
 from trtrun.kvcache.segments import AttentionBatch
-from trtrun.kvcache.store import KVStore
+from trtrun.kvcache.store import KVStore, LayerCache
 from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
 from trtrun.linear.layer import Linear
 from trtrun.tensors import inference
@@ -32,8 +32,7 @@ class FirstLayer(Protocol):
         embedded: torch.Tensor,
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
+        cache: LayerCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and hidden states, [n, hidden] each, of which the latter may be overwritten → the residual stream,
         and what is left to add to it; writing the tokens' keys and values."""
@@ -56,12 +55,11 @@ class JoinedLayer:
         embedded: torch.Tensor,
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
+        cache: LayerCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stream = self.fc(torch.cat((embedded, hidden), dim=1))
         read = stream if self.input_norm is None else self.input_norm(stream)
-        attended = self.attention(read, angles, batch, store_layer)
+        attended = self.attention(read, angles, cache)
         return stream, self.mlp(self.post_attention_norm.add(stream, self.attention.output(attended)))
 
 
@@ -81,12 +79,11 @@ class FusedLayer:
         embedded: torch.Tensor,
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
+        cache: LayerCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_norm(embedded), normed), dim=1)
-        attended = self.attention(both, angles, batch, store_layer)
+        attended = self.attention(both, angles, cache)
         stream = normed if self.norm_before_residual else hidden
         return stream, self.mlp(self.post_attention_norm.add(stream, self.attention.output(attended)))
 
@@ -169,9 +166,10 @@ class EagleHead(DecoderHead):
             [n, hidden], equal on all ranks: what `logits` and the next step take.
         """
         angles = self._angles(positions, attention)
-        stream, delta = self._first(self._embedding(tokens), hidden, angles, attention, store.layer(0))
-        for index, layer in enumerate(self._layers):
-            attended = layer.attend(stream, delta, angles, attention, store.layer(1 + index))
+        first, *others = store.of_layers(attention)
+        stream, delta = self._first(self._embedding(tokens), hidden, angles, first)
+        for layer, cache in zip(self._layers, others, strict=True):
+            attended = layer.attend(stream, delta, angles, cache)
             delta = layer.feed_forward(stream, attended)
         normed = stream.add_(delta) if self._final_norm is None else self._final_norm.add(stream, delta)
         self._note(stream)

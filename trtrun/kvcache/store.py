@@ -1,4 +1,5 @@
-"""The key and value tensors of one engine rank, in blocks; for layers with a sliding window, in rings of blocks.
+"""What the layers of one engine rank keep, as their plans say: keys and values in blocks, for layers with a sliding
+window in rings of blocks; and states of rows (row_states.py).
 
 A ring is as long as the window and what a round may write beside it. Block c of a row lies at place c modulo the ring's
 length, over what fell out of the window: so nothing is ever given back, and what a layer needs does not grow with the
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.formats import PLAIN, KVFormat
+from trtrun.kvcache.row_states import LayerStates, RowStates, StateBatch, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, BlockSlots
+from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, paged_of, state_of
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,26 @@ class Rings:
 _LINE_BYTES = 64
 
 
+class LayerCache(NamedTuple):
+    """What one layer keeps, for the tokens of one forward.
+
+    Attributes:
+        batch: the segments, with the tables of this layer's blocks.
+        keys_and_values: [2, blocks, kv_heads, block, head] as the format has it; no numbers where the layer keeps none.
+        states: of the layer; None where it keeps none.
+        state_batch: where the states of the segments' rows stand; None where no layer keeps any.
+    """
+
+    batch: AttentionBatch
+    keys_and_values: torch.Tensor
+    states: LayerStates | None = None
+    state_batch: StateBatch | None = None
+
+
 class KVStore:
-    """Keys and values of all layers: one tensor [layers, 2, blocks, kv_heads, block, head], where the last dimension is
-    what the format makes of a head; and where layers with a window have rings, another one of these layers.
+    """Keys and values of all layers that keep any: for layers of one shape one tensor [layers, 2, blocks, kv_heads,
+    block, head], where the last dimension is what the format makes of a head; and where layers with a window have
+    rings, another one of these layers. Beside them the states of rows, where layers keep such.
 
     A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
     tiles. How tokens lie inside a tile is the attention backend's business. The tensor is made of zeros, never of
@@ -88,73 +109,79 @@ class KVStore:
 
     Attributes:
         slots: with which adapter each block is made; None where there are no adapters.
+        states: of rows; None where no layer keeps any.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        layers: Sequence[LayerSpecs],
         num_blocks: int,
-        kv_heads: int,
         block_size: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         kv_format: KVFormat = PLAIN,
         ring_space: RingSpace | None = None,
         num_row_blocks: int | None = None,
         *,
+        state_space: StateSpace | None = None,
         has_adapters: bool = False,
     ) -> None:
         """Allocate `num_blocks` blocks, the null block included.
 
         Args:
-            num_layers: layers of the model.
+            layers: of each layer of the model what it keeps.
             num_blocks: blocks in all; block 0 is the null block.
-            kv_heads: KV heads that this rank holds.
             block_size: tokens a block.
-            head_dim: numbers a head.
             dtype: of the model's keys and values.
             device: where the store lives.
             kv_format: how they are kept.
             ring_space: of layers with a window; None where these are as the others.
             num_row_blocks: see Rings.
+            state_space: of rows with states; needed where a layer keeps any.
             has_adapters: whether blocks may be made with adapters.
         """
         self.num_blocks = num_blocks
-        self.kv_heads = kv_heads
         self.block_size = block_size
-        self.head_dim = head_dim
-        width, stored_dtype = kv_format.stored(head_dim, dtype)
-
-        def zeros(layers: int, blocks: int) -> torch.Tensor:
-            shape = (layers, 2, blocks, kv_heads, block_size, width)
-            return _zeros(shape, stored_dtype, device)
-
-        windowed = (False,) * num_layers if ring_space is None else ring_space.layers
+        self.device = device
+        windowed = (False,) * len(layers) if ring_space is None else ring_space.layers
         self._windowed = windowed
-        self.data = zeros(windowed.count(False), num_blocks)
         self._rings: Rings | None = None
-        layers = [iter(self.data.unbind()), iter(())]
-        self._in_rings = self.data[:0]
         if ring_space is not None:
             self._rings = Rings(ring_space, num_blocks, num_row_blocks or num_blocks, device)
-            self._in_rings = zeros(windowed.count(True), self._rings.num_places)
-            layers[1] = iter(self._in_rings.unbind())
+        self._data: list[tuple[torch.Tensor, bool]] = []
+        self._layers = [torch.zeros(0, device=device)] * len(layers)
+        alike: dict[tuple[PagedKeysAndValues, bool], list[int]] = {}
+        for index, specs in enumerate(layers):
+            if (paged := paged_of(specs)) is not None:
+                alike.setdefault((replace(paged, window=None), windowed[index]), []).append(index)
+        for (paged, in_rings), members in alike.items():
+            blocks = self._rings.num_places if self._rings is not None and in_rings else num_blocks
+            width, stored_dtype = kv_format.stored(paged.head_dim, dtype)
+            shape = (len(members), 2, blocks, paged.kv_heads, block_size, width)
+            data = _zeros(shape, stored_dtype, device)
+            self._data.append((data, in_rings))
+            for index, layer in zip(members, data.unbind(), strict=True):
+                self._layers[index] = layer
         self.slots = BlockSlots(num_blocks, device) if has_adapters else None
-        self._layers = [next(layers[is_windowed]) for is_windowed in windowed]
+        states = {index: spec for index, specs in enumerate(layers) if (spec := state_of(specs)) is not None}
+        self.states: RowStates | None = None
+        if states:
+            assert state_space is not None, "layers keep states"
+            self.states = RowStates(states, state_space, num_blocks, device)
+        of_layers = self.states.layers if self.states is not None else {}
+        self._states = [of_layers.get(index) for index in range(len(layers))]
 
     @staticmethod
     def bytes_per_block(
-        num_layers: int,
-        kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        kv_format: KVFormat = PLAIN,
+        layers: Sequence[LayerSpecs], block_size: int, dtype: torch.dtype, kv_format: KVFormat = PLAIN
     ) -> int:
         """Bytes of one block over all layers, keys and values."""
-        width, stored_dtype = kv_format.stored(head_dim, dtype)
-        return num_layers * 2 * kv_heads * block_size * width * stored_dtype.itemsize
+        found = 0
+        for specs in layers:
+            if (paged := paged_of(specs)) is not None:
+                width, stored_dtype = kv_format.stored(paged.head_dim, dtype)
+                found += 2 * paged.kv_heads * block_size * width * stored_dtype.itemsize
+        return found
 
     def commit(self, num_blocks: int) -> None:
         """Have the system back the first `num_blocks` blocks with memory now rather than at their first write.
@@ -162,19 +189,26 @@ class KVStore:
         Blocks are handed out from the first on, and a first write may wait for a huge page to be cleared: 5 ms were
         measured on a virtual machine, five times in a request of 340 ms. Zeroes the blocks; call it before use.
         """
-        self.data[:, :, :num_blocks].zero_()
+        for data, in_rings in self._data:
+            if not in_rings:
+                data[:, :, :num_blocks].zero_()
 
     def announce(self, updates: np.ndarray) -> None:
         """Take in the blocks that a plan gives to rows, before anything is written there; see `Rings.announce`."""
         if self._rings is not None:
             self._rings.announce(updates)
+        if self.states is not None:
+            self.states.announce(updates)
 
-    def batches(self, batch: AttentionBatch) -> Sequence[AttentionBatch]:
-        """The batch that each layer attends with: with the tables of its blocks, or of their places in rings."""
-        if self._rings is None:
-            return (batch,) * len(self._windowed)
-        in_rings = batch.with_tables(self._rings.places)
-        return [in_rings if is_windowed else batch for is_windowed in self._windowed]
+    def of_layers(self, batch: AttentionBatch) -> Sequence[LayerCache]:
+        """What each layer keeps, for a forward that begins: with the tables of its blocks, or of their places in
+        rings."""
+        in_rings = batch if self._rings is None else batch.with_tables(self._rings.places)
+        states = None if self.states is None else self.states.of_batch(batch)
+        return [
+            LayerCache(in_rings if is_windowed else batch, data, of_layer, states)
+            for is_windowed, data, of_layer in zip(self._windowed, self._layers, self._states, strict=True)
+        ]
 
     def slots_of(self, batch: AttentionBatch) -> torch.Tensor:
         """[tokens] int64: the adapter's slot of each token of a batch, where blocks may be made with adapters."""
@@ -183,10 +217,11 @@ class KVStore:
 
     def parts(self, *blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """The tensors that hold keys and values, each with the places in it of `blocks` [n] int64."""
-        if self.data.numel():
-            yield self.data, *blocks
-        if self._rings is not None:
-            yield self._in_rings, *(self._rings.places(one) for one in blocks)
+        for data, in_rings in self._data:
+            places = blocks
+            if self._rings is not None and in_rings:
+                places = tuple(self._rings.places(one) for one in blocks)
+            yield data, *places
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero some blocks, and the null block with them.
@@ -194,13 +229,15 @@ class KVStore:
         What attention does not see is multiplied by 0, so that it must be finite; a row whose numbers overflowed leaves
         infinities and NaN behind.
         """
-        for data, places in self.parts(torch.tensor([NULL_BLOCK, *blocks], device=self.data.device)):
+        cleared = torch.tensor([NULL_BLOCK, *blocks], device=self.device)
+        for data, places in self.parts(cleared):
             data.index_fill_(2, places, 0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole store."""
-        return sum(data.numel() * data.element_size() for data in (self.data, self._in_rings))
+        paged = sum(data.numel() * data.element_size() for data, _ in self._data)
+        return paged + (0 if self.states is None else self.states.num_bytes)
 
     def layer(self, index: int) -> torch.Tensor:
         """Keys, then values of one layer: a view [2, blocks, kv_heads, block, head]."""

@@ -16,7 +16,7 @@ from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attend
 from trtrun.kernels.arguments import Activation, Activations, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.chooser import operations_of
-from trtrun.kvcache.segments import AttentionBatch
+from trtrun.kvcache.store import LayerCache
 from trtrun.linear.layer import Linear
 
 
@@ -91,8 +91,7 @@ class Attention:
         self,
         x: Activations,
         angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         """x [tokens, hidden], normalised → [tokens, this rank's heads * head_dim], for `output`."""
         fused = self.qkv(x)
@@ -101,7 +100,15 @@ class Attention:
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
         call = AttentionCall(
-            query_key, value, angles, store_layer, batch, self.scale, self.window, self.kv_scales, self.soft_cap
+            query_key,
+            value,
+            angles,
+            cache.keys_and_values,
+            cache.batch,
+            self.scale,
+            self.window,
+            self.kv_scales,
+            self.soft_cap,
         )
         return attend(self.backend, call).flatten(1)
 
@@ -197,11 +204,10 @@ class DecoderLayer:
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
         angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         normed = _normalise(self.input_norm, hidden, delta, self.attention.takes_rounded_rows)
-        return self.attention(normed, angles, batch, store_layer)
+        return self.attention(normed, angles, cache)
 
     def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         delta = self._added(self.attention.output(attended), self.attention_output_norm)

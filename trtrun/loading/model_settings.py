@@ -99,6 +99,28 @@ def mask_token(config: RuntimeConfig, draft: ModelConfig | None) -> int | None:
     return draft.mask_token
 
 
+def check_states(config: RuntimeConfig, target: ModelConfig, draft: ModelConfig | None) -> None:
+    """Raise ConfigError where layers of a model keep states of rows, and the job asks for what these cannot do."""
+    engines = (("target", target, config.target), ("draft", draft, config.draft))
+    for role, model, section in engines:
+        layers = () if model is None else model.layers_with_states
+        if not layers or section is None:
+            continue
+        told = f"the {role} has {len(layers)} layers that keep a state of each row in place of keys and values"
+        if any(device.rpartition("/")[2].startswith("cuda") for device in section.devices):
+            raise ConfigError(f"{told}: there is no kernel for these on GPUs yet; use CPU slots")
+        if role == "target" and config.max_paths > 1:
+            raise ConfigError(
+                f"{told}: it cannot verify draft trees, which would need one for each path; set "
+                f"speculation.{config.speculation.tree_key} so that drafts are chains"
+            )
+        if role == "draft" and config.translates_drafts:
+            raise ConfigError(
+                f"{told}: a draft with a tokenizer of its own cannot have these, as its texts change where words join; "
+                "take a draft of the target's vocabulary"
+            )
+
+
 @dataclass(frozen=True)
 class JobModels:
     """What config.json says of the models of a job, and what follows from it for all ranks.
@@ -120,8 +142,9 @@ class JobModels:
         """The models of a configuration.
 
         Raises:
-            ConfigError: see `row_context` and `mask_token`.
+            ConfigError: see `row_context`, `mask_token` and `check_states`.
         """
+        check_states(config, target, draft)
         return cls(target, draft, row_context(config, target), mask_token(config, draft))
 
     def of_role(self, role: str) -> ModelConfig:

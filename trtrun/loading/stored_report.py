@@ -87,11 +87,8 @@ def describe_kept(config: ModelConfig, kv_dtype: str, share: Share, dtype: torch
         if scheme is None or made is not choose_format("plain"):
             return None
         return f"keys and values are kept plain, though the checkpoint was made for {scheme.dtype}"
-    heads = len(config.keys.units(share))
-    token, plain = (
-        KVStore.bytes_per_block(config.num_layers, heads, 1, config.head_dim, dtype, kept)
-        for kept in (made, choose_format("plain"))
-    )
+    layers = config.keeps(share)
+    token, plain = (KVStore.bytes_per_block(layers, 1, dtype, kept) for kept in (made, choose_format("plain")))
     whose = "the checkpoint's scales" if made.has_layer_scales else "a scale for each token and head"
     where = "" if device_type in made.kernels else "; no kernel reads them here: attention is plain torch, and slower"
     beside = f"{format_bytes(token)} a token on a rank in place of {format_bytes(plain)}"

@@ -18,6 +18,7 @@ from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
+from trtrun.kvcache.specs import state_of
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
@@ -27,6 +28,7 @@ from trtrun.memory.spaces import (
     head_space,
     path_space,
     ring_space,
+    state_space,
 )
 from trtrun.memory.working_memory import EngineForm, RoundShape, head_rank_bytes, working_bytes
 from trtrun.models.config import ModelConfig
@@ -121,7 +123,7 @@ def engine_working_bytes(
     heads_here = heads
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     shape = config, model, len(section.devices), dtype
-    beside = blocks * _kv_bytes(*shape, model.num_layers) + kv_bytes_in_rings(*shape)
+    beside = blocks * _kv_bytes(*shape) + kv_bytes_in_rings(*shape) + state_bytes(config, models, role)
     space = adapter_space(config, role)
     if space is not None:
         lines = config.scheduler.max_num_tokens
@@ -241,8 +243,7 @@ def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, d
         ConfigError: kv_cache.dtype is unknown.
     """
     space = ring_space(config, model)
-    layers = model.num_layers if space is None else space.layers.count(False)
-    return _kv_bytes(config, model, tp_size, dtype, layers)
+    return _kv_bytes(config, model, tp_size, dtype, None if space is None else [not one for one in space.layers])
 
 
 def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
@@ -250,10 +251,26 @@ def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dt
     space = ring_space(config, model)
     if space is None:
         return 0
-    return space.num_blocks * _kv_bytes(config, model, tp_size, dtype, space.layers.count(True))
+    return space.num_blocks * _kv_bytes(config, model, tp_size, dtype, space.layers)
 
 
-def _kv_bytes(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype, layers: int) -> int:
-    """Bytes of one block, in so many layers."""
-    kv_heads, size = max(1, model.num_kv_heads // tp_size), config.kv_cache.block_size
-    return KVStore.bytes_per_block(layers, kv_heads, size, model.head_dim, dtype, kv_format_of(config, model))
+def state_bytes(config: RuntimeConfig, models: JobModels, role: str) -> int:
+    """Bytes of the states that layers of an engine keep of rows, on one of its ranks; 0 where none does."""
+    section = config.draft if role == "draft" else config.target
+    assert section is not None, "the job has no draft model"
+    kept = [state_of(specs) for specs in models.of_role(role).keeps(Share(0, len(section.devices)))]
+    return state_space(config, models, role, 0).num_bytes([spec for spec in kept if spec is not None])
+
+
+def _kv_bytes(
+    config: RuntimeConfig,
+    model: ModelShape,
+    tp_size: int,
+    dtype: torch.dtype,
+    counted: Sequence[bool] | None = None,
+) -> int:
+    """Bytes of one block, in the layers that are `counted`; in all with None."""
+    layers, size = model.keeps(Share(0, tp_size)), config.kv_cache.block_size
+    if counted is not None:
+        layers = [specs for specs, is_counted in zip(layers, counted, strict=True) if is_counted]
+    return KVStore.bytes_per_block(layers, size, dtype, kv_format_of(config, model))

@@ -11,9 +11,11 @@ from __future__ import annotations
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.heads.head_rows import HeadSpace
+from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import RingSpace
 from trtrun.linear.layer import AdapterSpace
+from trtrun.loading.model_settings import JobModels
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
@@ -76,6 +78,24 @@ def describe_rings(config: RuntimeConfig, model: ModelConfig) -> str | None:
     return (
         f"{space.layers.count(True)} of {len(space.layers)} layers have windows, and keep {kept} tokens of each row; "
         f"prompts are read in chunks of {chunk}"
+    )
+
+
+def state_space(config: RuntimeConfig, models: JobModels, role: str, num_blocks: int) -> StateSpace:
+    """The rows that may have states in an engine's layers, and how far behind their newest tokens these stay; rows
+    write to the `num_blocks` blocks that both engines have.
+
+    A target's forward begins with a row's newest token, behind which it may verify a draft. A draft engine feeds again
+    what it may have fed before, and goes on behind tokens that no verdict has reached.
+    """
+    verified, rows = config.draft_len + 1, config.scheduler.max_batch_size
+    if role == "target":
+        return StateSpace(rows, verified, begins_at_newest=True)
+    fed = most_catch_up(config.draft_len, drafts_in_parallel=models.mask_token is not None)
+    guesses = guess_space(config, num_blocks)
+    blocks = [list(guesses.blocks(index)) for index in range(guesses.most_guesses)]
+    return StateSpace(
+        rows + len(blocks), fed + 2 * verified * (1 + config.plans_ahead), begins_at_newest=False, guess_blocks=blocks
     )
 
 

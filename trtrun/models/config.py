@@ -14,9 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.errors import CheckpointError, TrtrunError, shorten, wrap_errors
 from trtrun.kvcache.formats import KVScheme
+from trtrun.kvcache.specs import LayerSpecs, paged_of, state_of
 from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
@@ -28,7 +31,7 @@ from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
 from trtrun.weights.quantization_config import find_section, read_kv_scheme, read_quantization
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
-from trtrun.weights.weight import Axis, StoredTensor, Weight
+from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 
 _MOST = {
     "vocab_size": 2**24,
@@ -112,9 +115,18 @@ class ModelConfig(ModelShape):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, in tokens; None where it sees all, or where its plan does not say."""
-        attention = (getattr(layer, "attention", None) for layer in self.layers)
-        return tuple(getattr(it, "window", None) for it in attention)
+        """The sliding window of each layer, in tokens; None where it sees all, or keeps no keys."""
+        kept = (paged_of(layer.keeps(Share(0, 1))) for layer in self.layers)
+        return tuple(None if paged is None else paged.window for paged in kept)
+
+    @override
+    def keeps(self, share: Share) -> Sequence[LayerSpecs]:
+        return [layer.keeps(share) for layer in self.layers]
+
+    @property
+    def layers_with_states(self) -> tuple[int, ...]:
+        """Indices of layers that keep a state of each row."""
+        return tuple(index for index, specs in enumerate(self.keeps(Share(0, 1))) if state_of(specs) is not None)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -83,7 +83,7 @@ class CausalLM:
     Attributes:
         config: shapes of the whole model.
         dtype, device: of weights and activations.
-        kv_heads: KV heads that this rank holds, for its KVStore.
+        keeps: what this rank keeps of rows for each layer, in its KVStore.
         prompt_width: queries of the rows that prompts are best cut into; None where each is best one row.
         adapted: its layers that may have adapters; None where none may.
         has_like_layers: whether all layers run the same kernels.
@@ -110,8 +110,10 @@ class CausalLM:
         self.config = config
         self.dtype = embedding.weight.dtype
         self.device = embedding.weight.device
-        heads, self.kv_heads = len(config.queries.units(share)), len(config.keys.units(share))
-        self.prompt_width = prompt_width(attention.tile, heads, self.kv_heads)
+        self.keeps = config.keeps(share)
+        self.prompt_width = prompt_width(
+            attention.tile, len(config.queries.units(share)), len(config.keys.units(share))
+        )
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
@@ -182,12 +184,12 @@ class CausalLM:
         delta = None
         behind_layers = len(self._layers)
         reads_end = taps is not None and taps.read_from(behind_layers)
-        batches = store.batches(attention)
+        caches = store.of_layers(attention)
         if self.adapted is not None:
             self.adapted.begin(store.slots_of(attention))
         for index, layer in enumerate(self._layers):
             of_layer = angles[self._rotary_of_layer[index]]
-            attended = layer.attend(hidden, delta, of_layer, batches[index], store.layer(index))
+            attended = layer.attend(hidden, delta, of_layer, caches[index])
             if taps is not None:
                 taps.keep(index, hidden)  # what the layer before left to add is in it by now
             if index == behind_layers - 1:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from parallel.sharding import column_range, kv_heads_for_rank, query_heads_for_rank
 from trtrun.errors import CheckpointError
+from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, like_layers
 from trtrun.layers.rope import RopeConfig, order_of_rotated
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kvcache.segments import AttentionBatch
+    from trtrun.kvcache.store import LayerCache
     from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
     from trtrun.weights.weight_reader import WeightReader
 
@@ -53,6 +54,10 @@ class ModelShape:
         """Features of all heads of keys, or of values. Neighbouring ranks hold the same where there are few heads."""
         return Axis(self.num_kv_heads, kv_heads_for_rank, self.head_dim)
 
+    def keeps(self, share: Share) -> Sequence[LayerSpecs]:
+        """What a rank keeps of rows for each layer."""
+        return like_layers(self.num_layers, len(self.keys.units(share)), self.head_dim)
+
 
 class Layer(Protocol):
     """One layer on one rank. Between its two halves tokens may be left out whose result nobody wants.
@@ -65,20 +70,18 @@ class Layer(Protocol):
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
         angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
-        """The layer up to its attention, writing the tokens' keys and values.
+        """The layer up to its attention, or what it has in its place, writing what it keeps of the tokens.
 
         Args:
             hidden: [tokens, hidden], the residual stream, to which `delta` is added in place.
             delta: what the layer before left to add to it; None at the first.
             angles: of rotary position embedding.
-            batch: the segments.
-            store_layer: keys and values of this layer.
+            cache: what this layer keeps, and the segments.
 
         Returns:
-            [tokens, this rank's heads * head_dim], for `feed_forward`.
+            [tokens, features], for `feed_forward`: of attention this rank's heads * head_dim.
         """
         ...
 
@@ -87,7 +90,7 @@ class Layer(Protocol):
 
         Args:
             hidden: [n, hidden], the residual stream, which is overwritten.
-            attended: [n, this rank's heads * head_dim], contiguous, of the same tokens.
+            attended: [n, features], contiguous, of the same tokens.
 
         Returns:
             [n, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation.
@@ -104,6 +107,10 @@ class LayerPlan(Protocol):
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """Upper bound of what a rank holds of a token in the layer at once, in activations of `item_bytes` each."""
+        ...
+
+    def keeps(self, share: Share) -> LayerSpecs:
+        """What a rank keeps of rows for the layer; nothing where it has no memory."""
         ...
 
     def build(self, reader: WeightReader) -> Layer:
@@ -221,6 +228,10 @@ class AttentionPlan:
 
     def weights(self) -> Sequence[Weight]:
         return (*self.qkv.weights, *self.output.weights, *(norm.weight for norm in self.head_norms))
+
+    def keeps(self, share: Share) -> PagedKeysAndValues:
+        """Keys and values of the rank's heads."""
+        return PagedKeysAndValues(len(self.shape.keys.units(share)), self.shape.head_dim, self.window)
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: queries, keys and values, as they are made, normalised, and
@@ -403,6 +414,10 @@ class DecoderPlan(LayerPlan):
         held = (6 + num_outputs) * hidden + self.attention.token_numbers(share) + self.mlp.token_numbers(share)
         rotated = len(shape.queries.held(share)) + len(shape.keys.held(share))
         return held * item_bytes + 3 * max(hidden, rotated) * _FLOAT
+
+    @override
+    def keeps(self, share: Share) -> LayerSpecs:
+        return (self.attention.keeps(share),)
 
     @override
     def build(self, reader: WeightReader) -> DecoderLayer:

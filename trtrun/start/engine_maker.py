@@ -37,7 +37,7 @@ from trtrun.loading.loading import LoadReport
 from trtrun.loading.model_settings import JobModels
 from trtrun.memory.largest_round import SilentExchange, TrialRun, chained_round, largest_rounds
 from trtrun.memory.memory_requirements import HiddenKind, round_shape, target_taps
-from trtrun.memory.spaces import guess_space, path_space, ring_space
+from trtrun.memory.spaces import guess_space, path_space, ring_space, state_space
 from trtrun.memory.working_memory import RoundShape
 from trtrun.models.decoder import CausalLM
 from trtrun.rounds.exchange.exchange import Exchange
@@ -205,16 +205,15 @@ class EngineMaker:
         model, config = loaded.model, self.spec.config
         guesses, paths = guess_space(config, num_blocks), path_space(config, num_blocks)
         store = KVStore(
-            model.config.num_layers,
+            model.keeps,
             num_blocks + (guesses if role == "draft" else paths).num_blocks,
-            model.kv_heads,
             config.kv_cache.block_size,
-            model.config.head_dim,
             model.dtype,
             self.device,
             choose_format(config.kv_cache.dtype, model.config.kv_scheme),
             ring_space(config, model.config),
             num_blocks,
+            state_space=state_space(config, self.spec.models, role, num_blocks),
             has_adapters=model.adapted is not None,
         )
         if self.device.type == "cpu":

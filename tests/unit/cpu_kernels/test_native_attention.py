@@ -15,6 +15,7 @@ from trtrun.kernels.cpu.attention import NativeAttention, whole_head
 from trtrun.kernels.cpu.emitter import LANES, Emitter
 from trtrun.kernels.cpu.machine import compile_kernels
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.specs import like_layers
 from trtrun.kvcache.store import KVStore
 
 pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
@@ -45,7 +46,11 @@ class Case:
         self.tables = torch.randperm(ROWS * blocks, generator=generator).view(ROWS, blocks) + 1
         self.tables = torch.nn.functional.pad(self.tables, (0, self.spare_blocks))
         self.store = KVStore(
-            1, ROWS * blocks + 1, self.kv_heads, self.block_size, self.head_dim, self.dtype, torch.device("cpu")
+            like_layers(1, self.kv_heads, self.head_dim),
+            ROWS * blocks + 1,
+            self.block_size,
+            self.dtype,
+            torch.device("cpu"),
         )
         self.query, self.key, self.value = (
             torch.randn(ROWS, LENGTH, heads, self.head_dim, generator=generator).to(self.dtype)
@@ -198,17 +203,18 @@ def test_a_copied_token_is_that_token_and_no_other(shape: tuple[int, int, int, i
     copied, written, count = Case(*shape, dtype=dtype), Case(*shape, dtype=dtype), 11
     copied.run(*(([row], span(0, LENGTH)) for row in range(ROWS)))
     source, target = (copied.tables[row, :1].expand(count) for row in range(2))
-    copied.attention.copy_tokens(copied.store.data, source, target, torch.randperm(count))
+    ((data,),) = copied.store.parts()
+    copied.attention.copy_tokens(data, source, target, torch.randperm(count))
     for tensor in (written.key, written.value):
         tensor[1, :count] = tensor[0, :count]
     written.run(*(([row], span(0, LENGTH)) for row in range(ROWS)))
-    assert torch.equal(copied.store.data, written.store.data)
+    assert torch.equal(copied.store.layer(0), written.store.layer(0))
 
 
 def test_nothing_is_written_but_new_tokens() -> None:
     case = Case(*SHAPES[0])
     untouched = 1000.0
-    case.store.data.fill_(untouched)
+    case.store.layer(0).fill_(untouched)
     case.run(([1, 2], torch.tensor([[-1, 20, 21], [5, -1, -1]])))
     changed = case.store.layer(0) != untouched
     assert int(changed.sum()) == 3 * 2 * case.kv_heads * case.head_dim
@@ -242,7 +248,7 @@ def test_every_store_meets_one_kernel(dtype: torch.dtype, head_dim: int, block_s
     generator = torch.Generator().manual_seed(0)
     query_key, value = torch.randn(20, 6, head_dim, generator=generator).to(dtype).split((4, 2), dim=1)
     tables = torch.arange(1, 1 + -(-20 // block_size)).unsqueeze(0)
-    stores = [KVStore(1, 5, 2, block_size, head_dim, dtype, torch.device("cpu")) for _ in range(2)]
+    stores = [KVStore(like_layers(1, 2, head_dim), 5, block_size, dtype, torch.device("cpu")) for _ in range(2)]
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for store in stores:
@@ -255,4 +261,6 @@ def test_every_store_meets_one_kernel(dtype: torch.dtype, head_dim: int, block_s
             )
             leave_to_torch(patch)
     assert torch.allclose(*found, rtol=2**-6, atol=2**-6)
-    assert torch.equal(stores[0].data, stores[1].data) is not own  # the kernel lays its tiles out in its own way
+    assert (
+        torch.equal(stores[0].layer(0), stores[1].layer(0)) is not own
+    )  # the kernel lays its tiles out in its own way

@@ -15,6 +15,7 @@ from trtrun.kernels.arguments import AttentionCall
 from trtrun.kvcache.byte_codes import as_scales
 from trtrun.kvcache.formats import ByteKV
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.specs import like_layers
 from trtrun.kvcache.store import KVStore
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -54,7 +55,7 @@ def filled(kv_format: ByteKV, shape: tuple[int, ...], count: int, dtype: torch.d
     scales = None
     if kv_format.has_layer_scales:
         scales = as_scales(4.0 + torch.arange(2 * kv_heads, device=DEVICE).view(2, kv_heads), kv_format.kind)
-    layer = KVStore(1, count, kv_heads, block_size, head_dim, dtype, DEVICE, kv_format).layer(0)
+    layer = KVStore(like_layers(1, kv_heads, head_dim), count, block_size, dtype, DEVICE, kv_format).layer(0)
     numbers = torch.randn(2 * count * kv_heads * block_size, head_dim, device=DEVICE).to(dtype) * 3
     kv_format.write(layer, torch.arange(len(numbers), device=DEVICE), numbers, scales)
     return scales, layer

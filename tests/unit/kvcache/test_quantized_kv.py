@@ -20,6 +20,7 @@ from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.byte_codes import CodeKind, as_scales, from_codes, scales_of, to_codes
 from trtrun.kvcache.formats import ByteKV, KVScheme, choose_format
+from trtrun.kvcache.specs import like_layers
 from trtrun.kvcache.store import KVStore
 from trtrun.memory.memory_requirements import kv_bytes_per_block, reads_in_place
 from trtrun.models.config import read_model_config
@@ -70,7 +71,7 @@ def test_tokens_and_blocks_move_with_their_scales(kv_format: ByteKV) -> None:
     from trtrun.attention.backend import GatherAttention
     from trtrun.kernels.torch.operations import TorchOperations
 
-    store = KVStore(2, 6, 2, 5, 8, torch.float32, CPU, kv_format)
+    store = KVStore(like_layers(2, 2, 8), 6, 5, torch.float32, CPU, kv_format)
     scales = as_scales(torch.ones(2, 2), kv_format.kind) if kv_format.has_layer_scales else None
     places = torch.arange(2 * 6 * 2 * 5)
     for index in range(2):
@@ -83,9 +84,10 @@ def test_tokens_and_blocks_move_with_their_scales(kv_format: ByteKV) -> None:
     before = numbers()
     expected, (source, target, offset) = before.clone(), torch.tensor([[1, 3, 4], [2, 4, 2], [0, 4, 2]])
     expected[:, :, target, :, offset] = before[:, :, source, :, offset]
-    GatherAttention(kv_format).copy_tokens(store.data, source, target, offset)
+    ((data,),) = store.parts()
+    GatherAttention(kv_format).copy_tokens(data, source, target, offset)
     assert torch.equal(numbers(), expected) and not torch.equal(before, expected)
-    TorchOperations().copy_blocks(store.data, torch.tensor([2, 5]), torch.tensor([1, 3]))
+    TorchOperations().copy_blocks(data, torch.tensor([2, 5]), torch.tensor([1, 3]))
     expected[:, :, [1, 3]] = expected[:, :, [2, 5]]
     assert torch.equal(numbers(), expected)
     store.clear([2])
@@ -191,11 +193,12 @@ def test_scales_of_the_checkpoint_are_those_of_its_layers(tmp_path: Path, heads:
     logits = [it.forward(BATCH) for it in (plain, model, PagedModel(scaled, tp_size=tp_size, kv_format="plain"))]
     assert torch.equal(logits[0], logits[2]) and not torch.equal(logits[0], logits[1])
     for rank, (exact, store) in enumerate(zip(plain.stores, model.stores, strict=True)):
-        assert store.data.shape[-1] == store.head_dim
+        kv_heads = store.layer(0).shape[2]
+        assert store.layer(0).shape[-1] == model.models[rank].config.head_dim
         numbers, codes = exact.layer(0).float(), store.layer(0).view(torch.int8).float()
-        scale = torch.tensor([0.02, 0.03]).view(2, 1, 1, 1, 1).expand(2, 1, store.kv_heads, 1, 1)
+        scale = torch.tensor([0.02, 0.03]).view(2, 1, 1, 1, 1).expand(2, 1, kv_heads, 1, 1)
         if heads:
-            scale = scale * (1 + rank * store.kv_heads + torch.arange(store.kv_heads)).view(1, 1, -1, 1, 1)
+            scale = scale * (1 + rank * kv_heads + torch.arange(kv_heads)).view(1, 1, -1, 1, 1)
         scale = scale.to(torch.bfloat16).float()
         assert ((codes - (numbers / scale).clamp(-127, 127)).abs() <= 0.5 + 1e-3).all() and codes.any()
 

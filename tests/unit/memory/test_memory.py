@@ -163,7 +163,7 @@ def test_a_host_store_has_memory_for_one_forward_from_the_start_and_no_more(mode
     with make_llm(models / "tiny", models / "tiny", **settings) as llm:
         worker = llm.engine.orchestrator._ranks._worker
         for engine in (worker.target, worker.drafter._engine):
-            data = engine._store.data  # [layers, 2, blocks, kv_heads, block, head]
+            data = next(engine._store.parts())[0]  # [layers, 2, blocks, kv_heads, block, head]
             assert data.shape[2] == 1 + 160_000 // 16
             assert data.nbytes > 32 * MIB  # less may be memory that malloc has had before
             parts = data.flatten(0, 1)

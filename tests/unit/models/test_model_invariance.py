@@ -19,6 +19,7 @@ from trtrun.attention.backend import GatherAttention
 from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.specs import like_layers
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.decoder_layer import GatedMLP, RMSNorm
 from trtrun.layers.rope import RopeConfig
@@ -127,7 +128,7 @@ def test_tokens_that_nobody_asks_for_end_in_the_last_layer(
     monkeypatch.setattr(GatedMLP, "__call__", count)
     for wanted in ([5, LENGTH - 2, LENGTH + 9], []):
         for store in model.stores:
-            store.data.zero_()
+            next(store.parts())[0].zero_()
         fed.clear()
         assert torch.equal(model.forward(batch, wanted=wanted), every[wanted])
         for rank in model.models:
@@ -185,7 +186,7 @@ def test_attention_over_few_small_heads_does_not_depend_on_the_queries() -> None
     """Below 16**3 multiplications torch's bmm takes another kernel, whose rounding differs now and then."""
     generator = torch.Generator().manual_seed(0)
     attention, block_tables = GatherAttention(), torch.tensor([[2, 1]])
-    store = KVStore(1, 3, 2, 16, 32, torch.bfloat16, torch.device("cpu"))
+    store = KVStore(like_layers(1, 2, 32), 3, 16, torch.bfloat16, torch.device("cpu"))
 
     def attend(first: int, query_key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(first, first + len(value)).view(1, -1)

@@ -183,7 +183,7 @@ def test_a_row_that_failed_stays_where_it_is(model: CausalLM) -> None:
 
 def test_warming_up_changes_nothing_of_rows(model: CausalLM) -> None:
     drafter = make_drafter(model, 4, 20, 40, 3, False, 8, guess_steps=(2, 8))
-    store = drafter._engine._store.data  # type: ignore[attr-defined]
+    store = next(drafter._engine._store.parts())[0]  # type: ignore[attr-defined]
     store.fill_(7.0)
     drafter.warm_up()
     assert (store[:, :, 1:] == 7.0).all()

@@ -131,7 +131,7 @@ def test_rows_whose_numbers_are_none_leave_nothing_behind(tmp_path: Path) -> Non
 def poison(llm: LLM) -> None:
     """Fill the blocks of paths with NaN, as a row that overflowed would, and have the engine know that one did."""
     engine: Any = llm.engine.orchestrator._ranks._worker.target  # type: ignore[attr-defined]
-    engine._store.data[:, :, engine._forwards.paths._blocks.flatten()] = float("nan")
+    next(engine._store.parts())[0][:, :, engine._forwards.paths._blocks.flatten()] = float("nan")
     engine._model.has_overflowed = True
 
 

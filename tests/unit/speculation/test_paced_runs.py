@@ -220,9 +220,11 @@ def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple
         engine = llm.engine.orchestrator._ranks._worker.drafter._engine
         engine.rows.lengths[:2] = torch.tensor([5, length])
         engine.rows.block_tables[:2, :5] = torch.arange(1, 11).view(2, 5)
-        engine._store.data.fill_(untouched)
+        next(engine._store.parts())[0].fill_(untouched)
         engine.catch_up(torch.tensor([0, 1]), [3, lacking], context=length)
-        store = engine._store.data[:, :, 1:11].transpose(3, 4).flatten(2, 3)  # [layers, 2, 10 * block, kv_heads, head]
+        store = (
+            next(engine._store.parts())[0][:, :, 1:11].transpose(3, 4).flatten(2, 3)
+        )  # [layers, 2, 10 * block, kv_heads, head]
         written = (store != untouched).flatten(3).all(dim=3).all(dim=0).all(dim=0)
         kept = (store == untouched).flatten(3).all(dim=3).all(dim=0).all(dim=0)
     expected = [2, 3, 4, *range(80 + 12, 80 + length)]
@@ -243,11 +245,11 @@ def test_of_many_tokens_that_a_draft_is_handed_some_are_fed_at_a_time(pair: tupl
         forward = engine._forwards.forward_rows
         engine._forwards.forward_rows = lambda tokens, *rest: widths.append(tokens.shape[1]) or forward(tokens, *rest)
         logits = engine.feed(tokens, positions, tables)
-        written = engine._store.data[:, :, 1:11].clone()
-        engine._store.data.zero_()
+        written = next(engine._store.parts())[0][:, :, 1:11].clone()
+        next(engine._store.parts())[0].zero_()
         expected = forward(tokens, positions, tables, 1)
         torch.testing.assert_close(logits, expected)
-        torch.testing.assert_close(written, engine._store.data[:, :, 1:11])
+        torch.testing.assert_close(written, next(engine._store.parts())[0][:, :, 1:11])
     assert widths == [16, 32, 32]
 
 

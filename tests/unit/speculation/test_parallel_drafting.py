@@ -88,9 +88,9 @@ class Rounds:
             plans_ahead,
             use_logits,
         )
-        shape = (model.config.num_layers, num_blocks, model.kv_heads, block_size, model.config.head_dim)
+        store = KVStore(model.keeps, num_blocks, block_size, torch.float32, CPU)
         rows = RowState(MAX_ROWS, context, block_size, draft_len, vocab, CPU)
-        engine = Engine(model, KVStore(*shape, torch.float32, CPU), rows, EngineShape(most_masked=draft_len))
+        engine = Engine(model, store, rows, EngineShape(most_masked=draft_len))
         self.drafter = ParallelDrafter(engine, vocab, use_logits, MASK)
         if not known:  # as on a GPU, which the host does not wait for
             self.drafter._unfed = lambda row_list, rows, lacking: lacking  # type: ignore[method-assign]

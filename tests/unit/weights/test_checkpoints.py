@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.errors import CheckpointError
+from trtrun.kvcache.specs import PagedKeysAndValues
 from trtrun.loading.loading import load_model, shard_bytes
 from trtrun.models.config import read_model_config
 from trtrun.weights.rank_files import open_checkpoint
@@ -84,7 +85,7 @@ def test_quantized_weights_are_counted_as_they_are_held(tmp_path: Path, tied: bo
     model, report = load(tmp_path, torch.bfloat16, quantization="int8")
     assert report.shard_bytes == plain + weights + 4 * sum(features)
     assert report.bytes_read > report.shard_bytes
-    assert model.kv_heads == config.num_kv_heads
+    assert model.keeps == [(PagedKeysAndValues(config.num_kv_heads, config.head_dim),)] * config.num_layers
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class HeadGraphs(GraphCache):
         self._layers = layers
         self._store = store
         self._width = shapes.numbers_of_queries(1)[0]
-        device, most = store.data.device, max_rows * self._width
+        device, most = store.device, max_rows * self._width
         # All graphs read hidden states from one place, and write states to one.
         self._tapped = torch.zeros((most, *tapped), dtype=layers.dtype, device=device)
         self._states = torch.zeros((most, layers.hidden_size), dtype=layers.dtype, device=device)

@@ -16,6 +16,7 @@ import torch
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.errors import CheckpointError, ConfigError, one_line
+from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import load_model
@@ -135,7 +136,7 @@ def _run(path: Path, config: ModelConfig, tokens: Sequence[int]) -> tuple[list[t
     device, count = torch.device("cpu"), len(tokens)
     model, _ = load_model(path, config, SoloCommunicator(), device, torch.float32)
     blocks = -(-count // _BLOCK)
-    store = KVStore(config.num_layers, 1 + blocks, model.kv_heads, _BLOCK, config.head_dim, torch.float32, device)
+    store = KVStore(model.keeps, 1 + blocks, _BLOCK, torch.float32, device, state_space=StateSpace(1, 1, True))
     watched = [_watch(layer) for layer in model._layers]
     positions, tables = torch.arange(count), torch.arange(1, 1 + blocks).unsqueeze(0)
     batch = AttentionBatch([AttentionSegment(0, 1, count, tables, positions.unsqueeze(0))], _BLOCK)
