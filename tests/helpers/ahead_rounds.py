@@ -26,6 +26,7 @@ from trtrun.core.token_lists import TokenLists
 from trtrun.engine.forwards import EngineShape
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
+from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.loading import load_model
 from trtrun.models.config import read_model_config
@@ -64,7 +65,9 @@ def make_drafter(
     first, vocab = num_blocks, model.config.vocab_size
     # A guess may begin at the last place of a block and writes draft_len tokens.
     space = GuessSpace(guesses, MAX_ROWS, first, -(-(block_size - 1 + draft_len) // block_size))
-    store = KVStore(model.keeps, first + space.num_blocks, block_size, torch.float32, CPU)
+    own = [list(space.blocks(index)) for index in range(guesses)]
+    states = StateSpace(MAX_ROWS + guesses, 4 * (draft_len + 1) + 8, begins_at_newest=False, guess_blocks=own)
+    store = KVStore(model.keeps, first + space.num_blocks, block_size, torch.float32, CPU, state_space=states)
     rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
     engine = Engine(model, store, rows, EngineShape(most_masked=0 if mask_token is None else draft_len))
     return AheadDrafter(engine, vocab, draft_len, use_logits, space, guess_steps, mask_token)
@@ -169,7 +172,7 @@ class AheadRounds:
                 draft_len,
                 block_size,
                 num_blocks,
-                enable_block_reuse=True,
+                enable_block_reuse=not model.config.layers_with_states,
                 plans_ahead=plans_ahead,
                 drafts_in_parallel=self.in_parallel,
             )

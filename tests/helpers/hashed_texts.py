@@ -92,6 +92,9 @@ class TextEngine:
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         self._store[target.numpy(), offset.numpy()] = self._store[source.numpy(), offset.numpy()]
 
+    def share_states(self, rows: Sequence[int], own: Sequence[int]) -> None:
+        """It keeps none."""
+
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._store[target.numpy()] = self._store[source.numpy()]
 

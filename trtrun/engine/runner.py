@@ -76,18 +76,18 @@ class Engine:
         return min(self.rows.token_ids.shape[1], self._model.config.max_position_embeddings)
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
-        """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64. What
-        else is kept of the rows that write to `target` becomes that of those that write to `source`."""
+        """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64."""
         self._model.copy_tokens(self._store, source, target, offset)
-        if self._store.states is not None:
-            self._store.states.fork(source, target)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64, and what else is kept of the rows
-        that write there."""
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
         copy_blocks(self._store, source, target)
+
+    def share_states(self, rows: Sequence[int], own: Sequence[int]) -> None:
+        """Have each of the rows `own` go on from where the row beside it in `rows` stands, in layers that keep states
+        of rows."""
         if self._store.states is not None:
-            self._store.states.fork(source, target)
+            self._store.states.share(rows, own)
 
     @property
     def has_trees(self) -> bool:
@@ -134,7 +134,7 @@ class Engine:
         self.rows.apply(plan)
         self._store.announce(plan.block_updates)
         if self._store.states is not None:
-            self._store.states.begin([admission.row for admission in plan.admissions])
+            self._store.states.begin([(admission.row, 0, 0) for admission in plan.admissions])
         if self._store.slots is not None and plan.admissions:
             announce_slots(self._store.slots, plan, self._forwards.paths)
         if self._model.has_overflowed:

@@ -6,6 +6,9 @@ turned out right, to those that it is fed. Which these are says the position at 
 counts, as it does for keys and values, and what was fed there or behind it before is fed anew. Nothing is rolled back,
 and no verdict has to be told: a state moves up behind the tokens that can no longer be fed again.
 
+A snapshot is a state as it is behind a row's first so many tokens, from which other rows with the same beginning may
+go on.
+
 Whose state a token belongs to says the block that it stands in, as a row writes to blocks that are its own. So what
 forwards take, and graphs of them, is the same with states and without. It does not know what a token does to a state
 (layers), which rows there are, or when they come and go.
@@ -24,6 +27,8 @@ from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.specs import RecurrentState
 from trtrun.tensors import device_integers
 
+_NEVER = -1
+
 
 @dataclass(frozen=True)
 class StateSpace:
@@ -33,6 +38,7 @@ class StateSpace:
         max_rows: rows of requests, and guesses behind them.
         most_refed: tokens at a row's end that a forward may feed again, or in place of which it may feed others; what
             each of so many tokens brings is kept.
+        num_snapshots: to be kept, the null snapshot among them.
         begins_at_newest: whether every forward of a row begins behind tokens that are sure: then a state moves up to
             there, and little of what is kept is gone through again.
         guess_blocks: blocks of each guess, whose rows are the last ones.
@@ -41,12 +47,14 @@ class StateSpace:
     max_rows: int
     most_refed: int
     begins_at_newest: bool
+    num_snapshots: int = 1
     guess_blocks: Sequence[Sequence[int]] = ()
 
     def num_bytes(self, specs: Sequence[RecurrentState]) -> int:
-        """Bytes of all rows' states in layers with such ones, and of what tokens bring."""
-        numbers = sum(spec.state_numbers + self.most_refed * spec.input_numbers for spec in specs)
-        return (self.max_rows + 1) * numbers * torch.float32.itemsize
+        """Bytes of all rows' states in layers with such ones, of what tokens bring, and of snapshots."""
+        states = (self.max_rows + 1 + self.num_snapshots) * sum(spec.state_numbers for spec in specs)
+        brought = (self.max_rows + 1) * self.most_refed * sum(spec.input_numbers for spec in specs)
+        return (states + brought) * torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class SegmentStates:
         kept: [R] int64: tokens that the state has seen.
         first, end: [R] int64: the first position that is fed, and one behind the last.
         settled: [R] int64: tokens that it is to have seen when the forward is done.
+        saved_at: [R] int64: tokens behind which a snapshot is taken in this round; -1 where none is.
+        snapshots: [R] int64: which one; the null snapshot where none is.
     """
 
     segment: AttentionSegment
@@ -67,6 +77,8 @@ class SegmentStates:
     first: torch.Tensor
     end: torch.Tensor
     settled: torch.Tensor
+    saved_at: torch.Tensor
+    snapshots: torch.Tensor
 
 
 class StateBatch:
@@ -83,16 +95,18 @@ class LayerStates:
         states: [rows + 1, *state] float32; the last one is nobody's.
         inputs: of each kind [rows + 1, most_refed, *shape] float32: what the token at position p brought is at p modulo
             most_refed.
+        snapshots: [snapshots, *state] float32; the first is nobody's.
     """
 
     def __init__(self, spec: RecurrentState, space: StateSpace, device: torch.device) -> None:
         rows = space.max_rows + 1
         self.states = torch.zeros((rows, *spec.state), device=device)
         self.inputs = [torch.zeros((rows, space.most_refed, *shape), device=device) for shape in spec.inputs]
+        self.snapshots = torch.zeros((space.num_snapshots, *spec.state), device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (self.states, *self.inputs))
+        return sum(part.numel() * part.element_size() for part in (self.states, *self.inputs, self.snapshots))
 
 
 class RowStates:
@@ -110,6 +124,9 @@ class RowStates:
         self._nobody = space.max_rows
         self.layers = {index: LayerStates(spec, space, device) for index, spec in specs.items()}
         self._kept = torch.zeros(space.max_rows + 1, dtype=torch.int64, device=device)
+        self._saved_at = torch.full_like(self._kept, _NEVER)
+        self._snapshots = torch.zeros_like(self._kept)
+        self._saves = False
         self._row_of_block = torch.full((num_blocks,), self._nobody, dtype=torch.int64, device=device)
         first = space.max_rows - len(space.guess_blocks)
         for number, blocks in enumerate(space.guess_blocks):
@@ -126,22 +143,34 @@ class RowStates:
             row, _, block = torch.from_numpy(updates.astype(np.int64).T.copy()).to(self._kept.device).unbind()
             self._row_of_block.index_copy_(0, block, row)
 
-    def begin(self, rows: Sequence[int]) -> None:
-        """Have rows begin anew, with a state that has seen nothing."""
-        if not rows:
+    def begin(self, starts: Sequence[tuple[int, int, int]]) -> None:
+        """Have rows begin anew: of each its number, how many tokens its state has seen, and the snapshot that it is;
+        the null snapshot has seen nothing, and is zeros."""
+        if not starts:
             return
-        index = device_integers(list(rows), self._kept.device)
-        self._kept.index_fill_(0, index, 0)
+        rows, kept, snapshots = device_integers(list(zip(*starts, strict=True)), self._kept.device).unbind()
+        self._kept.index_copy_(0, rows, kept)
         for layer in self.layers.values():
-            layer.states.index_fill_(0, index, 0.0)
+            layer.states.index_copy_(0, rows, layer.snapshots.index_select(0, snapshots))
 
-    def fork(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Have the rows that write to blocks `target` [n] int64 go on from where those of blocks `source` stand."""
-        rows, own = (self._row_of_block.index_select(0, blocks) for blocks in (source, target))
-        self._kept.index_copy_(0, own, self._kept.index_select(0, rows))
-        for layer in self.layers.values():
-            for part in (layer.states, *layer.inputs):
-                part.index_copy_(0, own, part.index_select(0, rows))
+    def save(self, saves: Sequence[tuple[int, int, int]]) -> None:
+        """Take snapshots in the round that begins, and no others: of each the row, behind how many tokens, and which
+        one it is."""
+        if self._saves:
+            self._saved_at.fill_(_NEVER)
+            self._snapshots.zero_()
+        self._saves = bool(saves)
+        if saves:
+            rows, places, snapshots = device_integers(list(zip(*saves, strict=True)), self._kept.device).unbind()
+            self._saved_at.index_copy_(0, rows, places)
+            self._snapshots.index_copy_(0, rows, snapshots)
+
+    def share(self, rows: Sequence[int], own: Sequence[int]) -> None:
+        """Have each of the rows `own`, none of which is among the others, go on from where the row beside it in `rows`
+        stands."""
+        source, target = device_integers([list(rows), list(own)], self._kept.device)
+        for part in (self._kept, *(part for layer in self.layers.values() for part in (layer.states, *layer.inputs))):
+            part.index_copy_(0, target, part.index_select(0, source))
 
     def of_batch(self, batch: AttentionBatch) -> StateBatch:
         """Find the states of a forward's rows, and move up what is sure."""
@@ -158,4 +187,5 @@ class RowStates:
         if self._space.begins_at_newest:
             settled = torch.maximum(settled, first)
         self._kept.index_copy_(0, slots, settled)
-        return SegmentStates(segment, slots, kept, first, end, settled)
+        saved_at, snapshots = (part.index_select(0, slots) for part in (self._saved_at, self._snapshots))
+        return SegmentStates(segment, slots, kept, first, end, settled, saved_at, snapshots)

@@ -54,6 +54,8 @@ def _go_through_segment(
         position = rows.kept + passed
         settled = position == rows.settled
         kept.states[slots[settled]] = state[settled]
+        saved = (position == rows.saved_at) & (position <= rows.end)
+        kept.snapshots[rows.snapshots[saved]] = state[saved]
         lives, is_fed = position < rows.end, position >= rows.first
         place, turn = (places + position).clamp(0, len(found) - 1), position % capacity
         brought = []

@@ -193,6 +193,11 @@ class DraftEngine(RoundEngine, Protocol[PreparedStep]):
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
         ...
 
+    def share_states(self, rows: Sequence[int], own: Sequence[int]) -> None:
+        """Have each of the rows `own` go on from where the row beside it in `rows` stands, in layers that keep states
+        of rows."""
+        ...
+
 
 class PositionHeads(Protocol):
     """Heads on the target ranks of which each proposes for one place, from one hidden state of a row.

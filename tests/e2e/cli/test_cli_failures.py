@@ -24,14 +24,19 @@ from commands import (
     with_fault,
     write_rows,
 )
+from decaying_family import ARCHITECTURE, decaying_family, make_decaying_checkpoint
 from drains import wait_until
 from eagle3_heads import make_head, write_head
 from forked_commands import ranks_below
 from output_rows import read_rows, without_drafting
+from pipelines import make_llm, noisy_copy, tokens_of
 from ports import lets_in
+
+from trtrun import SamplingParams
 
 Start = Callable[..., "subprocess.Popen[str]"]
 PLAIN = ("--speculation", "none")
+HELPERS = ROOT / "tests" / "helpers"
 NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)"]
 
 
@@ -185,3 +190,48 @@ def test_the_ranks_of_a_users_own_mpirun_end_with_it(config: Configs, tmp_path: 
             ended.update(ready)
         for child in watched:
             os.close(child)
+
+
+def test_a_killed_draft_rank_costs_no_token_where_layers_keep_states(
+    start_trtrun: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a family of another package, whose drafts were made ahead until then."""
+    site = tmp_path / "site" / "decaying_package-1.0.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: decaying-package\nVersion: 1.0\n")
+    (site / "entry_points.txt").write_text(f"[trtrun_families]\n{ARCHITECTURE} = decaying_package\n")
+    registers = "MODEL_FAMILIES.register(ARCHITECTURE)(FAMILY)"
+    source = f"from decaying_family import ARCHITECTURE, FAMILY, MODEL_FAMILIES\n{registers}\n"
+    (site.parent / "decaying_package.py").write_text(source)
+    places = [str(site.parent), str(HELPERS), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
+    texts = [[5, 6, place] for place in range(30)]
+    kinds = [{"max_tokens": 20 + 5 * place, "temperature": float(place % 2), "seed": 1} for place in range(30)]
+    rows = [{"prompt_token_ids": text, **kind} for text, kind in zip(texts, kinds, strict=True)]
+    with decaying_family():
+        target = make_decaying_checkpoint(tmp_path / "target")
+        with make_llm(target, speculation={"method": "none"}) as llm:
+            alone = tokens_of(llm.generate(texts, [SamplingParams(ignore_eos=True, **kind) for kind in kinds]))
+    config = {
+        "threads": 1,
+        "target": {"model": str(target), "devices": ["cpu:1"]},
+        "draft": {"model": str(noisy_copy(tmp_path / "draft", target, 0.03)), "devices": ["cpu:0"]},
+        "speculation": {"method": "draft_target", "ahead": "on", "draft_len": 3, "pacing": "fixed"},
+        "kv_cache": {"max_tokens": 2048},
+        "scheduler": {"max_batch_size": 4},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(config))
+    output = tmp_path / "killed.jsonl"
+    process = start_trtrun(
+        "run", "--config", tmp_path / "job.yaml", "--prompts", write_rows(tmp_path / "prompts.jsonl", rows),
+        "--ignore-eos", "--output", output, words=[sys.executable, "-m", "launch.cli"],
+    )  # fmt: skip
+    working = output.with_name("killed.jsonl.partial")
+    wait_until(lambda: working.exists() and working.stat().st_size > 0, process, "a finished row")
+    os.kill(ranks_below(process.pid)[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"{NAMES[1]} is lost" in errors
+    found = read_rows(output)
+    assert [[tuple(row["token_ids"])] for row in found] == alone
+    assert sum(row["num_accepted_draft_tokens"] for row in found) > 20

@@ -343,7 +343,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._moves = moved
 
     def _move(self) -> None:
-        """Copy keys and values of guesses that came true to their rows' blocks."""
+        """Copy keys and values of guesses that came true to their rows' blocks, and states to the rows."""
         moved, self._moves = self._moves, []
         if not moved:
             return
@@ -355,6 +355,9 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             columns.append((row, column, position % size, block))
         row_index, at, offset, source = device_integers(columns, engine.device).unbind(1)
         engine.copy_tokens(source, engine.rows.block_tables[row_index, at], offset)
+        came_true = {row: index for row, index, _ in moved}
+        guessed = self._space.rows(len(self._guesses.listed))
+        engine.share_states([guessed[index] for index in came_true.values()], list(came_true))
 
     def _draft_now(self, missing: dict[int, int]) -> None:
         """Draft for rows that have no draft, up to `missing` tokens each."""

@@ -112,8 +112,10 @@ class Guesser(Generic[PreparedStep]):
         return first, self._chains.step(own_rows, tables, first, starts, [steps] * len(wanted))
 
     def _share(self, rows: list[int], own_rows: list[int]) -> None:
-        """Give the guesses' rows the parameters of the real ones, and their tokens where any of them looks at these."""
+        """Give the guesses' rows the parameters and states of the real ones, and their tokens where any of them looks
+        at these."""
         state = self._engine.rows
+        self._engine.share_states(rows, own_rows)
         state.sampling.share(rows, own_rows)
         if state.sampling.needs_history(rows):
             state.share_tokens(rows, own_rows)
