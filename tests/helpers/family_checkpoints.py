@@ -89,6 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "olmo2": {"attention_bias": True},
+    "olmoe": {"intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
     "olmo3": {
         "sliding_window": 6,
         "rope_parameters": {

@@ -28,6 +28,7 @@ MODULES = {
     "granite": ("v_proj", "up_proj", "down_proj"),
     "mixtral": ("q_proj", "v_proj", "o_proj"),
     "olmo2": ("q_proj", "k_proj", "down_proj"),
+    "olmoe": ("k_proj", "v_proj", "o_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
     "qwen2_moe": ("q_proj", "k_proj", "o_proj"),
     "qwen3_moe": ("k_proj", "o_proj"),
