@@ -64,6 +64,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "ernie4_5": {"head_dim": 24, "use_bias": True},
+    "glm": {"head_dim": 24},
+    "glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.2,
