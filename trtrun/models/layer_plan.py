@@ -387,7 +387,7 @@ class DecoderPlan(LayerPlan):
                 f"behind {self.attention.name} stands a {type(self.mlp).__name__}, which is not known"
             )
         if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.is_reordered:
-            raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's, as one tensor")
+            raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's")
         assert norms[0] is not None and norms[1] is not None
         usual = replace(self.attention, rope=None, scale=None, soft_cap=None, norms_add_one=False)
         adds_one = any(norm.adds_one for norm in self.norms if norm is not None)
