@@ -4,6 +4,7 @@ its name."""
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from engines import build_engine
 from family_checkpoints import write_family
 from paged import PagedModel
 from pipelines import make_llm, prompt_of, tokens_of
+from quantized_checkpoints import FORMATS, store_in_format
 
 from trtrun import SamplingParams
 from trtrun.errors import TrtrunError
@@ -55,6 +57,17 @@ REFUSALS = {
     "smollm3": ("the rope of {}", "computes in another way than Llama's"),
 }
 """What trtrun quantize and convert say."""
+
+
+WIDE: dict[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 224,
+}
+"""Sizes that groups and blocks of quantized formats divide."""
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
@@ -106,3 +119,21 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
     adapter = make_adapter(tmp_path / "adapter", target, modules=("q_proj",))
     with pytest.raises(TrtrunError, match="are not supported where heads are rotated in part, or by neighbours"):
         make_llm(target, None, adapters={"own": str(adapter)})
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("gemma3_text", "gptq with act-order"),
+        ("mixtral", "awq"),
+        ("olmoe", "compressed-tensors FP8 dynamic"),
+        ("qwen3_moe", "fp8 block"),
+    ],
+)
+def test_checkpoints_that_others_have_quantized(tmp_path: Path, family: str, form: str) -> None:
+    """Experts among them; routers are plain."""
+    dense, stored = write_family(tmp_path / "dense", family, **WIDE), tmp_path / "stored"
+    shutil.copytree(dense, stored)
+    store_in_format(dense, stored, FORMATS[form])
+    found, expected = (PagedModel(path, tp_size=2).forward(BATCH) for path in (stored, dense))
+    assert torch.equal(found, expected)
