@@ -14,7 +14,7 @@ from medusa_heads import Proposals
 from pipelines import Reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 EPS = 1e-5
 THETA = 5000.0
@@ -29,7 +29,12 @@ class DecoderHead:
 
     Attributes:
         boundaries: of the target that it reads.
+        hidden_act: what gates go through.
+        window: tokens back that its layers see, each one's own included; None where they see all.
     """
+
+    hidden_act = "silu"
+    window = None
 
     tensors: dict[str, Tensor]
     boundaries: tuple[int, ...]
@@ -51,7 +56,9 @@ class DecoderHead:
     def gated(self, x: Tensor, name: str) -> Tensor:
         """What the down_proj of a layer's MLP reads, of a stream behind attention."""
         behind = self.norm(x, f"{name}.post_attention_layernorm")
-        return silu(self.linear(behind, f"{name}.mlp.gate_proj")) * self.linear(behind, f"{name}.mlp.up_proj")
+        gate = self.linear(behind, f"{name}.mlp.gate_proj")
+        gate = silu(gate) if self.hidden_act == "silu" else gelu(gate, approximate="tanh")
+        return gate * self.linear(behind, f"{name}.mlp.up_proj")
 
     def attend(
         self, x: Tensor, name: str, *, context: Tensor | None = None, is_causal: bool = True, theta: float = THETA
@@ -71,6 +78,8 @@ class DecoderHead:
         scores = torch.einsum("qhd,khd->hqk", query[before:], key) * self.head_dim**-0.5
         if is_causal:
             scores = scores + torch.full((len(x), len(every)), -torch.inf).triu(before + 1)
+        if self.window is not None:
+            scores = scores + torch.full((len(x), len(every)), -torch.inf).tril(before - self.window)
         return self.linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1), f"{name}.o_proj")
 
 
@@ -153,7 +162,7 @@ def layer_values(head: DecoderHead, vocab_size: int, theta: float = THETA) -> di
         "head_dim": head.head_dim,
         "rms_norm_eps": EPS,
         "rope_theta": theta,
-        "hidden_act": "silu",
+        "hidden_act": head.hidden_act,
         "max_position_embeddings": 64,
         "vocab_size": vocab_size,
     }

@@ -46,11 +46,14 @@ class Eagle3(DecoderHead):
         token_ids: the target's id of each line of lm_head; None where they are the same.
         options: norm_before_residual, norm_output, fc_norm and norm_before_fc, as far as they are set.
         theta: of its rotation.
+        hidden_act, window: see the base.
     """
 
     token_ids: Tensor | None = None
     options: dict[str, bool] = field(default_factory=dict)
     theta: float = THETA
+    hidden_act: str = "silu"
+    window: int | None = None
 
     def fuse(self, states: Tensor) -> Tensor:
         """[n, hidden] of the target's states [n, boundaries, hidden of the target]."""
@@ -231,6 +234,8 @@ def write_head(path: Path, head: Eagle3, layout: str, target: Path, **changes: A
         apart = ("d2t", "t2d", "lm_head.weight")
         tensors = {name if name in apart else f"model.{name}": value for name, value in tensors.items()}
     layer = layer_values(head, vocab_size, head.theta)
+    if head.window is not None:
+        layer |= {"layer_types": ["sliding_attention"] * head.num_layers, "sliding_window": head.window}
     others = {"draft_vocab_size": len(head.tensors["lm_head.weight"]), **head.options}
     usual = head.boundaries == (2, depth // 2, depth - 3)
     if layout == "speculators":

@@ -65,6 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "ernie4_5": {"head_dim": 24, "use_bias": True},
+    "glm": {"head_dim": 24},
+    "glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.2,
@@ -90,6 +93,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "olmo2": {"attention_bias": True},
+    "olmoe": {"intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
     "olmo3": {
         "sliding_window": 6,
         "rope_parameters": {

@@ -94,7 +94,8 @@ def store_in_format(dense_path: Path, stored_path: Path, made: Format, seed: int
     dense: Tensors = {}
     for key, weight in load_file(dense_path / "model.safetensors").items():
         module = key.removesuffix(".weight")
-        if weight.dim() < 2 or "embed_tokens" in key or any(part in module for part in made.plain):
+        is_router = module.endswith((".gate", ".shared_expert_gate"))  # which nobody quantizes
+        if weight.dim() < 2 or is_router or "embed_tokens" in key or any(part in module for part in made.plain):
             stored[key] = dense[key] = weight
             continue
         tensors, dense[key] = made.write(weight, generator)

@@ -29,7 +29,7 @@ from trtrun.heads.eagle_tensors import NAMES, HeadTensors, stem
 from trtrun.heads.head_reading import list_outputs, read_head
 from trtrun.heads.heads import HEADS
 from trtrun.models.config import ModelConfig, read_flag
-from trtrun.models.layer_plan import DecoderPlan
+from trtrun.models.layer_plan import DecoderPlan, ModelShape
 
 _MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 _GATE = "markov_head.gate_proj.weight"
@@ -65,7 +65,7 @@ def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:
     for flag in ("sample_from_anchor", "shift_label"):
         if values.get(flag) is not None:
             from_newest = read_flag(values, flag)
-    num_taps, shape, own = head.count_taps(), head.layers(), head.embedding_and_head()
+    num_taps, shape, own = head.count_taps(), head.layers(), head.embedding_and_head(scales_embedding=True)
     taps = _read_boundaries(head.values, values, target.num_layers, num_taps)
     block = _whole(values, "block_size", 2)
     most = block if from_newest else block - 1
@@ -90,10 +90,7 @@ def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:
         stored=shape,
         fc=head.joining(head.taken),
         context_norm=head.norm("hidden_norm", shape),
-        layers=tuple(
-            DecoderPlan(head.norm(f"layers.{index}.input_layernorm", shape), *head.blocks(index, shape))
-            for index in range(shape.num_layers)
-        ),
+        layers=_plan_layers(head, shape),
         final_norm=head.norm("norm", shape),
         rope=head.rope(shape),
         mask_token=mask_token,
@@ -102,6 +99,15 @@ def _plan(head: HeadTensors, section: SpeculationSection) -> DFlashPlan:
         markov=_plan_markov(head, values, own.num_lines),
         num_logits=section.draft_len,
         block=block,
+    )
+
+
+def _plan_layers(head: HeadTensors, shape: ModelShape) -> tuple[DecoderPlan, ...]:
+    if head.slides:
+        raise CheckpointError("heads of this kind with sliding attention are not supported")
+    return tuple(
+        DecoderPlan(head.norm(f"layers.{index}.input_layernorm", shape), *head.blocks(index, shape))
+        for index in range(shape.num_layers)
     )
 
 

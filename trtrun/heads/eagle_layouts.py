@@ -21,7 +21,10 @@ EAGLE-3 (Li et al. 2025, arXiv:2503.01840):
 Beside them may be: embed_tokens.weight, else the target's embedding serves; layers.1.… and more, ordinary ones;
 input_norm.weight or fc_norm.0.weight …, norms before fc; norms of queries and keys per head; biases. Names and shapes
 say how large the head is (eagle_tensors.py): what a config.json says of vocabularies and of the number of layers is
-often another's.
+often another's. Layers may see a window, and have GELU where the target has it (layer_settings.py).
+
+Trainers of all three copy the target's embedding as it is stored: a factor that the target has for it, as Gemma has,
+does not count in heads.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from typing import Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.heads.head_plan import JoiningPlan
+from trtrun.heads.layer_settings import read_activation, read_window_of
 from trtrun.layers.rope import RopeConfig
-from trtrun.models.config import MOST_POSITIONS, ModelConfig, read_flag
+from trtrun.models.config import MOST_POSITIONS, SLIDING, ModelConfig, read_flag
 from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.weights.checkpoint import Checkpoint
@@ -177,12 +178,6 @@ class HeadTensors:
         Raises:
             CheckpointError: they do not go together, or it computes otherwise.
         """
-        activation = self._of_layer["hidden_act"]
-        if activation != "silu":
-            raise CheckpointError(f"hidden_act {shorten(activation)} is not supported; known: silu")
-        kinds = self._of_layer.get("layer_types")
-        if isinstance(kinds, list) and "sliding_attention" in kinds:
-            raise CheckpointError("heads with sliding attention are not supported")
         queries, keys = (self.shape(f"layers.0.self_attn.{name}_proj.weight", 2)[0] for name in "qk")
         num_heads = self._whole("num_attention_heads")
         given = self._of_layer.get("head_dim")
@@ -205,6 +200,12 @@ class HeadTensors:
             rms_norm_eps=read_number(self._of_layer, "rms_norm_eps"),
         )
 
+    @property
+    def slides(self) -> bool:
+        """Whether a layer sees a window."""
+        kinds = self._of_layer.get("layer_types")
+        return isinstance(kinds, list) and SLIDING in kinds
+
     def rope(self, shape: ModelShape) -> RopeConfig:
         """How the layers rotate."""
         return parse_rope(self._of_layer, min(self._whole("max_position_embeddings"), MOST_POSITIONS), shape.head_dim)
@@ -214,8 +215,8 @@ class HeadTensors:
         self.shape(f"{name}.weight")
         return NormPlan(stem(self.names[f"{name}.weight"]), shape.hidden_size, shape.rms_norm_eps)
 
-    def embedding_and_head(self) -> EmbeddingAndHeadPlan:
-        """Its embedding, and its head with what it knows of the target's tokens.
+    def embedding_and_head(self, scales_embedding: bool = False) -> EmbeddingAndHeadPlan:
+        """Its embedding, and its head with what it knows of the target's tokens; `scales_embedding` as in the plan.
 
         Raises:
             CheckpointError: they do not go together.
@@ -243,7 +244,8 @@ class HeadTensors:
             if self.shape("t2d") != (known,):
                 raise CheckpointError(f"t2d has shape {list(files.shape(t2d))}, but the target has {known} tokens")
         head = names.get("lm_head.weight")
-        return EmbeddingAndHeadPlan(files, known, self.hidden, self._embedding(), head, lines, d2t, t2d)
+        own = self._embedding()
+        return EmbeddingAndHeadPlan(files, known, self.hidden, own, head, lines, d2t, t2d, scales_embedding)
 
     def count_taps(self) -> int:
         """How many hidden states of the target fc takes.
@@ -276,8 +278,10 @@ class HeadTensors:
             output_bias=f"{own}.self_attn.o_proj.bias" in names,
             head_norm=f"{own}.self_attn.q_norm.weight" in names,
             input_size=input_size,
+            window=read_window_of(self._of_layer, index),
         )
-        return attention, norm, GatedMLPPlan(f"{prefix}.mlp", shape, has_bias=f"{own}.mlp.gate_proj.bias" in names)
+        has_bias = f"{own}.mlp.gate_proj.bias" in names
+        return attention, norm, GatedMLPPlan(f"{prefix}.mlp", shape, has_bias, read_activation(self._of_layer))
 
     def ordinary_layers(self, shape: ModelShape) -> tuple[DecoderPlan, ...]:
         """All behind the first."""

@@ -38,6 +38,8 @@ class EmbeddingAndHeadPlan:
         num_lines: tokens of their vocabulary.
         d2t: name of the tensor that says how far each of their tokens is from the target's id; None where they agree.
         t2d: name of the tensor that says which of the target's tokens they know; None where nothing does.
+        scales_embedding: whether they read the target's embedding with its factor, where it has one (Gemma's) and they
+            have none of their own; else its rows as files have them.
     """
 
     files: Checkpoint
@@ -48,6 +50,7 @@ class EmbeddingAndHeadPlan:
     num_lines: int
     d2t: str | None = None
     t2d: str | None = None
+    scales_embedding: bool = False
 
     @property
     def embedding_weight(self) -> Weight | None:
@@ -88,7 +91,8 @@ class EmbeddingAndHeadPlan:
 
         token_ids = self._read_token_ids()
         head_weight, embedding_weight = self.head_weight, self.embedding_weight
-        logits, embedding = target.logits, target.embed
+        logits: Callable[[torch.Tensor], torch.Tensor] = target.logits
+        embedding = target.embed if self.scales_embedding else target.stored_rows
         if head_weight is not None:
             logits = VocabularyHead(reader.linear(head_weight), self.num_lines, communicator, DECIDES)
         if embedding_weight is not None:

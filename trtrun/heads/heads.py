@@ -51,6 +51,10 @@ class HeadsTarget(Protocol):
         """tokens [n] int64 → [n, hidden]."""
         ...
 
+    def stored_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [n] int64 → [n, hidden]: rows of the embedding as files have them, without the target's factor."""
+        ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] of the end → [n, vocab_size] float32."""
         ...

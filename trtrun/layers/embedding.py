@@ -32,10 +32,11 @@ class VocabularyEmbedding:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [tokens] int64 → [tokens, hidden] in the weight's dtype, equal on all ranks."""
-        rows = self._look_up(tokens)
+        rows = self.stored_rows(tokens)
         return rows if self._factor == 1.0 else rows.mul_(self._factor)
 
-    def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+    def stored_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [tokens] int64 → [tokens, hidden] in the weight's dtype, without the factor, equal on all ranks."""
         if self._communicator.size == 1:
             return self.weight.index_select(0, tokens)
         local = tokens - self._first

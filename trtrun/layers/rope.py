@@ -96,12 +96,17 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
-def order_of_rotated(rotated: int, head_dim: int) -> tuple[range, ...]:
-    """Parts of a head in the order in which ranks hold it where only its first numbers are rotated. Kernels turn the
-    numbers i and i + head_dim / 2 together: these are i and i + rotated / 2 of the files, then the ones that are turned
-    by nothing. Scores stay as they are, because queries and keys are held alike."""
+def order_of_rotated(rotated: int, head_dim: int, interleaved: bool = False) -> tuple[range, ...]:
+    """Parts of a head in the order in which ranks hold it where only its first numbers are rotated, or neighbours
+    together. Kernels turn the numbers i and i + head_dim / 2 together: these are i and i + rotated / 2 of the files, or
+    2 * i and 2 * i + 1 where they are `interleaved`, then the ones that are turned by nothing. Scores stay as they are,
+    because queries and keys are held alike."""
     half, rest = rotated // 2, (head_dim - rotated) // 2
-    return range(half), range(rotated, rotated + rest), range(half, rotated), range(rotated + rest, head_dim)
+    behind = range(rotated, rotated + rest), range(rotated + rest, head_dim)
+    if interleaved:
+        first, second = ([range(at, at + 1) for at in range(start, rotated, 2)] for start in (0, 1))
+        return *first, behind[0], *second, behind[1]
+    return range(half), behind[0], range(half, rotated), behind[1]
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:

@@ -15,7 +15,8 @@ from trtrun.kernels.chooser import operations_of
 
 
 class WholeNorm:
-    """x / sqrt(mean(x²) + eps) * weight, over all query heads of the group, and over all its key heads; rounded once.
+    """x / sqrt(mean(x²) + eps) * weight, over all query heads of the group, and over all its key heads; rounded once
+    or twice.
 
     Args:
         queries, keys: weights of this rank's heads, float32 [heads, head_dim] and [kv_heads, head_dim].
@@ -23,6 +24,7 @@ class WholeNorm:
         counts_keys: whether this rank's squares of keys count. Of ranks with the same heads one counts.
         eps: added to the mean square.
         communicator: of the tensor-parallel group.
+        rounds_before_weighing: whether it rounds before it multiplies by the weight, too.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class WholeNorm:
         counts_keys: bool,
         eps: float,
         communicator: Communicator,
+        rounds_before_weighing: bool = False,
     ) -> None:
         device = queries.device
         self._weight = torch.cat((queries, keys))
@@ -42,6 +45,7 @@ class WholeNorm:
         self._counts_keys = counts_keys
         self._eps = eps
         self._communicator = communicator
+        self._rounds_before_weighing = rounds_before_weighing
         self._operations = operations_of(device.type)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +53,10 @@ class WholeNorm:
         sums = self._square_sums((x[:, : self._heads], x[:, self._heads :]))
         factors = (sums.div_(self._sizes) + self._eps).sqrt_().reciprocal_()
         of_heads = factors.index_select(1, self._part_of_head).unsqueeze(2)
-        return (x * of_heads).mul_(self._weight).to(x.dtype)
+        normed = x * of_heads
+        if self._rounds_before_weighing:
+            normed = normed.to(x.dtype)
+        return normed.mul_(self._weight).to(x.dtype)
 
     def _square_sums(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sums over the group, [tokens, 2] float32."""

@@ -248,6 +248,12 @@ class TargetEmbeddingAndHead:
         return self.embedding(tokens)
 
     @inference
+    def stored_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [n] int64 → [n, hidden], without the target's factor."""
+        assert self.embedding is not None, "heads say which weights they compute with"
+        return self.embedding.stored_rows(tokens)
+
+    @inference
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] of the end → [n, vocab_size] float32."""
         assert self.head is not None, "heads say which weights they compute with"

@@ -159,7 +159,9 @@ def check_adaptable(model: ModelConfig) -> None:
         CheckpointError: ranks hold matrices in another order than the files have, and adapters follow the files'.
     """
     if any(part.unit_order is not None for weight in model.weights for part in weight.parts):
-        raise CheckpointError(f"adapters of {model.architecture} are not supported where heads are rotated in part")
+        raise CheckpointError(
+            f"adapters of {model.architecture} are not supported where heads are rotated in part, or by neighbours"
+        )
 
 
 def module_of(name: str) -> str:

@@ -186,7 +186,9 @@ class ModelConfig(ModelShape):
         stored = held[weight.parts[0].name]
         if stored is not None:
             if any(part.unit_order is not None for part in weight.parts):
-                raise CheckpointError(f"{next(iter(held))}: quantized heads that are rotated in part are not supported")
+                raise CheckpointError(
+                    f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, are not supported"
+                )
             return stored
         return of_head(default) if weight.use == "head" else default
 

@@ -214,6 +214,11 @@ class CausalLM:
         """tokens [n] int64 → [n, hidden], equal on all ranks of the group."""
         return self._embedding(tokens)
 
+    @inference
+    def stored_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [n] int64 → [n, hidden]: rows of the embedding without the model's factor, equal on all ranks."""
+        return self._embedding.stored_rows(tokens)
+
     def _look_for_overflow(self, attended: torch.Tensor) -> None:
         """Look at what the last layer attended: a number that is none in any layer of a token shows there.
 

@@ -1,6 +1,7 @@
-"""The dense families: Llama (1 to 3), Mistral, Qwen2 (and 2.5) and Qwen3.
+"""The dense families: Llama (1 to 3), Mistral, Qwen2 (and 2.5), Qwen3 and Ernie 4.5.
 
-They differ in biases, in windows, and in the norm of queries and keys. A family of another kind is a file of its own.
+They differ in biases, in windows, in the norm of queries and keys, and in which numbers of a head are rotated together.
+A family of another kind is a file of its own.
 """
 
 from __future__ import annotations
@@ -111,5 +112,34 @@ QWEN3 = MODEL_FAMILIES.register("Qwen3ForCausalLM")(
         },
         plan_layers=_plan_qwen3,
         model_type="qwen3",
+    )
+)
+
+
+def _plan_ernie(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    has_bias = read_flag(values, "use_bias")
+    return [
+        DecoderPlan.of_layer(
+            index,
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, None, has_bias, has_bias, interleaved=True),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape, has_bias=has_bias),
+        )
+        for index in range(shape.num_layers)
+    ]
+
+
+ERNIE = MODEL_FAMILIES.register("Ernie4_5ForCausalLM")(
+    ModelFamily(
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+        },
+        plan_layers=_plan_ernie,
+        model_type="ernie4_5",
     )
 )

@@ -176,6 +176,7 @@ class AttentionPlan:
         soft_cap: c of c * tanh(score / c), which scores become; None leaves them as they are.
         fused_qkv: whether the three projections lie in one tensor, qkv_proj.
         rotated: how many of a head's numbers are rotated, the first ones in the files; None for all.
+        interleaved: whether neighbouring numbers are rotated together, and not those half a head apart.
     """
 
     name: str
@@ -191,10 +192,18 @@ class AttentionPlan:
     soft_cap: float | None = None
     fused_qkv: bool = False
     rotated: int | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.rotated is not None and self.head_norm:
-            raise CheckpointError(f"{self.name}: norms of heads that are rotated in part are not supported")
+        if self.is_reordered and self.head_norm:
+            raise CheckpointError(
+                f"{self.name}: norms of heads that are rotated in part, or by neighbours, are not supported"
+            )
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether ranks hold heads in another order than files do."""
+        return self.rotated is not None or self.interleaved
 
     @property
     def qkv(self) -> LinearPlan:
@@ -202,8 +211,10 @@ class AttentionPlan:
         inputs = Axis(self.input_size or self.shape.hidden_size)
         outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
         orders = {}
-        if self.rotated is not None:
-            orders = dict.fromkeys(("q_proj", "k_proj"), order_of_rotated(self.rotated, self.shape.head_dim))
+        if self.is_reordered:
+            head_dim = self.shape.head_dim
+            order = order_of_rotated(self.rotated or head_dim, head_dim, self.interleaved)
+            orders = dict.fromkeys(("q_proj", "k_proj"), order)
         return LinearPlan(
             self.name,
             outputs,
@@ -386,8 +397,8 @@ class DecoderPlan(LayerPlan):
             raise CheckpointError(
                 f"behind {self.attention.name} stands a {type(self.mlp).__name__}, which is not known"
             )
-        if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.rotated is not None:
-            raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's, as one tensor")
+        if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.is_reordered:
+            raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's")
         assert norms[0] is not None and norms[1] is not None
         usual = replace(self.attention, rope=None, scale=None, soft_cap=None, norms_add_one=False)
         adds_one = any(norm.adds_one for norm in self.norms if norm is not None)

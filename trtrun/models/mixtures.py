@@ -21,8 +21,12 @@ from trtrun.registry import MODEL_FAMILIES
 _MIXTRAL = ExpertNames(gate="experts.{}.w1", up="experts.{}.w3", down="experts.{}.w2")
 
 
-def _read_experts(values: Mapping[str, Any]) -> tuple[int, int]:
-    """How many experts there are, and how many of them a token chooses."""
+def read_experts(values: Mapping[str, Any]) -> tuple[int, int]:
+    """How many experts there are, and how many of them a token chooses.
+
+    Raises:
+        CheckpointError: config.json does not say, or a token would choose more than there are.
+    """
     key = "num_local_experts" if values.get("num_experts") is None else "num_experts"
     count, chosen = read_size(values, key), read_size(values, "num_experts_per_tok")
     if chosen > count:
@@ -31,7 +35,7 @@ def _read_experts(values: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _plan_mixtral(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
-    window, (count, chosen) = read_window(values), _read_experts(values)
+    window, (count, chosen) = read_window(values), read_experts(values)
     return [
         DecoderPlan.of_layer(
             index,
@@ -138,7 +142,7 @@ def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], num_shar
     return ExpertsPlan(
         name,
         shape,
-        *_read_experts(values),
+        *read_experts(values),
         num_features=read_size(values, "moe_intermediate_size"),
         renormalises=read_flag(values, "norm_topk_prob"),
         num_shared_features=num_shared,

@@ -30,7 +30,13 @@ _FULL_PERIOD = 4
 @dataclass(frozen=True)
 class WholeNormAttentionPlan(AttentionPlan):
     """Self-attention whose queries are RMS-normalised over all heads as one before the rotation, and so are keys:
-    q_norm and k_norm are cut as the heads are."""
+    q_norm and k_norm are cut as the heads are.
+
+    Attributes:
+        rounds_before_weighing: whether what is normalised is rounded before it is multiplied with their weights, too.
+    """
+
+    rounds_before_weighing: bool = False
 
     @property
     def whole_norms(self) -> tuple[Weight, Weight]:
@@ -53,7 +59,9 @@ class WholeNormAttentionPlan(AttentionPlan):
         queries, keys = (reader.tensor(norm).float().view(-1, shape.head_dim) for norm in self.whole_norms)
         is_first = rank == 0 or shape.keys.units(Share(rank - 1, size)) != shape.keys.units(reader.share)
         sizes = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        return WholeNorm(queries, keys, sizes, is_first, shape.rms_norm_eps, reader.communicator)
+        return WholeNorm(
+            queries, keys, sizes, is_first, shape.rms_norm_eps, reader.communicator, self.rounds_before_weighing
+        )
 
 
 def _plan(

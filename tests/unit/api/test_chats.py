@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_tokenizer
+from family_checkpoints import write_family
 from pipelines import configuration, tokens_of
 from transformers import AutoTokenizer
 
@@ -132,3 +133,32 @@ def test_what_lacks_a_template_is_refused_before_anything_is_loaded(model: Path,
     assert output.error is not None and output.error.startswith("messages: the model has no chat template: give a")
     with pytest.raises(ConfigError, match="generation_config"):
         LLM(plain, device="cpu:0", generation_config="non")
+
+
+GEMMA = (
+    "{{ bos_token }}{% set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for message in messages if message.role != 'system' %}"
+    "<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
+    "{{ first if loop.first else '' }}{{ message.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+"""Turns as Gemma has them: the system's words stand in the user's, and a special token ends each."""
+END_OF_TURN = 2
+
+
+@pytest.mark.parametrize("speculation", [{"method": "none"}, {"method": "ngram", "prompt_lookup_min": 1}])
+def test_a_chat_ends_with_gemmas_turn(tmp_path: Path, speculation: dict[str, Any]) -> None:
+    """generation_config.json lists its end beside that of texts; config.json has the latter alone."""
+    path = write_family(tmp_path, "gemma3_text", vocab_size=260, eos_token_id=0)
+    make_tokenizer(path, add_bos=True, special=("<start_of_turn>", "<end_of_turn>"))
+    (path / "chat_template.jinja").write_text(GEMMA)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, END_OF_TURN]}))
+    expected = AutoTokenizer.from_pretrained(path).apply_chat_template(MESSAGES, add_generation_prompt=True)
+    sampling = SamplingParams(max_tokens=20, min_tokens=6, logit_bias={END_OF_TURN: 100.0})
+    with LLM(config=configuration(path, None, speculation=speculation)) as llm:
+        outputs = llm.chat([MESSAGES, MESSAGES], [sampling, replace(sampling, ignore_eos=True)])
+    assert [list(output.prompt_token_ids) for output in outputs] == [expected["input_ids"]] * 2
+    assert expected["input_ids"].count(0) == 1
+    (ended,), (ignoring,) = (output.completions for output in outputs)
+    assert ended.finish_reason == "stop" and ended.token_ids[-1] == END_OF_TURN and len(ended.token_ids) == 7
+    assert "end_of_turn" not in ended.text and len(ignoring.token_ids) == 20

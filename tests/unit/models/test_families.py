@@ -116,13 +116,23 @@ def test_norms_of_olmo_round_once(tmp_path: Path) -> None:
         expected = Olmo2RMSNorm(64, eps=model.config.rms_norm_eps)
         expected.weight.data = weights[f"model.{name}.weight"]
         assert torch.equal(norm(x), expected(x))
-    queries, keys = (weights[f"model.layers.1.self_attn.{name}_norm.weight"] for name in "qk")
-    expected = Olmo2RMSNorm(64, eps=model.config.rms_norm_eps)
-    heads, weight = torch.cat((x, x[:, :32]), dim=1), torch.cat((queries, keys))
-    found = layer.attention.head_norm(heads.view(30, 6, 16)).flatten(1)
-    for part in (slice(64), slice(64, 96)):
-        expected.weight.data = weight[part]
-        assert torch.equal(found[:, part], expected(heads[:, part]))
+
+
+def test_norms_of_queries_and_keys_round_as_transformers_does(tmp_path: Path) -> None:
+    """Once in OLMo 2, and twice in OLMoE."""
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+
+    heads = torch.randn(30, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for family, kind in (("olmo2", Olmo2RMSNorm), ("olmoe", OlmoeRMSNorm)):
+        path = write_family(tmp_path / family, family, dtype=torch.bfloat16)
+        weights = load_file(path / "model.safetensors")
+        layer = PagedModel(path, torch.bfloat16).models[0]._layers[1]
+        found = layer.attention.head_norm(heads.view(30, 6, 16)).flatten(1)
+        for name, part in (("q", slice(64)), ("k", slice(64, 96))):
+            expected = kind(part.stop - (part.start or 0), eps=1e-5)
+            expected.weight.data = weights[f"model.layers.1.self_attn.{name}_norm.weight"]
+            assert torch.equal(found[:, part], expected(heads[:, part])), (family, name)
 
 
 def test_numbers_of_apertus_activation_may_be_in_the_file_or_not(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ its name."""
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from adapters import make_adapter, merge_adapter
 from engines import build_engine
 from family_checkpoints import write_family
 from paged import PagedModel
-from pipelines import make_llm, noisy_copy, prompt_of, tokens_of
+from pipelines import make_llm, prompt_of, tokens_of
+from quantized_checkpoints import FORMATS, store_in_format
 
 from trtrun import SamplingParams
 from trtrun.errors import TrtrunError
@@ -28,33 +30,44 @@ MODULES = {
     "granite": ("v_proj", "up_proj", "down_proj"),
     "mixtral": ("q_proj", "v_proj", "o_proj"),
     "olmo2": ("q_proj", "k_proj", "down_proj"),
+    "olmoe": ("k_proj", "v_proj", "o_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
     "qwen2_moe": ("q_proj", "k_proj", "o_proj"),
     "qwen3_moe": ("k_proj", "o_proj"),
     "smollm3": ("q_proj", "up_proj", "down_proj"),
 }
 """What adapters change."""
-ENDS = "TensorRT-LLM has no word for what {}ForCausalLM does at its ends"
+ENDS, NORMS = "ends", "whose norms are not those of Llama"
+EXPERTS = "stands a ExpertsPlan, which is not known"
+ONE_TENSOR = "lies in its files in another way than Llama's"
 REFUSALS = {
-    "apertus": (
-        "trtrun quantize does not know layers of ApertusForCausalLM: they have a XieluMLPPlan",
-        "behind model.layers.0.self_attn stands a XieluMLPPlan, which is not known",
-    ),
-    "gemma3_text": ("trtrun quantize does not know the ends of Gemma3ForCausalLM", ENDS.format("Gemma3")),
-    "granite": ("trtrun quantize does not know the ends of GraniteForCausalLM", ENDS.format("Granite")),
-    "mixtral": (
-        "trtrun quantize does not know layers of MixtralForCausalLM: they have a ExpertsPlan",
-        "behind model.layers.0.self_attn stands a ExpertsPlan, which is not known",
-    ),
-    "olmo2": ("trtrun quantize does not know the ends of Olmo2ForCausalLM", ENDS.format("Olmo2")),
-    "olmo3": ("trtrun quantize does not know the ends of Olmo3ForCausalLM", ENDS.format("Olmo3")),
-    "phi3": (
-        "trtrun quantize does not know the fused_qkv of Phi3ForCausalLM",
-        "model.layers.0.self_attn lies in its files in another way than Llama's",
-    ),
-    "smollm3": ("trtrun quantize does not know the rope of SmolLM3ForCausalLM", "computes in another way than Llama's"),
+    "apertus": ("layers of {} (XieluMLPPlan)", "stands a XieluMLPPlan, which is not known"),
+    "ernie4_5": ("the interleaved of {}", ONE_TENSOR),
+    "gemma2": ("the ends of {}", ENDS),
+    "gemma3_text": ("the ends of {}", ENDS),
+    "glm4": ("the attention_output_norm of {}", NORMS),
+    "granite": ("the ends of {}", ENDS),
+    "mixtral": ("layers of {} (ExpertsPlan)", EXPERTS),
+    "olmo2": ("the ends of {}", ENDS),
+    "olmo3": ("the ends of {}", ENDS),
+    "olmoe": ("layers of {} (WholeNormAttentionPlan)", EXPERTS),
+    "phi3": ("the fused_qkv of {}", ONE_TENSOR),
+    "qwen2_moe": ("layers of {} (ExpertsPlan)", EXPERTS),
+    "qwen3_moe": ("layers of {} (ExpertsPlan)", EXPERTS),
+    "smollm3": ("the rope of {}", "computes in another way than Llama's"),
 }
 """What trtrun quantize and convert say."""
+
+
+WIDE: dict[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 224,
+}
+"""Sizes that groups and blocks of quantized formats divide."""
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
@@ -87,24 +100,40 @@ def test_texts_with_an_adapter_are_those_of_what_it_is_merged_into(tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", REFUSALS)
-def test_speculative_texts_are_plain_ones(tmp_path: Path, family: str) -> None:
-    target = write_family(tmp_path / "target", family, dtype=torch.bfloat16)
-    draft = noisy_copy(tmp_path / "draft", target, 0.05)
-    prompts = [prompt_of(length, seed=length) for length in (3, 20, 33, 8)]
-    kinds = [SamplingParams(max_tokens=24, seed=row, temperature=0.8 * (row % 2), ignore_eos=True) for row in range(4)]
-    sections = {"scheduler": {"max_batch_size": 3, "max_num_tokens": 40}, "speculation": {"draft_len": 3}}
-    with make_llm(target, draft, **sections) as llm:
-        found = tokens_of(llm.generate(prompts, kinds))
-        assert llm.statistics()["num_accepted_draft_tokens"] > 10
-        llm.set_speculation(False)
-        assert found == tokens_of(llm.generate(prompts, kinds))
-
-
-@pytest.mark.parametrize("family", REFUSALS)
 def test_tools_refuse_what_they_do_not_know(tmp_path: Path, family: str) -> None:
-    source, (of_quantize, of_convert) = write_family(tmp_path / "source", family), REFUSALS[family]
-    with pytest.raises(TrtrunError, match=re.escape(of_quantize)):
-        known_plans(read_model_config(source))
+    """In a line that says what to do."""
+    source = write_family(tmp_path / "source", family)
+    config, (of_quantize, of_convert) = read_model_config(source), REFUSALS[family]
+    said = f"trtrun quantize does not know {of_quantize.format(config.architecture)}: set target.quantization: fp8"
+    with pytest.raises(TrtrunError, match=re.escape(said)):
+        known_plans(config)
     (tmp_path / "ranks").mkdir()
-    with pytest.raises(TrtrunError, match=re.escape(of_convert)):
+    with pytest.raises(TrtrunError, match=r"^trtrun convert does not know the .*: run the directory itself") as caught:
         write_ranks(open_source(source, None), tmp_path / "ranks", 1, lambda done, total: None)
+    assert of_convert in str(caught.value) and config.architecture in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5", "glm4"])
+def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Path, family: str) -> None:
+    target = write_family(tmp_path / "target", family)
+    adapter = make_adapter(tmp_path / "adapter", target, modules=("q_proj",))
+    with pytest.raises(TrtrunError, match="are not supported where heads are rotated in part, or by neighbours"):
+        make_llm(target, None, adapters={"own": str(adapter)})
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("gemma3_text", "gptq with act-order"),
+        ("mixtral", "awq"),
+        ("olmoe", "compressed-tensors FP8 dynamic"),
+        ("qwen3_moe", "fp8 block"),
+    ],
+)
+def test_checkpoints_that_others_have_quantized(tmp_path: Path, family: str, form: str) -> None:
+    """Experts among them; routers are plain."""
+    dense, stored = write_family(tmp_path / "dense", family, **WIDE), tmp_path / "stored"
+    shutil.copytree(dense, stored)
+    store_in_format(dense, stored, FORMATS[form])
+    found, expected = (PagedModel(path, tp_size=2).forward(BATCH) for path in (stored, dense))
+    assert torch.equal(found, expected)

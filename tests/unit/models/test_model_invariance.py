@@ -62,6 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd": {"hidden_size": 60, "intermediate_size": 118, "head_dim": 10, "num_attention_heads": 6},
     # Sums so long that oneDNN adds a single row up in another order.
     "wide": {"hidden_size": 512, "intermediate_size": 1376, "head_dim": 64, "num_attention_heads": 8},
+    "with windows": {"sliding_window": 7},
 }
 
 
@@ -75,6 +76,7 @@ def tokens_of(seed: int) -> list[int]:
     [
         ("LlamaForCausalLM", "odd"),
         ("LlamaForCausalLM", "wide"),
+        ("MistralForCausalLM", "with windows"),
         ("Qwen2ForCausalLM", "wide"),
         ("Qwen3ForCausalLM", "odd"),
     ],

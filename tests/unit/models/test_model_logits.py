@@ -90,7 +90,7 @@ def check_logits(path: Path, tp_size: int = 1, length: int = 41) -> PagedModel:
     return model
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_equal_transformers(tmp_path: Path, architecture: str, tp_size: int) -> None:
     model = check_logits(make_checkpoint(tmp_path, architecture, num_shards=2, vocab_size=200), tp_size)

@@ -3,16 +3,16 @@ the text repeats, or heads, in chains and trees; in company, preempted, prompts 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eagle3_heads import eagle3, fitted, make_head, write_head
 from family_checkpoints import write_family
-from medusa_heads import fitted as fitted_heads
-from medusa_heads import make_heads, medusa, write_heads
-from mixed_rows import PROMPTS, mixed_sampling, plain_tokens, whole_texts
+from family_drafts import METHODS, Method, models_of, write_drafter
+from mixed_rows import PROMPTS, mixed_sampling, whole_texts
 from pipelines import make_llm, noisy_copy, run_alone, tokens_of
 
 SAMPLING = mixed_sampling(30)
@@ -23,15 +23,19 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def check(target: Path, draft: Path | None = None, *, least_accepted: int, **settings: Any) -> None:
-    """Texts that are drafted for are those of the same rows alone without drafts."""
+def check(
+    target: Path, draft: Path | None = None, *, least_accepted: int, expected: Any = None, **settings: Any
+) -> None:
+    """Texts that are drafted for are those of the same rows alone without drafts, which are computed unless given."""
     with make_llm(target, draft, **settings, **SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, SAMPLING)
         assert llm.statistics()["num_accepted_draft_tokens"] > least_accepted
         assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
         llm.check_idle()
-        llm.set_speculation(False)
-        assert run_alone(llm, PROMPTS, SAMPLING) == tokens_of(outputs)
+        if expected is None:
+            llm.set_speculation(False)
+            expected = run_alone(llm, PROMPTS, SAMPLING)
+    assert tokens_of(outputs) == expected
 
 
 @pytest.mark.parametrize("head_dim", [24, 32])
@@ -49,21 +53,47 @@ def test_a_smaller_draft_model_beside_one_of_several_models(tmp_path: Path) -> N
     check(target, draft, speculation={"draft_len": 3}, least_accepted=0)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
-def test_what_texts_repeat(tmp_path: Path, family: str) -> None:
-    target = write_family(tmp_path / "target", family, seed=1, dtype=torch.bfloat16, head_dim=32)
-    speculation = {"method": "ngram", "draft_len": 4, "max_paths": 2}
-    check(target, speculation=speculation, least_accepted=0)
+class Pair:
+    """A target in bfloat16, its texts, and what drafts for it.
+
+    Args:
+        folder: of all of them.
+        family: of the target.
+    """
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self._folder = folder
+        self.target = write_family(folder / "target", family, seed=1, dtype=torch.bfloat16, head_dim=32)
+        with make_llm(self.target, **SETTINGS) as llm:
+            self.texts = run_alone(llm, PROMPTS, SAMPLING)
+
+    def drafting(self, method: Method) -> dict[str, Any]:
+        """What `make_llm` takes to draft by a method."""
+        if method.kind:
+            write_drafter(self._folder / method.kind, method.kind, self.target, whole_texts(self.texts))
+        return {**models_of(self._folder, method), "speculation": method.section}
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
-def test_heads(tmp_path: Path, family: str) -> None:
-    target = write_family(tmp_path / "target", family, seed=1, dtype=torch.bfloat16, head_dim=32)
-    texts = whole_texts(plain_tokens(target, SAMPLING))
-    head = fitted(make_head(target, boundaries=(1, 2, 3), num_tokens=150), target, texts)
-    folder = write_head(tmp_path / "eagle3", head, "specforge", target)
-    trees = eagle3(eagle_topk=2, max_total_draft_tokens=6, draft_len=3)
-    for speculation in (eagle3(draft_len=3), trees):
-        check(target, heads=folder, speculation=speculation, least_accepted=30)
-    folder = write_heads(tmp_path / "medusa", fitted_heads(make_heads(target), target, texts), "vllm", target)
-    check(target, heads=folder, speculation=medusa(draft_len=3), least_accepted=30)
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """By family, made when it is first asked for."""
+    return cache(lambda family: Pair(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "qwen3_moe"])
+def test_texts_are_plain_ones_whatever_drafts(pairs: Callable[[str], Pair], family: str, method: str) -> None:
+    """Eight rows at once, and rows alone."""
+    pair = pairs(family)
+    with make_llm(pair.target, **pair.drafting(METHODS[method]), dtype="bfloat16") as llm:
+        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == pair.texts
+        assert llm.statistics()["num_accepted_draft_tokens"] > METHODS[method].least
+        assert run_alone(llm, PROMPTS[:2], SAMPLING[:2]) == pair.texts[:2]
+
+
+@pytest.mark.parametrize("method", ["n-grams", "Medusa", "EAGLE-3", "EAGLE-3, dynamic tree"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_rows_that_are_preempted(pairs: Callable[[str], Pair], family: str, method: str) -> None:
+    pair = pairs(family)
+    drafting, least = pair.drafting(METHODS[method]), METHODS[method].least
+    check(pair.target, expected=pair.texts, least_accepted=least, **drafting)

@@ -58,8 +58,15 @@ class Source:
         """
         found = [plan for plan in self.config.layers if type(plan) is DecoderPlan]
         if len(found) < len(self.config.layers):
-            raise ConfigError(f"layers of {self.config.architecture} are of a kind that trtrun convert does not know")
+            raise self.refuse("layers")
         return found
+
+    def refuse(self, what: str, why: str = "") -> ConfigError:
+        """The error for a model that cannot be written, because of some of it."""
+        return ConfigError(
+            f"trtrun convert does not know the {what} of {self.config.architecture}{why}: run the directory itself, "
+            "which target.model may name"
+        )
 
     def layout(self, weight: Weight) -> Layout | None:
         """How a matrix is stored; None where it is plain."""

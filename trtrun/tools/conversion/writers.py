@@ -122,7 +122,7 @@ def write_ranks(source: Source, output: Path, tp_size: int, progress: Progress) 
         TrtrunError: the model cannot be cut so, or TensorRT-LLM has no word for what it is.
     """
     if source.config.ends != PLAIN_ENDS:
-        raise ConfigError(f"TensorRT-LLM has no word for what {source.config.architecture} does at its ends")
+        raise source.refuse("ends")
     cut = [_RankPlan(source, Share(rank, tp_size)) for rank in range(tp_size)]
     plans = [rank.run() for rank in cut]
     total = sum(plan.dtype.itemsize * torch.Size(plan.shape).numel() for rank in plans for plan in rank.values())
@@ -180,7 +180,10 @@ class _RankPlan:
         self._plain("transformer.vocab_embedding.weight", Weight(config.embedding.parts), whole=True)
         for index, plan in enumerate(self.source.plans):
             prefix = f"transformer.layers.{index}."
-            input_norm, attention, behind_norm, mlp = plan.ordinary
+            try:
+                input_norm, attention, behind_norm, mlp = plan.ordinary
+            except CheckpointError as error:
+                raise self.source.refuse("layers", f", as {error}") from None
             self._plain(f"{prefix}input_layernorm.weight", input_norm.weight)
             self._linear(f"{prefix}attention.qkv", attention.qkv.weight, attention.qkv.bias)
             for name, norm in zip(("q_layernorm", "k_layernorm"), attention.head_norms, strict=False):

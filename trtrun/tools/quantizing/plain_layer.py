@@ -140,6 +140,9 @@ _KNOWN: dict[type, frozenset[str]] = {
 }
 
 
+_INSTEAD = "set target.quantization: fp8, which quantizes while loading, or name a checkpoint that is quantized"
+
+
 def known_plans(config: ModelConfig) -> list[DecoderPlan]:
     """The plans of a model's layers.
 
@@ -158,8 +161,9 @@ def known_plans(config: ModelConfig) -> list[DecoderPlan]:
 def _check(item: Any, architecture: str) -> None:
     known = _KNOWN.get(type(item))
     if known is None:
-        raise ConfigError(f"trtrun quantize does not know layers of {architecture}: they have a {type(item).__name__}")
+        kind = type(item).__name__
+        raise ConfigError(f"trtrun quantize does not know layers of {architecture} ({kind}): {_INSTEAD}")
     for one in fields(item):
         default = None if one.default is MISSING else one.default
         if one.name not in known and getattr(item, one.name) != default:
-            raise ConfigError(f"trtrun quantize does not know the {one.name} of {architecture}")
+            raise ConfigError(f"trtrun quantize does not know the {one.name} of {architecture}: {_INSTEAD}")

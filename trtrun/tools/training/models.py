@@ -29,19 +29,18 @@ class TargetOutput:
 
     Attributes:
         hidden: [rows, length, hidden] behind the final norm, in the target's dtype.
-        head: makes logits of it.
+        head: makes logits of it, as the target does.
         tapped: the residual stream at each boundary that was asked for, as `hidden`.
     """
 
     hidden: torch.Tensor
-    head: nn.Module
+    head: Callable[[torch.Tensor], torch.Tensor]
     tapped: Sequence[torch.Tensor] = ()
 
     def log_probs(self, vocab_size: int) -> torch.Tensor:
         """[rows, length, vocab_size] float32 over the first tokens of the vocabulary, which both models know."""
         with torch.no_grad():
-            logits: torch.Tensor = self.head(self.hidden)
-            return logits[..., :vocab_size].float().log_softmax(-1)
+            return self.head(self.hidden)[..., :vocab_size].float().log_softmax(-1)
 
 
 class Target:
@@ -62,7 +61,10 @@ class Target:
     def __init__(self, path: Path, device: torch.device) -> None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
         self.model = load_model(path, dtype).to(device).eval().requires_grad_(False)
-        self.vocab_size = int(self.model.config.vocab_size)
+        config = self.model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        self._divisor: float = getattr(config, "logits_scaling", None) or 1.0
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def head_weight(self) -> torch.Tensor:
         """[vocabulary, hidden]: what makes logits of hidden states, in the target's dtype."""
@@ -87,13 +89,18 @@ class Target:
         def tap(boundary: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
             tapped[boundary] = arguments[0]
 
-        base = self.model.base_model
+        base = self.model.get_decoder()
         with torch.no_grad(), ExitStack() as stack:
             for boundary in boundaries:
                 module = base.layers[boundary] if boundary < len(base.layers) else base.norm
                 stack.callback(module.register_forward_pre_hook(partial(tap, boundary)).remove)
             hidden = base(input_ids=text, use_cache=False).last_hidden_state
-        return TargetOutput(hidden, self.model.get_output_embeddings(), [tapped[boundary] for boundary in boundaries])
+        return TargetOutput(hidden, self._logits, [tapped[boundary] for boundary in boundaries])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The output matrix, and what transformers' forward does behind it (Granite, Gemma 2)."""
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden) / self._divisor
+        return logits if self._cap is None else (logits / self._cap).tanh() * self._cap
 
 
 def tell_modules(model: nn.Module, tell: Callable[[], None]) -> None:
@@ -130,13 +137,14 @@ def load_model(path: Path, dtype: torch.dtype | str) -> Any:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json of a checkpoint says.
+    """What config.json of a checkpoint says, of the model for text where it describes several.
 
     Raises:
         CheckpointError: transformers does not know the model.
     """
     try:
-        return dict(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict())
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return dict(config.get_text_config().to_dict())
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"transformers cannot read {shorten_path(path)}: {one_line(error)}") from None
 
