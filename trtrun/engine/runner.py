@@ -126,12 +126,13 @@ class Engine:
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
-        self._store.announce(plan.block_updates)
+        self._store.announce(plan.window_places)
         if self._store.slots is not None and plan.admissions:
             announce_slots(self._store.slots, plan, self._forwards.paths)
         if self._model.has_overflowed:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
-            self._store.clear(self.rows.fresh_blocks(plan))
+            # A block that gets its place now holds nothing yet.
+            self._store.clear([*self.rows.fresh_blocks(plan), *plan.window_places[:, 0].tolist()])
             if self._forwards.paths is not None and len(plan.decode_rows):
                 self._forwards.paths.clear(cached_tensor(plan.decode_rows.tolist(), self.device))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,8 @@ from trtrun.memory.spaces import (
     adapter_space,
     guess_space,
     head_space,
+    layers_in_places,
     path_space,
-    ring_space,
 )
 from trtrun.memory.working_memory import EngineForm, RoundShape, head_rank_bytes, working_bytes
 from trtrun.models.config import ModelConfig
@@ -111,17 +112,15 @@ def engine_working_bytes(
     device: torch.device,
     heads: HeadsPlan | None = None,
 ) -> int:
-    """Upper bound of what rounds need on one rank of an engine beside weights and KV, rings of layers with a window and
-    blocks of guesses and of paths among it, and what the heads need that draft on the target's ranks, or what is on its
-    way to those elsewhere."""
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses and of paths
+    among it, and what the heads need that draft on the target's ranks, or what is on its way to those elsewhere."""
     section, model = config.draft if role == "draft" else config.target, models.of_role(role)
     assert section is not None, "the job has no draft model"
     dtype = resolve_dtype(section, model)
     heads = heads if role == "target" else None
     heads_here = heads
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
-    shape = config, model, len(section.devices), dtype
-    beside = blocks * _kv_bytes(*shape, model.num_layers) + kv_bytes_in_rings(*shape)
+    beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
     space = adapter_space(config, role)
     if space is not None:
         lines = config.scheduler.max_num_tokens
@@ -184,14 +183,30 @@ def head_working_bytes(config: RuntimeConfig, models: JobModels, heads: HeadsPla
     return beside + head_rank_bytes(round_shape(config, models), form)
 
 
-def store_bytes_per_block(
-    config: RuntimeConfig, model: ModelShape, heads: HeadsPlan | None, tp_size: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block on one rank of an engine, and of the heads beside it where these keep keys and values."""
-    of_heads = 0
+class StoreBytes(NamedTuple):
+    """Bytes of one block, and of one place of layers with windows, 0 where these have none."""
+
+    per_block: int
+    per_place: int
+
+    def plus(self, other: StoreBytes) -> StoreBytes:
+        """Those of two stores."""
+        return StoreBytes(self.per_block + other.per_block, self.per_place + other.per_place)
+
+
+def store_bytes(
+    config: RuntimeConfig, models: JobModels, role: str, heads: HeadsPlan | None, dtype: torch.dtype
+) -> StoreBytes:
+    """Bytes of one rank's store of an engine, and of the heads beside it where these keep keys and values."""
+    section, model = config.draft if role == "draft" else config.target, models.of_role(role)
+    assert section is not None
+    shape, of_heads = (len(section.devices), dtype), 0
     if heads is not None and heads.stored is not None:
-        of_heads = kv_bytes_per_block(config, heads.stored, tp_size, dtype)
-    return kv_bytes_per_block(config, model, tp_size, dtype) + of_heads
+        of_heads = kv_bytes_per_block(config, heads.stored, *shape)
+    of_all = kv_bytes_per_block(config, model, *shape)
+    layers = layers_in_places(config, models, role) or ()
+    in_places = of_all // model.num_layers * layers.count(True)
+    return StoreBytes(of_all - in_places + of_heads, in_places)
 
 
 def kv_format_of(config: RuntimeConfig, model: ModelShape) -> KVFormat:
@@ -235,25 +250,11 @@ def _check_kernels(config: RuntimeConfig, kept: KVFormat, device_type: str, dtyp
 
 
 def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank of an engine with `tp_size` ranks: of the layers that keep all.
+    """Bytes of one block in all layers, on one rank of an engine with `tp_size` ranks.
 
     Raises:
         ConfigError: kv_cache.dtype is unknown.
     """
-    space = ring_space(config, model)
-    layers = model.num_layers if space is None else space.layers.count(False)
-    return _kv_bytes(config, model, tp_size, dtype, layers)
-
-
-def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes of the rings of layers with a window on one rank; 0 where there are none."""
-    space = ring_space(config, model)
-    if space is None:
-        return 0
-    return space.num_blocks * _kv_bytes(config, model, tp_size, dtype, space.layers.count(True))
-
-
-def _kv_bytes(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype, layers: int) -> int:
-    """Bytes of one block, in so many layers."""
     kv_heads, size = max(1, model.num_kv_heads // tp_size), config.kv_cache.block_size
-    return KVStore.bytes_per_block(layers, kv_heads, size, model.head_dim, dtype, kv_format_of(config, model))
+    kept = kv_format_of(config, model)
+    return KVStore.bytes_per_block(model.num_layers, kv_heads, size, model.head_dim, dtype, kept)

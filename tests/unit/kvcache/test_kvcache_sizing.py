@@ -30,7 +30,7 @@ def count(free: int, fraction: float = 0.5, max_tokens: int | None = None, most_
         max_tokens=max_tokens,
         most_useful=most_useful,
         where="target rank 1 (cpu:0)",
-    )
+    ).blocks
 
 
 def test_the_fraction_is_of_what_is_free_beside_the_weights() -> None:
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         count(1000)
     with pytest.raises(ConfigError, match=r"max_tokens 160 needs 110 B but 100 B are free .* at most 144 tokens fit"):
         count(1100, max_tokens=160)
-    with pytest.raises(ConfigError, match="holds no block of 16 tokens"):
+    with pytest.raises(ConfigError, match="does not hold a block of 16 tokens"):
         count(1030)
 
 
