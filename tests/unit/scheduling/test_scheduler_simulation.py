@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_simulation import VOCABULARY, Job, make_request
 
+from trtrun.kvcache.window_blocks import WindowRule
 from trtrun.scheduling.completions import Completion
+from trtrun.scheduling.planning import most_lacking
 from trtrun.scheduling.scheduler import SchedulerLimits
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -29,9 +33,22 @@ def limits(draw: st.DrawFn, plans_ahead: int | None = None) -> SchedulerLimits:
     )
 
 
+def with_windows(plain: SchedulerLimits, window: int, chunk: int, most_rows: int) -> SchedulerLimits:
+    """The same where layers have windows, with places for so many rows as long as they get."""
+    lacking = most_lacking(plain.draft_len, drafts_in_parallel=False) if plain.has_draft_store else 1
+    drafted = (plain.draft_len + 1) * (plain.plans_ahead + 1)
+    most = min(window + 1 + max(chunk, lacking + drafted), plain.max_seq_len + drafted)
+    rule = WindowRule(window, 1, chunk, -(-most // plain.block_size) + 1)
+    num_places = 1 + most_rows * rule.blocks_per_row
+    return replace(plain, windows=rule, most_chunk=chunk, num_places=num_places)
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[SchedulerLimits, list, int, float]:
     chosen = draw(limits())
+    if draw(st.booleans()):
+        window, chunk = draw(st.sampled_from([1, 2, 5, 8, 20])), draw(st.sampled_from([1, 4, 10, 64]))
+        chosen = with_windows(chosen, window, min(chunk, chosen.max_num_tokens), draw(st.integers(1, 3)))
     longest = min(chosen.max_length - 1, 24)
     prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=longest)
     stems = draw(st.lists(prompts, min_size=1, max_size=2))
@@ -77,6 +94,45 @@ def test_scarce_blocks_preempt_and_nothing_live_locks() -> None:
                 preemptions = [r.statistics.num_preemptions for r in job.requests.values()]
                 assert sum(preemptions) > 0
                 assert preemptions[0] == 0, "the oldest row is never preempted"
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_scarce_places_preempt_and_nothing_live_locks(plans_ahead: int, reuse: bool) -> None:
+    """Places for few rows as long as they get, and blocks for all: some read, others decode."""
+    preempted = shared = 0
+    for seed in range(10):
+        plenty = SchedulerLimits(4, 16, 60, None, 3, 2, 200, reuse, plans_ahead)
+        scarce = with_windows(plenty, window=20, chunk=6, most_rows=1)
+        job = Job(replace(scarce, num_places=scarce.num_places + seed % 4), seed, 0.8)
+        stems = [[], [1, 2, 3, 4, 5, 6] * 4, [], [2] * 15, []]
+        job.run([make_request(number, stems[number % 5] + [number % 7] * 2, 40 - 4 * number) for number in range(9)])
+        statistics = [running.statistics for running in job.requests.values()]
+        preempted += sum(of_row.num_preemptions for of_row in statistics)
+        shared += sum(of_row.num_cached_prompt_tokens for of_row in statistics)
+    assert preempted and bool(shared) == reuse
+
+
+def test_where_no_place_is_left_the_newest_prompt_gives_up_its_own() -> None:
+    """So that the oldest is read on; whatever took the others."""
+    plenty = SchedulerLimits(3, 12, 80, None, 0, 2, 200)
+    job = Job(with_windows(plenty, window=20, chunk=6, most_rows=3))
+    oldest, newest = job.add(make_request(0, [2] * 50, 2)), job.add(make_request(1, [3] * 40, 2))
+    for _ in range(3):
+        job.step()
+    batch = job.scheduler._batch
+    assert batch.windows is not None and job.scheduler.num_running == 2
+    others = batch.pool.allocate(batch.windows.num_available)
+    batch.windows.hold(others)
+    job.step()
+    assert newest.statistics.num_preemptions == 1 and not oldest.statistics.num_preemptions
+    before = oldest.num_prefilled
+    job.step()
+    assert oldest.num_prefilled > before
+    batch.windows.release(others)
+    for block in others:
+        batch.pool.release(block)
+    job.run([])
 
 
 def test_only_verified_blocks_are_shared() -> None:
