@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_simulation import VOCABULARY, Job, make_request
+from windowed_limits import with_windows
 
-from trtrun.kvcache.window_blocks import WindowRule
 from trtrun.scheduling.completions import Completion
-from trtrun.scheduling.planning import most_lacking
 from trtrun.scheduling.scheduler import SchedulerLimits
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -33,22 +32,12 @@ def limits(draw: st.DrawFn, plans_ahead: int | None = None) -> SchedulerLimits:
     )
 
 
-def with_windows(plain: SchedulerLimits, window: int, chunk: int, most_rows: int) -> SchedulerLimits:
-    """The same where layers have windows, with places for so many rows as long as they get."""
-    lacking = most_lacking(plain.draft_len, drafts_in_parallel=False) if plain.has_draft_store else 1
-    drafted = (plain.draft_len + 1) * (plain.plans_ahead + 1)
-    most = min(window + 1 + max(chunk, lacking + drafted), plain.max_seq_len + drafted)
-    rule = WindowRule(window, 1, chunk, -(-most // plain.block_size) + 1)
-    num_places = 1 + most_rows * rule.blocks_per_row
-    return replace(plain, windows=rule, most_chunk=chunk, num_places=num_places)
-
-
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[SchedulerLimits, list, int, float]:
     chosen = draw(limits())
     if draw(st.booleans()):
         window, chunk = draw(st.sampled_from([1, 2, 5, 8, 20])), draw(st.sampled_from([1, 4, 10, 64]))
-        chosen = with_windows(chosen, window, min(chunk, chosen.max_num_tokens), draw(st.integers(1, 3)))
+        chosen = with_windows(chosen, window, chunk, draw(st.integers(1, 3)))
     longest = min(chosen.max_length - 1, 24)
     prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=longest)
     stems = draw(st.lists(prompts, min_size=1, max_size=2))
