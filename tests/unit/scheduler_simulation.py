@@ -168,6 +168,7 @@ class Job:
         self.verified: set[int] = set()
         self.num_rounds = 0
         self.most_drafted: int | None = None
+        self.is_unsure = False
 
     def add(self, request: Request, group: str | None = None) -> Completion:
         owner = request.request_id % self.num_owners
@@ -177,10 +178,11 @@ class Job:
         self.verified.update(chain(list(request.prompt_token_ids) + reference(request, self.limits)[0]))
         return running
 
-    def schedule(self) -> RoundPlan | None:
-        if self.random.random() < 0.1:  # the pacer changes its mind now and then, and often wants no drafts for long
+    def schedule(self, *, changes_mind: bool = True) -> RoundPlan | None:
+        # The pacer changes its mind now and then, and often wants no drafts for long.
+        if changes_mind and self.random.random() < 0.1:
             self.most_drafted = self.random.choice((None, 0, 0, 1))
-        plan = self.scheduler.schedule(self.most_drafted)
+        plan = self.scheduler.schedule(self.most_drafted, is_unsure=self.is_unsure)
         if plan is None:
             assert self.plans or not self.scheduler.has_work, "live-lock: work, nothing outstanding, and no plan"
             return None
@@ -330,8 +332,8 @@ class Job:
             assert draft_len <= 0, "nothing can be drafted without the newest token"
             return []
         assert state.has_draft_kv, "the draft engine was told to leave this row alone"
-        assert 2 <= catch_up <= 2 + MOST_MISSED_ROUNDS
-        start = len(state.tokens) - catch_up
+        assert 2 <= catch_up <= 2 + MOST_MISSED_ROUNDS or self.is_unsure
+        start = max(0, len(state.tokens) - catch_up)
         # Catch up the last two committed tokens, the one before the last may be the bonus hole, and all that it missed.
         checksum = self.draft.forward(row, start, state.tokens[start:], frozen)[-1]
         committed, proposed = list(state.tokens), []
@@ -365,7 +367,7 @@ class Job:
         checksum = 0
         for engine in (self.draft, self.target) if has_draft_kv else (self.target,):
             state = engine.rows[row]
-            assert start == state.num_computed and state.has_draft_kv == has_draft_kv
+            assert start == state.num_computed and state.has_draft_kv == (has_draft_kv or self.is_unsure)
             checksum = engine.forward(row, start, state.tokens[start : start + length], frozen)[-1]
         for engine in (self.draft, self.target):
             engine.rows[row].num_computed += length

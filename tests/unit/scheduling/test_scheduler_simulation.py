@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler_simulation import VOCABULARY, Job, make_request
 from windowed_limits import with_windows
 
+from trtrun.scheduling import admission
 from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.scheduler import SchedulerLimits
 
@@ -122,6 +123,25 @@ def test_where_no_place_is_left_the_newest_prompt_gives_up_its_own() -> None:
     for block in others:
         batch.pool.release(block)
     job.run([])
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize("is_fed_late", [False, True])
+def test_what_the_draft_store_lacks_keeps_its_places(
+    monkeypatch: pytest.MonkeyPatch, plans_ahead: int, is_fed_late: bool
+) -> None:
+    """Rounds without drafts, which it sits out, and then one with; also of prompts that it has not read yet."""
+    monkeypatch.setattr(admission, "_FED_AT_ONCE", 0)
+    job = Job(with_windows(SchedulerLimits(2, 64, 100, 100, 3, 2, 200, True, plans_ahead), 3, 64, 2), 1, 0.7)
+    job.is_unsure = is_fed_late
+    job.add(make_request(0, [1, 2, 3, 4, 5, 6, 0, 1, 2], 60))
+    while job.scheduler.has_work or job.plans:
+        job.most_drafted = 0 if job.num_rounds % 30 < 25 else None
+        while len(job.plans) <= plans_ahead and job.schedule(changes_mind=False) is not None:
+            pass
+        job.execute()
+        job.commit()
+    job.check_outputs()
 
 
 def test_only_verified_blocks_are_shared() -> None:

@@ -94,8 +94,9 @@ def test_layers_with_windows_hold_what_drafts_look_at(
     more = {"sliding_window": window, "num_hidden_layers": 2}
     windowed = load(make_checkpoint(tmp_path / "draft", "MistralForCausalLM", seed=3, **more))
     rounds = AheadRounds(
-        windowed, seed=seed, max_num_tokens=18, plans_ahead=seed % 2, mask_token=mask_token, rows_in_places=1 + seed % 2
-    )
+        windowed, seed=seed, block_size=1, max_num_tokens=18, plans_ahead=seed % 2, mask_token=mask_token,
+        rows_in_places=1 + seed % 2,
+    )  # fmt: skip
     add_requests(rounds, MIXED, 9)
     rounds.run(copies=12)
     wanted = ["cached", "foreseen", "redrafted", "late", "late, and found", "sat out"]
