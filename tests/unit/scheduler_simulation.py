@@ -333,6 +333,7 @@ class Job:
             return []
         assert state.has_draft_kv, "the draft engine was told to leave this row alone"
         assert 2 <= catch_up <= 2 + MOST_MISSED_ROUNDS or self.is_unsure
+        frozen = frozen if not self.is_unsure else frozenset()  # prompts that it reads late are the target's to share
         start = max(0, len(state.tokens) - catch_up)
         # Catch up the last two committed tokens, the one before the last may be the bonus hole, and all that it missed.
         checksum = self.draft.forward(row, start, state.tokens[start:], frozen)[-1]
