@@ -132,7 +132,7 @@ def test_what_the_draft_store_lacks_keeps_its_places(
 ) -> None:
     """Rounds without drafts, which it sits out, and then one with; also of prompts that it has not read yet."""
     monkeypatch.setattr(admission, "_FED_AT_ONCE", 0)
-    job = Job(with_windows(SchedulerLimits(2, 64, 100, 100, 3, 2, 200, True, plans_ahead), 3, 64, 2), 1, 0.7)
+    job = Job(with_windows(SchedulerLimits(2, 64, 100, 100, 3, 2, 200, True, plans_ahead), 3, 4, 2), 1, 0.7)
     job.is_unsure = is_fed_late
     job.add(make_request(0, [1, 2, 3, 4, 5, 6, 0, 1, 2], 60))
     while job.scheduler.has_work or job.plans:
