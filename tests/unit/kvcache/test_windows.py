@@ -1,5 +1,5 @@
-"""Layers with a sliding window, of whose blocks rows hold the window's alone: the texts of layers that keep all, what is
-found again of prefixes, and how much is held."""
+"""Layers with a sliding window, of whose blocks rows hold the window's alone: the texts of layers that keep all, what
+is found again of prefixes, and how much is held."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_texts_are_those_of_layers_that_keep_all(tmp_path: Path, kind: dict[str,
 
 
 def cached_of(llm: LLM, prompt: Sequence[int], expected: dict[tuple[int, ...], Any], **asked: Any) -> list[int]:
-    """Tokens of a prompt that are found again, by completion; its texts are those of `expected`, once they are there."""
+    """Tokens of a prompt that are found again, by completion; its texts are those of `expected`, once these are
+    there."""
     sampling = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, temperature=0.7, **asked)
     output = llm.generate([list(prompt)], sampling)[0]
     texts = tokens_of([output])
