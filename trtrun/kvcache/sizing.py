@@ -43,13 +43,6 @@ class SlotMemory:
     bytes_per_place: int = 0
 
 
-class PlaceDemand(NamedTuple):
-    """How many rows need places in layers with windows, and how many places each at most."""
-
-    max_rows: int
-    blocks_per_row: int
-
-
 class StoreSize(NamedTuple):
     """Blocks of every KV store, and places of layers with windows, 0 where these have none; each with the null one."""
 
@@ -65,6 +58,23 @@ class StoreSize(NamedTuple):
     def num_bytes(self, demand: SlotMemory) -> int:
         """Bytes of such stores in a slot."""
         return self.blocks * demand.bytes_per_block + self.places * demand.bytes_per_place
+
+
+class PlaceDemand(NamedTuple):
+    """How many rows need places in layers with windows, and how many places each at most."""
+
+    max_rows: int
+    blocks_per_row: int
+
+    @property
+    def least(self) -> StoreSize:
+        """Places of one row."""
+        return StoreSize(0, self.blocks_per_row + NUM_NULL_BLOCKS)
+
+    @property
+    def most(self) -> StoreSize:
+        """Places of all rows."""
+        return StoreSize(0, self.max_rows * self.blocks_per_row + NUM_NULL_BLOCKS)
 
 
 def useful_blocks(max_batch_size: int, max_seq_len: int, block_size: int, draft_len: int, plans_ahead: int) -> int:
@@ -122,34 +132,42 @@ def count_kv_blocks(
     weights, rounds = format_bytes(demand.shard_bytes), format_bytes(demand.working_bytes)
     taken = f"the weights ({weights}) and the largest round ({rounds})" if demand.working_bytes else "the weights"
     most = most_useful + NUM_NULL_BLOCKS
-    least = StoreSize(0, places.blocks_per_row + NUM_NULL_BLOCKS if places is not None else 0)
-    num_left = left - least.num_bytes(demand)
-    of_row = f"the window of one row ({format_bytes(least.num_bytes(demand))}) and " if num_left < left else ""
+    of_row = ""
+    if places is not None and demand.bytes_per_place:
+        of_row = f"the window of one row ({format_bytes(places.least.num_bytes(demand))}) and "
     if max_tokens is not None:
         wanted = min(blocks_of_tokens(max_tokens, block_size), most)
-        if wanted * demand.bytes_per_block > num_left:
-            fitting = max(0, num_left // max(1, demand.bytes_per_block) - NUM_NULL_BLOCKS) * block_size
-            used = most_useful * block_size
-            limit = f" (of which {used} can be in use at a time)" if used < max_tokens else ""
-            needed = format_bytes(wanted * demand.bytes_per_block)
-            raise ConfigError(
-                f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs {needed} but {format_bytes(left)} are free "
-                f"beside {of_row}{taken}: at most {fitting} tokens fit"
-            )
-        if places is None:
-            return StoreSize(wanted)
-        all_rows = min(wanted, places.max_rows * places.blocks_per_row + NUM_NULL_BLOCKS)
-        if not demand.bytes_per_place:
-            return StoreSize(wanted, all_rows)
-        return StoreSize(wanted, min(all_rows, (left - wanted * demand.bytes_per_block) // demand.bytes_per_place))
+        size = _with_blocks(wanted, left, demand, places)
+        if size is not None:
+            return size
+        for_blocks = left - (0 if places is None else places.least.num_bytes(demand))
+        fitting = max(0, for_blocks // max(1, demand.bytes_per_block) - NUM_NULL_BLOCKS) * block_size
+        used = most_useful * block_size
+        limit = f" (of which {used} can be in use at a time)" if used < max_tokens else ""
+        needed = format_bytes(wanted * demand.bytes_per_block)
+        raise ConfigError(
+            f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs {needed} but {format_bytes(left)} are free "
+            f"beside {of_row}{taken}: at most {fitting} tokens fit"
+        )
     size = _share_out(int(left * fraction), demand, most, places)
-    if size.blocks <= NUM_NULL_BLOCKS or size.places < least.places:
+    if size.blocks <= NUM_NULL_BLOCKS or (places is not None and size.places < places.least.places):
         raise ConfigError(
             f"{where}: kv_cache.free_memory_fraction {fraction:g} of the {format_bytes(left)} beside {taken} does not "
             f"hold {of_row}a block of {block_size} tokens "
             f"({format_bytes(demand.bytes_per_block)} each): raise the fraction"
         )
     return size
+
+
+def _with_blocks(blocks: int, budget: int, demand: SlotMemory, places: PlaceDemand | None) -> StoreSize | None:
+    """So many blocks, and places for all rows or as many as fit beside; None where one row's do not."""
+    left = budget - blocks * demand.bytes_per_block
+    if places is None:
+        return StoreSize(blocks) if left >= 0 else None
+    if left < places.least.num_bytes(demand):
+        return None
+    held = min(blocks, places.most.places)
+    return StoreSize(blocks, min(held, left // demand.bytes_per_place) if demand.bytes_per_place else held)
 
 
 def _share_out(budget: int, demand: SlotMemory, most: int, places: PlaceDemand | None) -> StoreSize:
@@ -160,8 +178,7 @@ def _share_out(budget: int, demand: SlotMemory, most: int, places: PlaceDemand |
     if places is None or not of_place:
         blocks = min(most, budget // of_block) if of_block else most
         return StoreSize(blocks, 0 if places is None else blocks)
-    all_rows = places.max_rows * places.blocks_per_row + NUM_NULL_BLOCKS
-    held = min(all_rows, max(places.blocks_per_row + NUM_NULL_BLOCKS, budget // 2 // of_place))
+    held = min(places.most.places, max(places.least.places, budget // 2 // of_place))
     blocks = min(most, max(0, budget - held * of_place) // of_block) if of_block else most
     return StoreSize(blocks, min(blocks, max(0, budget - blocks * of_block) // of_place))
 

@@ -190,7 +190,7 @@ class StoreBytes(NamedTuple):
     per_place: int
 
     def plus(self, other: StoreBytes) -> StoreBytes:
-        """Those of two stores."""
+        """Add those of another store."""
         return StoreBytes(self.per_block + other.per_block, self.per_place + other.per_place)
 
 

@@ -59,7 +59,7 @@ def _shares_tables(config: RuntimeConfig, models: JobModels) -> bool:
 
 
 def layers_in_places(config: RuntimeConfig, models: JobModels, role: str) -> tuple[bool, ...] | None:
-    """Of each layer of a role's model whether it keeps places of blocks; None where all of its layers keep all."""
+    """Say of each layer of a role's model whether it keeps places of blocks; None where all of its layers keep all."""
     if window_rule(config, models) is None or (role == "draft" and not _shares_tables(config, models)):
         return None
     windowed = tuple(window is not None for window in models.of_role(role).windows)
