@@ -318,8 +318,9 @@ class Job:
             assert len(running.table.placed) <= rule.blocks_per_row
             assert all(windows.has_place(running.table.blocks[index]) for index in running.table.placed)
         held = {place for place, count in enumerate(windows._pool._references) if count}
-        reusable = {windows._place_of.get(block, 0) for block in self.scheduler._batch.cache.blocks}
-        assert {*windows._block_at} - held <= reusable, "nobody can find what lies there"
+        for place, block in windows._block_at.items():
+            may_be_found = block in self.scheduler._batch.cache.blocks or self.scheduler._batch.pool.references(block)
+            assert place in held or may_be_found, f"nobody can find what lies at {place}"
 
     def _propose(self, row: int, draft_len: int, catch_up: int, frozen: frozenset[int]) -> list[int]:
         state = self.draft.rows[row]

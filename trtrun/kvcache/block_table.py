@@ -112,7 +112,11 @@ class BlockTable:
         if self._windows is not None:
             first = min(self._windows.first_seen(position), self.placed.stop)
             if first > self.placed.start:
-                self._windows.release(self.blocks[self.placed.start : first])
+                left = self.blocks[self.placed.start : first]
+                if self._cache.enabled:
+                    self._windows.leave(left)
+                else:
+                    self._windows.release(left)
                 self.placed = range(first, self.placed.stop)
 
     def commit(self, tokens: Sequence[int], num_positions: int, in_draft_store: bool = True) -> None:
@@ -135,6 +139,9 @@ class BlockTable:
         """Give all blocks back. The last block goes first, so that ends of chains are evicted before starts."""
         if self._windows is not None:
             self._windows.release(self.blocks[self.placed.start : self.placed.stop])
+            for block in self.blocks[: self.placed.start]:
+                if not self._pool.is_cached(block):
+                    self._windows.unmark_cached(block)
             self.placed = range(0)
         for block in reversed(self.blocks):
             self._pool.release(block)

@@ -38,7 +38,7 @@ class WindowBlocks:
     """The places of one job: which blocks have them, and how often each is held.
 
     A place is held by the rows that look at its block. What nobody holds is free, or evictable where the block is in
-    the prefix cache; the place that was given back first is evicted first.
+    the prefix cache, or may get there as long as a row holds it; the place that was given back first is evicted first.
     """
 
     def __init__(self, num_places: int, rule: WindowRule, block_size: int) -> None:
@@ -97,6 +97,13 @@ class WindowBlocks:
         for block in blocks:
             self._pool.acquire(self._place_of[block])
 
+    def leave(self, blocks: Sequence[int]) -> None:
+        """Give back one hold of the place of each of some blocks that a row still has, and that may be cached yet: the
+        plan that writes them may have no result so far."""
+        for block in blocks:
+            self.mark_cached(block)
+        self.release(blocks)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one hold of the place of each block; the last one of a block that is not cached frees it."""
         for block in blocks:
@@ -108,11 +115,11 @@ class WindowBlocks:
     def mark_cached(self, block: int) -> None:
         """Rows may begin with a block from now on; nothing where it has no place."""
         place = self._place_of.get(block)
-        if place is not None:
+        if place is not None and not self._pool.is_cached(place):
             self._pool.mark_cached(place)
 
     def unmark_cached(self, block: int) -> None:
-        """No row may begin with a block any more: its place is free once nobody holds it."""
+        """No row may begin with a block any more, or ever: its place is free once nobody holds it."""
         place = self._place_of.get(block)
         if place is not None:
             self._pool.unmark_cached(place)
