@@ -102,22 +102,25 @@ class BlockTable:
         Raises:
             OutOfBlocksError: too few places are available; then nothing changes.
         """
+        if self._windows is None:
+            return
         end = -(-num_positions // self._block_size)
-        if self._windows is not None and end > self.placed.stop:
+        if end > self.placed.stop:
             self._windows.hold(self.blocks[self.placed.stop : end])
             self.placed = range(self.placed.start, end)
 
     def give_back_places(self, position: int) -> None:
         """Give back the places of blocks that nothing that is fed at `position` or behind it sees through a window."""
-        if self._windows is not None:
-            first = min(self._windows.first_seen(position), self.placed.stop)
-            if first > self.placed.start:
-                left = self.blocks[self.placed.start : first]
-                if self._cache.enabled:
-                    self._windows.leave(left)
-                else:
-                    self._windows.release(left)
-                self.placed = range(first, self.placed.stop)
+        if self._windows is None:
+            return
+        first = min(self._windows.first_seen(position), self.placed.stop)
+        if first > self.placed.start:
+            left = self.blocks[self.placed.start : first]
+            if self._cache.enabled:
+                self._windows.leave(left)
+            else:
+                self._windows.release(left)
+            self.placed = range(first, self.placed.stop)
 
     def commit(self, tokens: Sequence[int], num_positions: int, in_draft_store: bool = True) -> None:
         """Offer for reuse the full blocks within the first `num_positions` positions.

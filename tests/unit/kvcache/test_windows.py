@@ -224,6 +224,13 @@ def test_where_layers_with_windows_keep_all(tmp_path: Path) -> None:
     ):
         config = configuration(target, None, kv_cache=cache, scheduler={"max_batch_size": 8, **scheduler})
         assert has_rule(config) is is_there
+    config, found = configuration(target, target, kv_cache={"max_tokens": 4096}), []
+    assert config.draft is not None
+    for vocabulary in ("auto", "text"):
+        job = config.model_copy(update={"draft": config.draft.model_copy(update={"vocabulary": vocabulary})})
+        models = JobSpec(config).models
+        found.append([layers_in_places(job, models, role) is not None for role in ("target", "draft")])
+    assert found == [[True, True], [True, False]]
 
 
 def test_a_window_shows_a_query_its_own_token_and_those_right_before_it() -> None:
