@@ -197,9 +197,9 @@ class KVCacheSection(Section):
         free_memory_fraction: share of the memory that is left beside the weights and the largest round. Left out: 0.9
             of a GPU, 0.5 of the host.
         max_tokens: tokens to hold, in place of the fraction. No more than all rows can use are kept; where these do
-            not fit the start is refused, with the bytes.
-        enable_block_reuse: share full verified blocks between requests with the same prefix. Where it is off, layers
-            with a sliding window keep what the window and a round need of each row, and no more.
+            not fit the start is refused, with the bytes. Layers with a sliding window hold what their windows and a
+            round need of each row, and no more than that of all rows.
+        enable_block_reuse: share full verified blocks between requests with the same prefix.
         dtype: how keys and values are kept. `auto`: as the checkpoint was made for, else as the model has them.
             `plain`: as the model has them. `fp8`, `int8`: a byte for each number, for about twice the tokens.
     """

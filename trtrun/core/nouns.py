@@ -165,6 +165,8 @@ class RoundPlan:
             came with the request: what follows there is proposed first.
         timed_rows: of `sampled_rows` those in which min_tokens or a budget for thoughts may change a token of this
             round; in others these steps are left out.
+        window_places: [changes, 2] int32 of (block, place), each block once: where layers with windows keep the blocks
+            that rows have now got to; the null place for those that have lost theirs. Empty where no layer has places.
     """
 
     round_index: int
@@ -180,6 +182,7 @@ class RoundPlan:
     redraft_threshold: int = 1
     predicted_output_rows: tuple[int, ...] = ()
     timed_rows: tuple[int, ...] = ()
+    window_places: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int32))
 
     @cached_property
     def draft_len(self) -> int:
