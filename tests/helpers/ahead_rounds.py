@@ -41,6 +41,7 @@ from trtrun.speculation.ahead.policy import NEVER
 
 CPU = torch.device("cpu")
 MAX_ROWS = 4
+NUM_SNAPSHOTS = 5
 NO_UPDATES = np.zeros((0, 3), np.int32)
 FreshDraft = tuple[list[int], list[list[int]], torch.Tensor | None]
 """Tokens, the candidates of each place without its token, and the distributions [tokens, vocab]."""
@@ -69,7 +70,10 @@ def make_drafter(
     # A guess may begin at the last place of a block and writes draft_len tokens.
     guessed = GuessSpace(guesses, MAX_ROWS, first, -(-(block_size - 1 + draft_len) // block_size))
     own = [list(guessed.blocks(index)) for index in range(guesses)]
-    states = StateSpace(MAX_ROWS + guesses, 4 * (draft_len + 1) + 8, begins_at_newest=False, guess_blocks=own)
+    refed = 4 * (draft_len + 1) + 8
+    states = StateSpace(
+        MAX_ROWS + guesses, refed, begins_at_newest=False, num_snapshots=NUM_SNAPSHOTS, guess_blocks=own
+    )
     windowed = tuple(window is not None for window in model.config.windows)
     space = WindowSpace(windowed, num_places) if num_places else None
     store = KVStore(
@@ -184,7 +188,8 @@ class AheadRounds:
             draft_len,
             block_size,
             num_blocks,
-            enable_block_reuse=not model.config.layers_with_states,
+            enable_block_reuse=True,
+            num_snapshots=NUM_SNAPSHOTS if model.config.layers_with_states else 0,
             plans_ahead=plans_ahead,
             drafts_in_parallel=self.in_parallel,
         )

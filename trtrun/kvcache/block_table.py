@@ -20,11 +20,12 @@ class BlockTable:
         blocks: block of positions [index * block_size, (index + 1) * block_size), for each index.
         num_committed_blocks: leading blocks that were offered for reuse (or reused); this row never writes there again.
         placed: indices of the blocks whose places it holds, where layers with windows have places.
+        first_snapshot: of the states that it began with; the null snapshot where it began with none.
     """
 
     __slots__ = (
-        *("_block_size", "_cache", "_digests", "_num_behind", "_pool", "_root", "_windows"),
-        *("blocks", "num_committed_blocks", "placed"),
+        *("_block_size", "_cache", "_digests", "_num_behind", "_pool", "_root", "_snapshots", "_taken", "_windows"),
+        *("blocks", "first_snapshot", "num_committed_blocks", "placed"),
     )
 
     def __init__(
@@ -35,6 +36,8 @@ class BlockTable:
         self._pool = pool
         self._cache = cache
         self._windows = cache.windows
+        self._snapshots = cache.snapshots
+        self._taken: dict[int, int] = {}
         self._block_size = block_size
         self._num_behind = num_behind
         self._root = root
@@ -42,6 +45,7 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_committed_blocks = 0
         self.placed = range(0)
+        self.first_snapshot = 0
 
     @property
     def capacity(self) -> int:
@@ -53,7 +57,7 @@ class BlockTable:
     ) -> list[int]:
         """Cached blocks that hold the start of `tokens`, leaving at least the last token to be computed; those that are
         in the target's store alone among them unless `in_draft_store`. With windows as many as have places where the
-        tokens behind them look.
+        tokens behind them look; with states as many as have a snapshot at their end.
 
         The last token is computed again because its logits are needed, and only keys and values are stored.
 
@@ -69,7 +73,14 @@ class BlockTable:
         if most_positions is not None:
             count = min(count, most_positions // self._block_size)
         found = self._cache.match(self._digests[:count], in_draft_store)
-        return found if self._windows is None else found[: self._windows.longest_start(found)]
+        length = -1
+        while length != len(found):  # either may leave fewer than the other allows
+            length = len(found)
+            if self._windows is not None:
+                found = found[: self._windows.longest_start(found)]
+            if self._snapshots is not None:
+                found = found[: self._snapshots.longest_start(found)]
+        return found
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """Start the (empty) table with blocks from `match_prefix`, for reading only."""
@@ -82,6 +93,19 @@ class BlockTable:
         if self._windows is not None:
             self.placed = self._windows.seen_behind(len(blocks))
             self._windows.share(self.blocks[self.placed.start :])
+        if self._snapshots is not None:
+            self.first_snapshot = self._snapshots.use(blocks[-1]) if blocks else 0
+
+    def take_snapshot(self, num_positions: int) -> int | None:
+        """The snapshot to be taken behind the row's first `num_positions`, whole blocks that it has; None where there
+        is none to be had."""
+        if self._snapshots is None:
+            return None
+        index = num_positions // self._block_size - 1
+        snapshot = self._snapshots.take(self.blocks[index])
+        if snapshot is not None:
+            self._taken[index] = self.blocks[index]
+        return snapshot
 
     def reserve(self, num_positions: int) -> int:
         """Hold blocks for positions below `num_positions`; return the index of the first new block.
@@ -136,6 +160,8 @@ class BlockTable:
             extend_digests(self._digests, tokens, self._block_size, full, self._num_behind, self._root)
             for index in range(self.num_committed_blocks, full):
                 self._cache.register(self.blocks[index], self._digests[index], in_draft_store)
+                if self._snapshots is not None and index in self._taken:
+                    self._snapshots.release([self._taken.pop(index)])
             self.num_committed_blocks = full
 
     def release(self) -> None:
@@ -146,6 +172,9 @@ class BlockTable:
                 if not self._pool.is_cached(block):
                     self._windows.unmark_cached(block)
             self.placed = range(0)
+        if self._snapshots is not None:
+            self._snapshots.release([*self._taken.values()])
+            self._taken.clear()
         for block in reversed(self.blocks):
             self._pool.release(block)
         self.blocks.clear()

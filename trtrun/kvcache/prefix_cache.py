@@ -10,7 +10,9 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from trtrun.kvcache.block_places import BlockPlaces
 from trtrun.kvcache.blocks import BlockPool
+from trtrun.kvcache.state_snapshots import StateSnapshots
 from trtrun.kvcache.window_blocks import WindowBlocks
 
 DIGEST_BYTES = 32
@@ -64,11 +66,20 @@ class PrefixCache:
         enabled: when False nothing is ever registered or found.
         windows: the places of blocks in layers with windows, which may be reused as long as their blocks may; None
             where no layer has places.
+        snapshots: of states at the ends of blocks, likewise; None where no layer keeps states.
     """
 
-    def __init__(self, pool: BlockPool, enabled: bool = True, windows: WindowBlocks | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        enabled: bool = True,
+        windows: WindowBlocks | None = None,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
         self.enabled = enabled
         self.windows = windows
+        self.snapshots = snapshots
+        self._beside: list[BlockPlaces] = [places for places in (windows, snapshots) if places is not None]
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -96,8 +107,8 @@ class PrefixCache:
 
     def register(self, block: int, digest: bytes, in_draft_store: bool = True) -> None:
         """Offer a held block for reuse. Where another block already holds the same chain, that one stays, unless it is
-        in the target's store alone and this one is not, or it has lost its place and this one, in as many stores, has
-        one: else no row could ever begin behind it again.
+        in the target's store alone and this one is not, or it has lost its place, or its snapshot, and this one, in as
+        many stores, has one: else no row could ever begin behind it again.
 
         The caller guarantees that all its tokens are verified, that the target has written it whole, and the draft too
         with `in_draft_store`, and that nobody writes to it again.
@@ -115,15 +126,15 @@ class PrefixCache:
         if not in_draft_store:
             self._target_only.add(block)
         self._pool.mark_cached(block)
-        if self.windows is not None:
-            self.windows.mark_cached(block)
+        for places in self._beside:
+            places.mark_cached(block)
 
     def clear(self) -> None:
         """Forget every chain; evictable blocks become free."""
         for block in self._digest_of:
             self._pool.unmark_cached(block)
-            if self.windows is not None:
-                self.windows.unmark_cached(block)
+            for places in self._beside:
+                places.unmark_cached(block)
         self._block_of.clear()
         self._digest_of.clear()
         self._target_only.clear()
@@ -131,9 +142,9 @@ class PrefixCache:
     def _forget(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]
         self._target_only.discard(block)
-        if self.windows is not None:
-            self.windows.unmark_cached(block)
+        for places in self._beside:
+            places.unmark_cached(block)
 
-    def _worth(self, block: int, in_draft_store: bool) -> tuple[bool, bool]:
+    def _worth(self, block: int, in_draft_store: bool) -> tuple[bool, ...]:
         """What speaks for a block among those that hold one chain."""
-        return in_draft_store, self.windows is not None and self.windows.has_place(block)
+        return in_draft_store, *(places.has_place(block) for places in self._beside)

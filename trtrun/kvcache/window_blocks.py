@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trtrun.kvcache.blocks import NULL_BLOCK, BlockPool
+from typing_extensions import override
+
+from trtrun.kvcache.block_places import BlockPlaces
+from trtrun.kvcache.blocks import NULL_BLOCK
 
 
 @dataclass(frozen=True)
@@ -34,32 +37,17 @@ class WindowRule:
     blocks_per_row: int
 
 
-class WindowBlocks:
-    """The places of one job: which blocks have them, and how often each is held.
-
-    A place is held by the rows that look at its block. What nobody holds is free, or evictable where the block is in
-    the prefix cache, or may get there as long as a row holds it; the place that was given back first is evicted first.
-    """
+class WindowBlocks(BlockPlaces):
+    """The places of one job, each held by the rows that look at its block. One that a row has left is evictable as long
+    as the row has the block, which may get into the prefix cache yet."""
 
     def __init__(self, num_places: int, rule: WindowRule, block_size: int) -> None:
         """Begin with `num_places` places, the null place among them, and no block that has one."""
-        self._pool = BlockPool(num_places)
-        self._pool.on_evict = self._forget_place
+        super().__init__(num_places, "places")
         self._window = rule.window
         self._block_size = block_size
         self._num_seen = -(-(rule.window - 1 + rule.fed_again) // block_size)
-        self._place_of: dict[int, int] = {}
-        self._block_at: dict[int, int] = {}
         self._changed: dict[int, int] = {}
-
-    @property
-    def num_available(self) -> int:
-        """Places that `hold` can give."""
-        return self._pool.num_available
-
-    def has_place(self, block: int) -> bool:
-        """Whether what these layers keep of a block is there."""
-        return block in self._place_of
 
     def first_seen(self, position: int) -> int:
         """Index in a row's table of the first block that a token at `position` sees."""
@@ -82,20 +70,11 @@ class WindowBlocks:
         """How many of the places of `blocks` nobody holds."""
         return sum(self._pool.is_evictable(self._place_of[block]) for block in blocks)
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Give each of some blocks that nobody else has a place, held once.
-
-        Raises:
-            OutOfBlocksError: fewer are available; then none is given.
-        """
-        for block, place in zip(blocks, self._pool.allocate(len(blocks)), strict=True):
-            self._place_of[block], self._block_at[place] = place, block
-            self._changed[block] = place
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """Hold the places of cached blocks once more."""
-        for block in blocks:
-            self._pool.acquire(self._place_of[block])
+    @override
+    def hold(self, blocks: Sequence[int]) -> list[int]:
+        places = super().hold(blocks)
+        self._changed.update(zip(blocks, places, strict=True))
+        return places
 
     def leave(self, blocks: Sequence[int]) -> None:
         """Give back one hold of the place of each of some blocks that a row still has, and that may be cached yet: the
@@ -103,28 +82,6 @@ class WindowBlocks:
         for block in blocks:
             self.mark_cached(block)
         self.release(blocks)
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give back one hold of the place of each block; the last one of a block that is not cached frees it."""
-        for block in blocks:
-            place = self._place_of[block]
-            self._pool.release(place)
-            if not self._pool.references(place) and not self._pool.is_cached(place):
-                self._forget_place(place)
-
-    def mark_cached(self, block: int) -> None:
-        """Rows may begin with a block from now on; nothing where it has no place."""
-        place = self._place_of.get(block)
-        if place is not None and not self._pool.is_cached(place):
-            self._pool.mark_cached(place)
-
-    def unmark_cached(self, block: int) -> None:
-        """No row may begin with a block any more, or ever: its place is free once nobody holds it."""
-        place = self._place_of.get(block)
-        if place is not None:
-            self._pool.unmark_cached(place)
-            if not self._pool.references(place):
-                self._forget_place(place)
 
     def take_changes(self) -> list[tuple[int, int]]:
         """Blocks that got a place since the last call, or lost it (the null place), which the ranks must be told: each
@@ -137,11 +94,7 @@ class WindowBlocks:
         """Have the ranks forget the places of all blocks, also those that this object never gave away."""
         self._changed = dict.fromkeys(range(1, num_blocks), NULL_BLOCK)
 
-    def leaks(self) -> list[str]:
-        """What stands in the way of "every place is free or evictable", as phrases."""
-        return [f"of places, {phrase}" for phrase in self._pool.leaks()]
-
+    @override
     def _forget_place(self, place: int) -> None:
-        block = self._block_at.pop(place)
-        del self._place_of[block]
-        self._changed[block] = NULL_BLOCK
+        self._changed[self._block_at[place]] = NULL_BLOCK
+        super()._forget_place(place)

@@ -12,18 +12,23 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.heads.head_rows import HeadSpace
 from trtrun.kvcache.row_states import StateSpace
-from trtrun.kvcache.sizing import PlaceDemand, useful_blocks
+from trtrun.kvcache.sizing import PlaceDemand, format_bytes, useful_blocks
+from trtrun.kvcache.specs import state_of
 from trtrun.kvcache.window_blocks import WindowRule
 from trtrun.linear.layer import AdapterSpace
 from trtrun.loading.model_settings import JobModels
+from trtrun.models.config import ModelConfig
 from trtrun.scheduling.limits import most_unfed
 from trtrun.scheduling.planning import most_catch_up, most_lacking
 from trtrun.speculation.ahead.policy import GuessSpace
+from trtrun.weights.weight import Share
 
 MOST_GUESSES = 128
 MOST_GUESSES_WITH_PROBABILITIES = 32
 """Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
 weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
+
+_FLOAT = 4
 
 _LEAST_CHUNK = 512
 """Tokens of a prompt that are read at once, however short windows are."""
@@ -93,13 +98,46 @@ def state_space(config: RuntimeConfig, models: JobModels, role: str, num_blocks:
     what it may have fed before, and goes on behind tokens that no verdict has reached.
     """
     verified, rows = config.draft_len + 1, config.scheduler.max_batch_size
+    snapshots = max(1, num_snapshots(config, models))
     if role == "target":
-        return StateSpace(rows, verified, begins_at_newest=True)
+        return StateSpace(rows, verified, begins_at_newest=True, num_snapshots=snapshots)
     fed = most_catch_up(config.draft_len, drafts_in_parallel=models.mask_token is not None)
     guesses = guess_space(config, num_blocks)
     blocks = [list(guesses.blocks(index)) for index in range(guesses.most_guesses)]
-    return StateSpace(
-        rows + len(blocks), fed + 2 * verified * (1 + config.plans_ahead), begins_at_newest=False, guess_blocks=blocks
+    refed = fed + 2 * verified * (1 + config.plans_ahead)
+    return StateSpace(rows + len(blocks), refed, begins_at_newest=False, num_snapshots=snapshots, guess_blocks=blocks)
+
+
+def num_snapshots(config: RuntimeConfig, models: JobModels) -> int:
+    """Snapshots of states that all engines have, the null snapshot among them; 0 where none is kept, or no layer has
+    any states."""
+    sizes = [_snapshot_bytes(models.target, len(config.target.devices))]
+    if models.draft is not None and config.draft is not None:
+        sizes.append(_snapshot_bytes(models.draft, len(config.draft.devices)))
+    kept, most = config.kv_cache.state_snapshots, 2 * config.scheduler.max_batch_size
+    if not any(sizes) or not config.kv_cache.enable_block_reuse:
+        return 0
+    count = most if kept is None else min(kept // size for size in sizes if size)
+    return 1 + count if count else 0
+
+
+def _snapshot_bytes(model: ModelConfig, tp_size: int) -> int:
+    """Bytes of one snapshot on a rank; 0 where no layer keeps a state."""
+    kept = [state_of(specs) for specs in model.keeps(Share(0, tp_size))]
+    return sum(spec.state_numbers for spec in kept if spec is not None) * _FLOAT
+
+
+def describe_states(config: RuntimeConfig, models: JobModels, role: str) -> str | None:
+    """Describe for people what layers that keep states take on a rank; None where none does."""
+    model, section = models.of_role(role), config.draft if role == "draft" else config.target
+    layers = model.layers_with_states
+    if not layers or section is None:
+        return None
+    size, snapshots = _snapshot_bytes(model, len(section.devices)), num_snapshots(config, models)
+    shared = f"{snapshots - 1} snapshots for prefixes" if snapshots else "no prefix is shared"
+    return (
+        f"{len(layers)} of {model.num_layers} layers keep a state of each row, {format_bytes(size)} a row on a rank; "
+        f"{shared}"
     )
 
 

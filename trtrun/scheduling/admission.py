@@ -96,7 +96,8 @@ class Admission:
             is_unsure: whether nothing is known of drafts yet: then it reads few prompts before they are drafted for.
         """
         self._drafts_pay = drafts_pay
-        self._may_feed_late = is_unsure and self._limits.may_sit_out
+        # A draft store that reads a prompt late takes no snapshots of it.
+        self._may_feed_late = is_unsure and self._limits.may_sit_out and not self._limits.num_snapshots
         if plan.budget <= 0:
             return
         reading = [running for running in self._batch.requests if not running.is_decoding]

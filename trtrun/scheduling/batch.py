@@ -14,6 +14,7 @@ from trtrun.core.nouns import LoadedAdapter
 from trtrun.kvcache.block_table import BlockTable
 from trtrun.kvcache.blocks import BlockPool
 from trtrun.kvcache.prefix_cache import NO_ADAPTER, PrefixCache, salted
+from trtrun.kvcache.state_snapshots import StateSnapshots
 from trtrun.kvcache.window_blocks import WindowBlocks
 from trtrun.scheduling.completions import NO_ROW, Completion
 from trtrun.scheduling.limits import SchedulerLimits
@@ -67,6 +68,7 @@ class RunningBatch:
         pool: the blocks.
         cache: which of them hold reusable tokens.
         windows: places of blocks in layers with windows; None where these keep all.
+        snapshots: of states at the ends of blocks; None where there are none.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -79,7 +81,8 @@ class RunningBatch:
         self.windows = None
         if limits.windows is not None:
             self.windows = WindowBlocks(limits.num_places, limits.windows, limits.block_size)
-        self.cache = PrefixCache(self.pool, limits.enable_block_reuse, self.windows)
+        self.snapshots = StateSnapshots(limits.num_snapshots) if limits.num_snapshots else None
+        self.cache = PrefixCache(self.pool, limits.enable_block_reuse, self.windows, self.snapshots)
         self.requests: list[Completion] = []
         self.num_reporting = 0
 
@@ -275,8 +278,8 @@ class RunningBatch:
     def leaks(self) -> list[str]:
         """Blocks and rows that are held, as phrases; empty when the batch is empty and whole."""
         held = sorted(set(range(self._limits.max_batch_size)) - set(self._free_rows))
-        places = [] if self.windows is None else self.windows.leaks()
-        return self.pool.leaks() + places + [f"row {row} is held" for row in held]
+        beside = [one for places in (self.windows, self.snapshots) if places is not None for one in places.leaks()]
+        return self.pool.leaks() + beside + [f"row {row} is held" for row in held]
 
 
 def _num_missing_places(held: range, end: int, most: int) -> int:

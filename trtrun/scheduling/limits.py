@@ -55,6 +55,7 @@ class SchedulerLimits:
         has_longer_context: whether the target's context is longer than max_seq_len, which may then be raised.
         windows: what layers with windows need of a row; None where they keep all.
         num_places: of the store of these layers, the null place among them.
+        num_snapshots: of rows' states, the null snapshot among them; 0 where there are none.
     """
 
     max_batch_size: int
@@ -78,6 +79,7 @@ class SchedulerLimits:
     has_longer_context: bool = True
     windows: WindowRule | None = None
     num_places: int = 0
+    num_snapshots: int = 0
 
     @classmethod
     def of(cls, config: RuntimeConfig, context: int, draft_context: int | None, num_blocks: int) -> SchedulerLimits:
@@ -116,6 +118,7 @@ class SchedulerLimits:
             ("num_behind", self.num_behind in (0, 1), "0 or 1"),
             ("most_chunk", self.most_chunk is None or self.most_chunk >= 1, "at least 1"),
             ("most_reported", self.most_reported is None or self.most_reported >= 1, "at least 1"),
+            ("num_snapshots", self.num_snapshots != 1 and self.num_snapshots >= 0, "0, or at least 2"),
             ("num_places", self.num_places >= least, f"at least {least}, those of a row and the null place"),
             ("draft_nodes", len(self.draft_nodes) in (0, self.draft_len + 1), "of each number up to draft_len"),
         )

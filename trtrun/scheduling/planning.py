@@ -59,6 +59,7 @@ class PlanBuilder:
         prompt_tile: int | None = None,
         most_chunk: int | None = None,
         most_reported: int | None = None,
+        block_size: int = 1,
     ) -> None:
         """Plan up to `budget` tokens; see `SchedulerLimits` for the others."""
         self.budget = budget
@@ -79,11 +80,16 @@ class PlanBuilder:
         self._catch_up: list[int] = []
         self._given: list[int] = []
         self._timed: list[int] = []
+        self._starts: list[tuple[int, int]] = []
+        self._saves: list[tuple[int, int, int]] = []
+        self._block_size = block_size
 
     @classmethod
     def of(cls, limits: SchedulerLimits) -> PlanBuilder:
         """Plan a round within limits."""
-        return cls(limits.max_num_tokens, limits.prompt_tile, limits.most_chunk, limits.most_reported)
+        return cls(
+            limits.max_num_tokens, limits.prompt_tile, limits.most_chunk, limits.most_reported, limits.block_size
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -108,6 +114,8 @@ class PlanBuilder:
                 adapter_slot=0 if request.adapter is None else request.adapter.slot,
             )
         )
+        if running.table.first_snapshot:
+            self._starts.append((running.row, running.table.first_snapshot))
         self.add_blocks(running, 0)
 
     def add_blocks(self, running: Completion, first_new: int) -> None:
@@ -160,6 +168,10 @@ class PlanBuilder:
         is_last = end == running.num_admitted_tokens
         running.num_prefilled = end
         running.table.hold_places(end)
+        # The last token of a prompt is always computed again, so that no row begins behind it.
+        whole = min(end, running.num_admitted_tokens - 1) // self._block_size * self._block_size
+        if whole > start and (snapshot := running.table.take_snapshot(whole)) is not None:
+            self._saves.append((running.row, whole, snapshot))
         self.budget -= length + padding(length, self._tile)
         self._max_context = max(self._max_context, end + 1)
         scored = running.scores.part_of(start, length) if running.scores is not None else None
@@ -261,6 +273,8 @@ class PlanBuilder:
             timed_rows=tuple(self._timed),
             max_context=self._max_context,
             window_places=np.array(window_places, dtype=np.int32).reshape(-1, 2),
+            snapshot_starts=tuple(self._starts),
+            snapshot_saves=tuple(self._saves),
         )
 
 

@@ -41,7 +41,7 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.loading.stored_report import describe_kept, describe_weights
-from trtrun.memory.spaces import describe_windows
+from trtrun.memory.spaces import describe_states, describe_windows
 from trtrun.start.job_spec import DraftTranslation
 from trtrun.weights.weight import Share
 
@@ -292,6 +292,7 @@ def _note_stored(memory: JobMemory) -> Iterator[str]:
                 describe_weights(shards.section.model, shards.model, share, shards.dtype, kind),
                 describe_kept(shards.model, name, share, shards.dtype, kind),
                 describe_windows(memory.config, memory.models, role),
+                describe_states(memory.config, memory.models, role),
             )
             yield from (f"{role}: {line}" for line in said if line is not None)
 
