@@ -2,6 +2,7 @@
 """Counts speculative texts that are plain decoding's, to the token, for checkpoints of any families.
 
     python scripts/pair/family_texts.py CHECKPOINT ... [--device cuda:0] [--rows 1,8,32,64] [--max-tokens 60]
+        [--max-num-tokens 128]
 
 Each checkpoint is a target in bfloat16. It drafts with a copy of itself whose weights are disturbed, and from n-grams
 of the texts; greedy and at temperature 0.8 by seed, prompts of mixed lengths, all rows of a number together. Tiny
@@ -51,13 +52,15 @@ def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() * 2 for length in lengths]
 
 
-def compare(target: Path, draft: Path | None, device: str, rows: list[int], max_tokens: int) -> dict[str, Any]:
+def compare(
+    target: Path, draft: Path | None, device: str, rows: list[int], max_tokens: int, chunk: int | None
+) -> dict[str, Any]:
     """How many texts of each number of rows are the same with and without drafts."""
     values: dict[str, Any] = {
         "target": {"model": str(target), "devices": [device], "dtype": "bfloat16"},
         "speculation": {"method": "ngram" if draft is None else "draft_target", "pacing": "fixed", "draft_len": 4},
         "kv_cache": {"max_tokens": 64 * 256},
-        "scheduler": {"max_batch_size": max(rows), "max_seq_len": 240},
+        "scheduler": {"max_batch_size": max(rows), "max_seq_len": 240, **({"max_num_tokens": chunk} if chunk else {})},
     }
     if draft is not None:
         values["draft"] = {"model": str(draft), "devices": [device], "dtype": "bfloat16"}
@@ -85,13 +88,14 @@ def main() -> int:
     parser.add_argument("--device", default="cpu:0")
     parser.add_argument("--rows", default="1,8,32,64")
     parser.add_argument("--max-tokens", type=int, default=60)
+    parser.add_argument("--max-num-tokens", type=int, help="of a round: few, so that windows are shorter than rows")
     options = parser.parse_args()
     rows, results, is_right = [int(count) for count in options.rows.split(",")], {}, True
     for target in options.checkpoints:
         with tempfile.TemporaryDirectory() as folder:
             draft = disturbed_copy(target, Path(folder) / "draft")
             for method, path in (("draft", draft), ("ngram", None)):
-                found = compare(target, path, options.device, rows, options.max_tokens)
+                found = compare(target, path, options.device, rows, options.max_tokens, options.max_num_tokens)
                 results[f"{target.name} {method}"] = found
                 is_right &= all(found[str(count)] == f"{count} of {count}" for count in rows)
                 is_right &= path is None or found["accepted"] > 0
