@@ -144,6 +144,21 @@ def test_what_the_draft_store_lacks_keeps_its_places(
     job.check_outputs()
 
 
+def test_places_that_are_given_back_before_the_result_are_found_again() -> None:
+    """Of chunks longer than the window, with a plan out that has written them and no result."""
+    job = Job(with_windows(SchedulerLimits(2, 64, 60, None, 0, 2, 200, True, 1), window=3, chunk=12, most_rows=2))
+    prompt = [1, 2, 3, 4, 5, 6] * 4
+    for number in range(2):
+        asked = job.add(make_request(number, prompt, 4))
+        while job.scheduler.has_work or job.plans:
+            while len(job.plans) <= 1 and job.schedule() is not None:
+                pass
+            job.execute()
+            job.commit()
+    assert asked.statistics.num_cached_prompt_tokens == len(prompt) - 2
+    job.check_outputs()
+
+
 def test_only_verified_blocks_are_shared() -> None:
     """Draft acceptance of 1 makes a bonus hole every round; the next request then reuses what it left."""
     reused = 0
