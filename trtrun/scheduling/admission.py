@@ -107,10 +107,9 @@ class Admission:
         oldest = plan.oldest = reading[0]
         kept = min(plan.most_read(oldest), -(-plan.budget // 2))
         for preempted in self._batch.make_room_to_read(oldest, kept):
+            reading.remove(preempted)
             self._put_back(preempted)
         for running in sorted(reading, key=lambda running: running.num_unread):
-            if running.row == NO_ROW:
-                continue
             self._admit(plan, plan.budget - kept, running.num_unread, speculating)
             if running is oldest:
                 kept = 0

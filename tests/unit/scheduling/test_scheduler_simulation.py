@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from scheduler_simulation import VOCABULARY, Job, make_request
 from windowed_limits import with_windows
 
+from trtrun.errors import ConfigError
 from trtrun.scheduling import admission
 from trtrun.scheduling.completions import Completion
-from trtrun.scheduling.scheduler import SchedulerLimits
+from trtrun.scheduling.scheduler import Scheduler, SchedulerLimits
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
@@ -133,14 +134,46 @@ def test_what_the_draft_store_lacks_keeps_its_places(
     """Rounds without drafts, which it sits out, and then one with; also of prompts that it has not read yet."""
     monkeypatch.setattr(admission, "_FED_AT_ONCE", 0)
     job = Job(with_windows(SchedulerLimits(2, 64, 100, 100, 3, 2, 200, True, plans_ahead), 3, 4, 2), 1, 0.7)
-    job.is_unsure = is_fed_late
-    job.add(make_request(0, [1, 2, 3, 4, 5, 6, 0, 1, 2], 60))
-    while job.scheduler.has_work or job.plans:
-        job.most_drafted = 0 if job.num_rounds % 30 < 25 else None
-        while len(job.plans) <= plans_ahead and job.schedule(changes_mind=False) is not None:
-            pass
-        job.execute()
-        job.commit()
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2]
+    for number, is_unsure in enumerate([is_fed_late, False, is_fed_late]):
+        job.is_unsure = is_unsure
+        asked = job.add(make_request(number, prompt, 60))
+        while job.scheduler.has_work or job.plans:
+            job.most_drafted = 0 if job.num_rounds % 30 < 25 else None
+            while len(job.plans) <= plans_ahead and job.schedule(changes_mind=False) is not None:
+                pass
+            job.execute()
+            job.commit()
+    assert asked.statistics.num_cached_prompt_tokens == 8
+    job.check_outputs()
+
+
+def test_after_a_reset_ranks_are_told_of_all_places() -> None:
+    limits = with_windows(SchedulerLimits(2, 64, 60, None, 0, 2, 20), window=3, chunk=12, most_rows=2)
+    scheduler = Scheduler(limits)
+    scheduler.add(make_request(0, [1] * 9, 4))
+    assert scheduler.schedule() is not None
+    scheduler.reset()
+    scheduler.add(make_request(1, [1] * 5, 4))
+    plan = scheduler.schedule()
+    assert plan is not None and sorted(plan.window_places[:, 0].tolist()) == list(range(1, 20))
+    assert sorted(plan.window_places[:, 1].tolist())[-4:] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"num_places must be at least \d+, those of a row and the null place, not 3"):
+        replace(limits, num_places=3)
+
+
+def test_places_that_are_given_back_before_the_result_are_found_again() -> None:
+    """Of chunks longer than the window, with a plan out that has written them and no result."""
+    job = Job(with_windows(SchedulerLimits(2, 64, 60, None, 0, 2, 200, True, 1), window=3, chunk=12, most_rows=2))
+    prompt = [1, 2, 3, 4, 5, 6] * 4
+    for number in range(2):
+        asked = job.add(make_request(number, prompt, 4))
+        while job.scheduler.has_work or job.plans:
+            while len(job.plans) <= 1 and job.schedule() is not None:
+                pass
+            job.execute()
+            job.commit()
+    assert asked.statistics.num_cached_prompt_tokens == len(prompt) - 2
     job.check_outputs()
 
 
