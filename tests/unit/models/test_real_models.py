@@ -16,8 +16,8 @@ from trtrun.models.config import read_model_config
 FOLDER = os.environ.get("TRTRUN_REAL_MODELS", "")
 NAMES = ("gemma3-270m", "smollm2-135m")
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time", "List three colours:\n1.")
-LONG = "The history of computing began long before the modern machine. " * 400
-LENGTHS = (600, 1300)
+LONG = "The history of computing began long before the modern machine. " * 600
+LENGTHS = (600, 1300, 5000)
 COUNT = 24
 
 pytestmark = pytest.mark.skipif(not FOLDER, reason="needs real models: scripts/dev/real_models.sh, TRTRUN_REAL_MODELS")
