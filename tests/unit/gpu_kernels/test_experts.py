@@ -7,7 +7,7 @@ import pytest
 import torch
 from norms import difference
 
-from trtrun.kernels.torch.experts import Choice, MaskedExperts, choose_experts
+from trtrun.kernels.torch.experts import Choice, ExpertWeights, MaskedExperts, choose_experts
 from trtrun.kernels.torch.operations import TorchOperations
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -34,19 +34,23 @@ def made(shape: tuple[int, int, int, int], tokens: int) -> tuple[torch.Tensor, t
     return gate_up, down, x, choose_experts(logits, chosen, renormalises=True)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int, int, int], activation: str) -> None:
+    """Those with a limit have biases, too."""
     from trtrun.kernels.triton.experts import TritonExperts
 
     tokens = 700 if HAS_GPU else 23
     gate_up, down, x, choice = made(shape, tokens)
+    weights, limit = ExpertWeights(gate_up, down), 0.8
+    if activation == "clamped_swiglu":
+        biases = (torch.randn(shape[0], size, device=DEVICE).to(DTYPE) for size in (2 * shape[2], shape[1]))
+        weights = ExpertWeights(gate_up, down, *biases)
     wide = MaskedExperts(
-        gate_up.double(),
-        down.double(),
-        lambda fused: TorchOperations().activate_and_multiply(fused, activation),  # type: ignore[arg-type]
+        ExpertWeights(*(None if tensor is None else tensor.double() for tensor in weights)),  # type: ignore[arg-type]
+        lambda fused: TorchOperations().activate_and_multiply(fused, activation, limit),  # type: ignore[arg-type]
     )
-    experts = TritonExperts(gate_up, down, activation)  # type: ignore[arg-type]
+    experts = TritonExperts(weights, activation, limit)  # type: ignore[arg-type]
     whole = experts(x, choice)
     assert difference(whole, wide(x.double(), choice)) < BOUND
     for first, last in ((0, 1), (5, 6), (tokens - 1, tokens), (2, 9), (0, tokens // 2)):
