@@ -176,7 +176,9 @@ def write_family(
         config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **beside)
     else:
         config = AutoConfig.for_model(model_type, **text)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

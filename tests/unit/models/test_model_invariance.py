@@ -158,7 +158,7 @@ def test_logits_do_not_depend_on_other_rows(tmp_path: Path, dtype: torch.dtype) 
     check_company(make_checkpoint(tmp_path, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize(("family", "head_dim"), [("gemma2", 24), ("gemma2", 32), ("gemma3", 32)])
+@pytest.mark.parametrize(("family", "head_dim"), [("gemma2", 24), ("gemma2", 32), ("gemma3", 32), ("gpt_oss", 32)])
 def test_logits_of_families_depend_on_neither(tmp_path: Path, family: str, head_dim: int, dtype: torch.dtype) -> None:
     """Heads of 32 numbers have kernels that read the store in place; contexts of others are gathered."""
     path = write_family(tmp_path, family, dtype=dtype, head_dim=head_dim)
