@@ -19,6 +19,7 @@ from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.loading.stored_report import describe_stored
 from trtrun.loading.weight_check import check_split, choose_default
 from trtrun.models.config import read_model_config
 from trtrun.weights.weight import Share
@@ -59,6 +60,12 @@ def test_experts_in_mxfp4_are_those_that_transformers_widens(tmp_path: Path, tp_
     assert torch.equal(found.forward(BATCH), logits)
     for one, other in zip(found.reports, expected.reports, strict=True):
         assert one.shard_bytes == other.shard_bytes and one.bytes_read < 0.7 * other.bytes_read
+    told = [
+        describe_stored(read_model_config(path), Share(0, tp_size), torch.bfloat16, "cuda") for path in (stored, plain)
+    ]
+    assert (
+        told[0] is not None and told[0].startswith("mxfp4 weights become bfloat16 as they are read") and told[1] is None
+    )
     engine = PagedModel(build_engine(stored, tmp_path / "engine", tp_size), torch.bfloat16, tp_size)
     assert torch.equal(engine.forward(BATCH), logits)
 
