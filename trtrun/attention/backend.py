@@ -171,13 +171,13 @@ class GatherAttention:
             scores = torch.add(mask, scores, alpha=call.scale)  # float32, as the mask is
         else:
             scores = soft_cap(scores, call.soft_cap, call.scale).add_(mask)
-        weights = _weigh(scores, call.sinks).to(values.dtype).reshape(rows * kv_heads, count, -1)
+        weights = weigh(scores, call.sinks).to(values.dtype).reshape(rows * kv_heads, count, -1)
         if missing:
             weights = functional.pad(weights, (0, 0, 0, missing))
         return torch.bmm(weights, values)[:, :count].reshape(rows, kv_heads, group, queries, head_dim)
 
 
-def _weigh(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def weigh(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """The softmax of scores [R, kv_heads, group, q, context], with the sinks of heads in front of them where there are
     some: so each score stands at the same place of its sum, however many there are."""
     if sinks is None:

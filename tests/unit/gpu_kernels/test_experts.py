@@ -68,12 +68,14 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
     logits = torch.randn(11, count, device=DEVICE).to(DTYPE)
     logits[3] = 0.5
     logits[4, : count // 2] = logits[4].max()
+    logits[5, 0], logits[5, 1:] = 300.0, torch.arange(1, count, device=DEVICE)  # whose shares are 0 in float32
     for chosen in {1, 2, min(8, count)}:
         found = experts.choose_experts(logits, chosen, renormalises=renormalises)
         expected = choose_experts(logits, chosen, renormalises=renormalises)
         assert torch.equal(found.experts, expected.experts)
         assert (found.shares - expected.shares).abs().max() < 1e-6
     assert found.experts[3].tolist() == list(range(chosen))
+    assert found.experts[5].tolist() == [0, *range(count - 1, 0, -1)][:chosen]
 
 
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 2), (40, 3), (200, 1)])

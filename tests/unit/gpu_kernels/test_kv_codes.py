@@ -94,7 +94,7 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     fused[0, heads:] = 0
     fused[-1, heads:, 0] = -1e-6  # next to nothing, which is still below nothing
     query_key, value = fused.split([heads + kv_heads, kv_heads], dim=1)
-    sinks = torch.arange(heads, device=DEVICE).float() if has_sinks else None
+    sinks = 20.0 * torch.arange(heads, device=DEVICE) if has_sinks else None
     segment = AttentionSegment(0, rows, queries, tables, positions)
     outputs, layers = [], [layer.clone(), layer.clone()]
     for backend, own in zip((PagedAttention(kv_format), GatherAttention(kv_format)), layers, strict=True):
@@ -124,10 +124,11 @@ def test_attention_over_codes_has_the_same_bits_however_it_is_dealt_out(
     query = torch.randn(rows * queries, heads, head_dim, device=DEVICE).to(dtype)
     kept = KeptNumbers.of(kv_format, layer, scales)
     results = {}
+    sinks = 30.0 * torch.arange(heads, device=DEVICE)
     for tile, is_split in product((16, 32, 64, 128) if HAS_GPU else (16, 128), (False, True)):
         if tile < 128 or not is_split:
             output = results[tile, is_split] = torch.empty_like(query)
-            _attend_rows(query, layer, tables, positions, 0.2, 1 << 30, 256, output, tile, is_split, kept)
+            _attend_rows(query, layer, tables, positions, 0.2, 1 << 30, 256, output, tile, is_split, kept, sinks=sinks)
     assert results[128, False].isfinite().all()
     assert [way for way, output in results.items() if not torch.equal(output, results[128, False])] == []
 

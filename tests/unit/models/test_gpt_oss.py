@@ -70,6 +70,23 @@ def test_experts_in_mxfp4_are_those_that_transformers_widens(tmp_path: Path, tp_
     assert torch.equal(engine.forward(BATCH), logits)
 
 
+def test_norms_round_once(tmp_path: Path) -> None:
+    """As transformers' do, whose other families' round before they multiply by the weight."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+
+    model = PagedModel(write_family(tmp_path, "gpt_oss", dtype=torch.bfloat16), torch.bfloat16).models[0]
+    x = torch.randn(30, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, layer = load_file(tmp_path / "model.safetensors"), model._layers[1]
+    for norm, name in (
+        (layer.input_norm, "layers.1.input_layernorm"),
+        (layer.post_attention_norm, "layers.1.post_attention_layernorm"),
+        (model._final_norm, "norm"),
+    ):
+        expected = GptOssRMSNorm(64, eps=model.config.rms_norm_eps)
+        expected.weight.data = weights[f"model.{name}.weight"]
+        assert torch.equal(norm(x), expected(x)), name
+
+
 def test_every_number_of_mxfp4_is_one_of_bfloat16() -> None:
     """But for those beyond its largest one, and those of the exponent which stands for none."""
     from trtrun.linear.quantization.base import TensorSlice
