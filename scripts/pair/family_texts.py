@@ -2,12 +2,14 @@
 """Counts speculative texts that are plain decoding's, to the token, for checkpoints of any families.
 
     python scripts/pair/family_texts.py CHECKPOINT ... [--device cuda:0] [--rows 1,8,32,64] [--max-tokens 60]
+        [--max-num-tokens 128]
 
 Each checkpoint is a target in bfloat16. It drafts with a copy of itself whose weights are disturbed, and from n-grams
-of the texts; greedy and at temperature 0.8 by seed, prompts of mixed lengths, all rows of a number together. Tiny
-checkpoints with random weights are the worst case: `python tests/helpers/family_checkpoints.py FOLDER` writes one of
-each family, where transformers is. The last line is JSON. Exit status 1 where a text
-differs, or no draft was accepted of the copy's.
+of the texts, or by the methods that `methods.json` beside it names; greedy and at temperature 0.8 by seed, prompts of
+mixed lengths, all rows of a number together. Tiny checkpoints with random weights are the worst case: where
+transformers is, `python tests/helpers/family_checkpoints.py FOLDER` writes one of each family, and `python
+tests/helpers/family_drafts.py FOLDER FAMILY ...` a target, FOLDER/FAMILY/target, with what drafts for it by every
+method. The last line is JSON. Exit status 1 where a text differs, or a draft model or head had nothing accepted.
 """
 
 from __future__ import annotations
@@ -51,16 +53,38 @@ def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() * 2 for length in lengths]
 
 
-def compare(target: Path, draft: Path | None, device: str, rows: list[int], max_tokens: int) -> dict[str, Any]:
+def methods_of(target: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """Sections of the configuration by method: what `methods.json` beside a target says, or a disturbed copy of it,
+    made in `folder`, and n-grams."""
+    known = target.parent / "methods.json"
+    if not known.exists():
+        speculation = {"pacing": "fixed", "draft_len": 4}
+        draft = {"model": str(disturbed_copy(target, folder / "draft")), "dtype": "bfloat16"}
+        return {
+            "draft": {"speculation": {"method": "draft_target", **speculation}, "draft": draft},
+            "ngram": {"speculation": {"method": "ngram", **speculation}},
+        }
+    methods = {}
+    for name, told in json.loads(known.read_text(encoding="utf-8")).items():
+        methods[name] = {"speculation": told["speculation"]}
+        if told["model"]:
+            model = {"model": str(target.parent / told["model"])}
+            methods[name]["draft"] = {**model, "dtype": "bfloat16"} if told["has_devices"] else model
+    return methods
+
+
+def compare(
+    target: Path, sections: dict[str, Any], device: str, rows: list[int], max_tokens: int, chunk: int | None
+) -> dict[str, Any]:
     """How many texts of each number of rows are the same with and without drafts."""
     values: dict[str, Any] = {
         "target": {"model": str(target), "devices": [device], "dtype": "bfloat16"},
-        "speculation": {"method": "ngram" if draft is None else "draft_target", "pacing": "fixed", "draft_len": 4},
         "kv_cache": {"max_tokens": 64 * 256},
-        "scheduler": {"max_batch_size": max(rows), "max_seq_len": 240},
+        "scheduler": {"max_batch_size": max(rows), "max_seq_len": 240, **({"max_num_tokens": chunk} if chunk else {})},
+        **sections,
     }
-    if draft is not None:
-        values["draft"] = {"model": str(draft), "devices": [device], "dtype": "bfloat16"}
+    if "dtype" in sections.get("draft", {}):
+        values["draft"] = {**sections["draft"], "devices": [device]}
     found: dict[str, Any] = {}
     with LLM(config=make_config(values)) as llm:
         for count in rows:
@@ -85,17 +109,18 @@ def main() -> int:
     parser.add_argument("--device", default="cpu:0")
     parser.add_argument("--rows", default="1,8,32,64")
     parser.add_argument("--max-tokens", type=int, default=60)
+    parser.add_argument("--max-num-tokens", type=int, help="of a round: few, so that windows are shorter than rows")
     options = parser.parse_args()
     rows, results, is_right = [int(count) for count in options.rows.split(",")], {}, True
     for target in options.checkpoints:
         with tempfile.TemporaryDirectory() as folder:
-            draft = disturbed_copy(target, Path(folder) / "draft")
-            for method, path in (("draft", draft), ("ngram", None)):
-                found = compare(target, path, options.device, rows, options.max_tokens)
-                results[f"{target.name} {method}"] = found
+            for method, sections in methods_of(target, Path(folder)).items():
+                found = compare(target, sections, options.device, rows, options.max_tokens, options.max_num_tokens)
+                name = target.parent.name if target.name == "target" else target.name
+                results[f"{name} {method}"] = found
                 is_right &= all(found[str(count)] == f"{count} of {count}" for count in rows)
-                is_right &= path is None or found["accepted"] > 0
-                print(target.name, method, json.dumps(found), flush=True)
+                is_right &= "draft" not in sections or found["accepted"] > 0
+                print(name, method, json.dumps(found), flush=True)
     print(json.dumps(results))
     return 0 if is_right else 1
 

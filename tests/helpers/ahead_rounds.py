@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from windowed_limits import with_windows
 
 from parallel.transports.solo import SoloCommunicator
 from trtrun.core.nouns import Draft, PrefillChunk, Request, RoundPlan, RowAdmission, Verdict
@@ -28,6 +29,7 @@ from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.store import KVStore
+from trtrun.kvcache.window_places import WindowSpace
 from trtrun.loading.loading import load_model
 from trtrun.models.config import read_model_config
 from trtrun.models.decoder import CausalLM
@@ -39,6 +41,7 @@ from trtrun.speculation.ahead.policy import NEVER
 
 CPU = torch.device("cpu")
 MAX_ROWS = 4
+NUM_SNAPSHOTS = 5
 NO_UPDATES = np.zeros((0, 3), np.int32)
 FreshDraft = tuple[list[int], list[list[int]], torch.Tensor | None]
 """Tokens, the candidates of each place without its token, and the distributions [tokens, vocab]."""
@@ -59,18 +62,33 @@ def make_drafter(
     guesses: int,
     guess_steps: Sequence[int] = (),
     mask_token: int | None = None,
+    num_places: int = 0,
 ) -> AheadDrafter[Any]:
-    """A drafter on an engine with a store of its own: `num_blocks` blocks, and behind them those of the guesses. With
-    `mask_token` it drafts all tokens in one forward."""
+    """A drafter on an engine with a store of its own: `num_blocks` blocks, and behind them those of the guesses; where
+    there are places, these have the layers with windows. With `mask_token` it drafts all tokens in one forward."""
     first, vocab = num_blocks, model.config.vocab_size
     # A guess may begin at the last place of a block and writes draft_len tokens.
-    space = GuessSpace(guesses, MAX_ROWS, first, -(-(block_size - 1 + draft_len) // block_size))
-    own = [list(space.blocks(index)) for index in range(guesses)]
-    states = StateSpace(MAX_ROWS + guesses, 4 * (draft_len + 1) + 8, begins_at_newest=False, guess_blocks=own)
-    store = KVStore(model.keeps, first + space.num_blocks, block_size, torch.float32, CPU, state_space=states)
+    guessed = GuessSpace(guesses, MAX_ROWS, first, -(-(block_size - 1 + draft_len) // block_size))
+    own = [list(guessed.blocks(index)) for index in range(guesses)]
+    refed = 4 * (draft_len + 1) + 8
+    states = StateSpace(
+        MAX_ROWS + guesses, refed, begins_at_newest=False, num_snapshots=NUM_SNAPSHOTS, guess_blocks=own
+    )
+    windowed = tuple(window is not None for window in model.config.windows)
+    space = WindowSpace(windowed, num_places) if num_places else None
+    store = KVStore(
+        model.keeps,
+        first + guessed.num_blocks,
+        block_size,
+        torch.float32,
+        CPU,
+        window_space=space,
+        num_row_blocks=num_blocks,
+        state_space=states,
+    )
     rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
     engine = Engine(model, store, rows, EngineShape(most_masked=0 if mask_token is None else draft_len))
-    return AheadDrafter(engine, vocab, draft_len, use_logits, space, guess_steps, mask_token)
+    return AheadDrafter(engine, vocab, draft_len, use_logits, guessed, guess_steps, mask_token)
 
 
 def plan_of(round_index: int = 0, rows: Sequence[int] = (), lens: Sequence[int] = (), **values: Any) -> RoundPlan:
@@ -155,28 +173,33 @@ class AheadRounds:
         max_num_tokens: int = 40,
         plans_ahead: int = 1,
         mask_token: int | None = None,
+        rows_in_places: int = 0,
     ) -> None:
+        """With `rows_in_places` layers with windows have places for so many rows as long as they get."""
         self.random = random.Random(seed)
         self.in_parallel = mask_token is not None
         self.most_guesses, self.use_logits, self.plans_ahead = guesses, use_logits, plans_ahead
         num_blocks = 1 + num_tokens // block_size
-        settings = (num_blocks, max_seq_len, draft_len, use_logits, guesses, (), mask_token)
+        limits = SchedulerLimits(
+            MAX_ROWS,
+            max_num_tokens,
+            max_seq_len,
+            draft_context,
+            draft_len,
+            block_size,
+            num_blocks,
+            enable_block_reuse=True,
+            num_snapshots=NUM_SNAPSHOTS if model.config.layers_with_states else 0,
+            plans_ahead=plans_ahead,
+            drafts_in_parallel=self.in_parallel,
+        )
+        if rows_in_places:
+            window = max(window for window in model.config.windows if window is not None)
+            limits = with_windows(limits, window, max_num_tokens, rows_in_places)
+        settings = (num_blocks, max_seq_len, draft_len, use_logits, guesses, (), mask_token, limits.num_places)
         self.drafter = make_drafter(model, block_size, *settings)
         self.fresh = FreshDrafts(model, max_seq_len, draft_len + 1, use_logits, mask_token)
-        self.scheduler = Scheduler(
-            SchedulerLimits(
-                MAX_ROWS,
-                max_num_tokens,
-                max_seq_len,
-                draft_context,
-                draft_len,
-                block_size,
-                num_blocks,
-                enable_block_reuse=not model.config.layers_with_states,
-                plans_ahead=plans_ahead,
-                drafts_in_parallel=self.in_parallel,
-            )
-        )
+        self.scheduler = Scheduler(limits)
         self.vocab_size = model.config.vocab_size
         self.seen: Counter[str] = Counter()
         self.different: list[tuple[list[int], list[int]]] = []

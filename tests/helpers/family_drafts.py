@@ -3,17 +3,22 @@ for a target and taught its texts."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from decoder_heads import read_config, write_config
 from dflash_heads import dflash, fitted_dflash, make_dflash, write_dflash
 from eagle3_heads import eagle3, fitted, make_head, write_head
 from eagle_heads import eagle, fitted_eagle, make_eagle_head, write_eagle_head
+from family_checkpoints import write_family
 from medusa_heads import fitted as fitted_heads
 from medusa_heads import make_heads, medusa, write_heads
-from pipelines import noisy_copy
+from mixed_rows import PROMPTS, mixed_sampling, whole_texts
+from pipelines import make_llm, noisy_copy, run_alone
 
 
 class Method(NamedTuple):
@@ -71,3 +76,24 @@ def models_of(folder: Path, method: Method) -> dict[str, Path]:
     if not method.kind:
         return {}
     return {"draft" if method.kind in ("model", "parallel") else "heads": folder / method.kind}
+
+
+def write_all(folder: Path, family: str) -> None:
+    """Write a family's target to `folder`, what drafts for it by every method, and `methods.json`: what stands in a
+    configuration for each, with names of directories in `folder`."""
+    target = write_family(folder / "target", family, seed=1, dtype=torch.bfloat16, head_dim=32)
+    with make_llm(target, dtype="bfloat16") as llm:
+        texts = run_alone(llm, PROMPTS, mixed_sampling(30))
+    methods = {}
+    for name, method in METHODS.items():
+        if method.kind:
+            write_drafter(folder / method.kind, method.kind, target, whole_texts(texts))
+        speculation = {"method": "draft_target", "pacing": "fixed", **method.section}
+        has_devices = method.kind in ("model", "parallel")
+        methods[name] = {"speculation": speculation, "model": method.kind, "has_devices": has_devices}
+    (folder / "methods.json").write_text(json.dumps(methods), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        write_all(Path(sys.argv[1]) / name, name)

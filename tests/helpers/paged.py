@@ -181,7 +181,8 @@ class PagedModel:
         while len(table) * self.block_size < length:
             table.append(self._free.pop())
             for store in self.stores:
-                store.announce(np.array([[row, len(table) - 1, table[-1]]]))
+                if store.states is not None:
+                    store.states.announce(np.array([[row, len(table) - 1, table[-1]]]))
         return table
 
 

@@ -3,7 +3,8 @@
 A slot of a store holds what a key/value vector stands for: its position and a checksum of the whole token chain up to
 it, computed from the slot before it. The target's next token is a function of the slot that was just written, so a
 wrong table, a stale block or a hole changes the output; and every read of a context is compared with the chain the
-engine expects. Engines know rows from plans and verdicts only, as real ranks do.
+engine expects. Where limits have windows, there is a second store of places, whose slots are compared as far back as a
+window looks. Engines know rows from plans and verdicts only, as real ranks do.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class Engine:
         self.context = context
         self.name = name
         self.store: list[tuple[int, int] | None] = [None] * (limits.num_blocks * limits.block_size)
+        self.window = 0 if limits.windows is None else limits.windows.window
+        self.in_places: list[tuple[int, int] | None] = [None] * (limits.num_places * limits.block_size)
+        self.places: dict[int, int] = {}
         self.rows: dict[int, EngineRow] = {}
 
     def apply(self, plan: RoundPlan) -> None:
@@ -96,6 +100,11 @@ class Engine:
             table = self.rows[row].table
             assert block != 0 and index == len(table), "tables grow at their end and never hold the null block"
             table[index] = block
+        blocks, places = plan.window_places[:, 0].tolist(), plan.window_places[:, 1].tolist()
+        assert len({*blocks}) == len(blocks), "a block is told once: copies on a device have no order"
+        self.places.update(zip(blocks, places, strict=True))
+        given = [place for place in self.places.values() if place]
+        assert len({*given}) == len(given), "a place has one block"
 
     def forward(self, row: int, start: int, tokens: list[int], frozen: frozenset[int]) -> list[int]:
         """Compute `tokens` at positions from `start`, reading all positions before; return the checksums."""
@@ -105,6 +114,9 @@ class Engine:
         for position in range(start):
             found = self.store[self._slot(state, position)]
             assert found == (position, known[position]), f"{self.name} reads {found} at {position} of row {row}"
+        for position in range(max(0, start - self.window + 1), start) if self.window else ():
+            found = self.in_places[self._window_slot(state, position)]
+            assert found == (position, known[position]), f"{self.name} sees {found} at {position} of row {row}"
         checksums = chain(tokens, known[-1] if known else 0)
         for position, checksum in enumerate(checksums, start):
             block = state.table[position // self.block_size]
@@ -112,10 +124,18 @@ class Engine:
             assert block not in frozen, f"{self.name} writes to the shared block {block}"
             assert block not in others, f"{self.name} writes to block {block} of another row"
             self.store[self._slot(state, position)] = (position, checksum)
+            if self.window:
+                self.in_places[self._window_slot(state, position)] = (position, checksum)
         return checksums
 
-    def content(self, block: int) -> list[tuple[int, int] | None]:
-        return self.store[block * self.block_size : (block + 1) * self.block_size]
+    def content(self, block: int, *, in_place: bool = False) -> list[tuple[int, int] | None]:
+        store, place = (self.in_places, self.places[block]) if in_place else (self.store, block)
+        return store[place * self.block_size : (place + 1) * self.block_size]
+
+    def _window_slot(self, state: EngineRow, position: int) -> int:
+        place = self.places.get(state.table[position // self.block_size], 0)
+        assert place, f"{self.name} has no place for position {position}"
+        return place * self.block_size + position % self.block_size
 
     def _slot(self, state: EngineRow, position: int) -> int:
         return state.table[position // self.block_size] * self.block_size + position % self.block_size
@@ -148,6 +168,7 @@ class Job:
         self.verified: set[int] = set()
         self.num_rounds = 0
         self.most_drafted: int | None = None
+        self.is_unsure = False
 
     def add(self, request: Request, group: str | None = None) -> Completion:
         owner = request.request_id % self.num_owners
@@ -157,14 +178,16 @@ class Job:
         self.verified.update(chain(list(request.prompt_token_ids) + reference(request, self.limits)[0]))
         return running
 
-    def schedule(self) -> RoundPlan | None:
-        if self.random.random() < 0.1:  # the pacer changes its mind now and then, and often wants no drafts for long
+    def schedule(self, *, changes_mind: bool = True) -> RoundPlan | None:
+        # The pacer changes its mind now and then, and often wants no drafts for long.
+        if changes_mind and self.random.random() < 0.1:
             self.most_drafted = self.random.choice((None, 0, 0, 1))
-        plan = self.scheduler.schedule(self.most_drafted)
+        plan = self.scheduler.schedule(self.most_drafted, is_unsure=self.is_unsure)
         if plan is None:
             assert self.plans or not self.scheduler.has_work, "live-lock: work, nothing outstanding, and no plan"
             return None
         self.num_rounds += 1
+        self.check_places()
         self.plans.append((plan, self.scheduler._batch.cache.blocks))
         decode, prefill = plan.decode_rows.tolist(), [chunk.row for chunk in plan.prefill]
         assert len(set(decode + prefill)) == len(decode + prefill) > 0, "a row is in decode_rows or in prefill, once"
@@ -282,6 +305,22 @@ class Job:
             assert positions == list(range(positions[0], positions[0] + self.limits.block_size))
             if block not in cache._target_only:
                 assert self.draft.content(block) == content, f"the draft has not written block {block} whole"
+            # Places that were given back since the plan, or are given in one that was not run, are told later.
+            if cache.windows is not None and cache.windows.has_place(block) and not self.plans:
+                assert self.target.content(block, in_place=True) == content, f"block {block} has another's place"
+
+    def check_places(self) -> None:
+        """No row holds more places than there may be, and those that nobody holds can be found again."""
+        windows, rule = self.scheduler._batch.windows, self.limits.windows
+        if windows is None or rule is None:
+            return
+        for running in self.scheduler._batch.requests:
+            assert len(running.table.placed) <= rule.blocks_per_row
+            assert all(windows.has_place(running.table.blocks[index]) for index in running.table.placed)
+        held = {place for place, count in enumerate(windows._pool._references) if count}
+        for place, block in windows._block_at.items():
+            may_be_found = block in self.scheduler._batch.cache.blocks or self.scheduler._batch.pool.references(block)
+            assert place in held or may_be_found, f"nobody can find what lies at {place}"
 
     def _propose(self, row: int, draft_len: int, catch_up: int, frozen: frozenset[int]) -> list[int]:
         state = self.draft.rows[row]
@@ -294,8 +333,9 @@ class Job:
             assert draft_len <= 0, "nothing can be drafted without the newest token"
             return []
         assert state.has_draft_kv, "the draft engine was told to leave this row alone"
-        assert 2 <= catch_up <= 2 + MOST_MISSED_ROUNDS
-        start = len(state.tokens) - catch_up
+        assert 2 <= catch_up <= 2 + MOST_MISSED_ROUNDS or self.is_unsure
+        frozen = frozen if not self.is_unsure else frozenset()  # prompts that it reads late are the target's to share
+        start = max(0, len(state.tokens) - catch_up)
         # Catch up the last two committed tokens, the one before the last may be the bonus hole, and all that it missed.
         checksum = self.draft.forward(row, start, state.tokens[start:], frozen)[-1]
         committed, proposed = list(state.tokens), []
@@ -329,7 +369,7 @@ class Job:
         checksum = 0
         for engine in (self.draft, self.target) if has_draft_kv else (self.target,):
             state = engine.rows[row]
-            assert start == state.num_computed and state.has_draft_kv == has_draft_kv
+            assert start == state.num_computed and state.has_draft_kv == (has_draft_kv or self.is_unsure)
             checksum = engine.forward(row, start, state.tokens[start : start + length], frozen)[-1]
         for engine in (self.draft, self.target):
             engine.rows[row].num_computed += length

@@ -12,7 +12,7 @@ from itertools import count
 from trtrun.core.nouns import LoadedAdapter
 from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError, nearest
-from trtrun.kvcache.blocks import DIGEST_BYTES
+from trtrun.kvcache.prefix_cache import DIGEST_BYTES
 
 _LISTED = 20
 """Names that a message lists."""

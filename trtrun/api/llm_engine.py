@@ -30,7 +30,7 @@ from trtrun.core.values import show_value
 from trtrun.engine.batch import tile_width
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.loading.model_settings import sampling_defaults, target_context
-from trtrun.memory.spaces import most_chunk
+from trtrun.memory.spaces import num_snapshots, window_rule
 from trtrun.models.config import ModelConfig
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
@@ -120,16 +120,20 @@ class LLMEngine:
         draft_context = draft_model.max_position_embeddings if draft_model is not None else None
         if config.translates_drafts:
             draft_context = None  # its store follows texts by itself, in tokens of its own
-        context = target_context(config, model)
+        context, windows = target_context(config, model), window_rule(config, spec.models)
+        snapshots = num_snapshots(config, spec.models)
         has_states = any(one is not None and one.layers_with_states for one in (model, draft_model))
         limits = replace(
-            SchedulerLimits.of(config, context, draft_context, started.num_blocks),
+            SchedulerLimits.of(config, context, draft_context, started.size.blocks),
             prompt_tile=tile_width(model, len(config.target.devices), config.target.devices[0]),
             drafts_in_parallel=spec.models.mask_token is not None,
-            most_chunk=most_chunk(config, model, draft_model),
+            most_chunk=None if windows is None else windows.chunk,
             most_reported=max(1, _MOST_REPORTED // model.vocab_size),
-            enable_block_reuse=config.kv_cache.enable_block_reuse and not has_states,
+            enable_block_reuse=config.kv_cache.enable_block_reuse and (snapshots > 0 or not has_states),
             has_longer_context=context < model.max_position_embeddings,
+            windows=windows,
+            num_places=started.size.places,
+            num_snapshots=snapshots,
         )
         return cls(config, started, model, limits, tokenizer, sampling)
 

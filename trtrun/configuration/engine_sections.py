@@ -197,9 +197,12 @@ class KVCacheSection(Section):
         free_memory_fraction: share of the memory that is left beside the weights and the largest round. Left out: 0.9
             of a GPU, 0.5 of the host.
         max_tokens: tokens to hold, in place of the fraction. No more than all rows can use are kept; where these do
-            not fit the start is refused, with the bytes.
-        enable_block_reuse: share full verified blocks between requests with the same prefix. Where it is off, layers
-            with a sliding window keep what the window and a round need of each row, and no more.
+            not fit the start is refused, with the bytes. Layers with a sliding window hold what their windows and a
+            round need of each row, and no more than that of all rows.
+        enable_block_reuse: share full verified blocks between requests with the same prefix.
+        state_snapshots: for models with layers that keep a state of each row: bytes of a rank's engine for snapshots of
+            states, behind which other requests with the same prefix begin. Left out: as many as twice the rows. 0:
+            no prefix is shared.
         dtype: how keys and values are kept. `auto`: as the checkpoint was made for, else as the model has them.
             `plain`: as the model has them. `fp8`, `int8`: a byte for each number, for about twice the tokens.
     """
@@ -208,6 +211,7 @@ class KVCacheSection(Section):
     free_memory_fraction: Annotated[float, Number, Field(gt=0, le=1)] | None = None
     max_tokens: Annotated[int, Number, Field(ge=1, le=MOST_STORED_TOKENS)] | None = None
     enable_block_reuse: bool = True
+    state_snapshots: Annotated[int, Number, Field(ge=0)] | None = None
     dtype: str = "auto"
 
 

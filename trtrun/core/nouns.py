@@ -165,6 +165,11 @@ class RoundPlan:
             came with the request: what follows there is proposed first.
         timed_rows: of `sampled_rows` those in which min_tokens or a budget for thoughts may change a token of this
             round; in others these steps are left out.
+        window_places: [changes, 2] int32 of (block, place), each block once: where layers with windows keep the blocks
+            that rows have now got to; the null place for those that have lost theirs. Empty where no layer has places.
+        snapshot_starts: (row, snapshot) of admissions that begin behind cached tokens, where layers keep states.
+        snapshot_saves: (row, positions, snapshot): of the states of rows whose prompts are read, to be taken behind so
+            many positions.
     """
 
     round_index: int
@@ -180,6 +185,9 @@ class RoundPlan:
     redraft_threshold: int = 1
     predicted_output_rows: tuple[int, ...] = ()
     timed_rows: tuple[int, ...] = ()
+    snapshot_starts: tuple[tuple[int, int], ...] = ()
+    snapshot_saves: tuple[tuple[int, int, int], ...] = ()
+    window_places: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int32))
 
     @cached_property
     def draft_len(self) -> int:

@@ -132,9 +132,14 @@ class Engine:
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
-        self._store.announce(plan.block_updates)
+        self._store.announce(plan.window_places)
         if self._store.states is not None:
-            self._store.states.begin([(admission.row, 0, 0) for admission in plan.admissions])
+            self._store.states.announce(plan.block_updates)
+            snapshots = dict(plan.snapshot_starts)
+            self._store.states.begin(
+                [(one.row, one.num_cached_tokens, snapshots.get(one.row, 0)) for one in plan.admissions]
+            )
+            self._store.states.save(plan.snapshot_saves)
         if self._store.slots is not None and plan.admissions:
             announce_slots(self._store.slots, plan, self._forwards.paths)
         if self._model.has_overflowed:

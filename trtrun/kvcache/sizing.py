@@ -1,14 +1,18 @@
-"""How many KV blocks a run gets: one pure rule, used by the engines at start and by `trtrun plan` without weights.
+"""How many KV blocks a run gets, and places of blocks in layers with windows: one pure rule, used by the engines at
+start and by `trtrun plan` without weights.
 
-It knows bytes, blocks and tokens. It does not know models (the callers say how many bytes a shard and a block take) or
-ranks (the caller takes the smallest answer over all of them, so that one block table fits every engine).
+It knows bytes, blocks, places and tokens. It does not know models (the callers say how many bytes a shard, a block and
+a place take) or ranks (the caller takes the smallest answer over all of them, so that one block table fits every
+engine).
 """
 
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +23,7 @@ HOST_FRACTION = 0.5
 """Shares of free memory that KV takes where the configuration names none. The host's is lower: it is not ours alone."""
 
 NUM_NULL_BLOCKS = 1
-"""Block 0 of every store: padding is written there and no row owns it."""
+"""Block 0 of every store: padding is written there and no row owns it. Place 0 of layers with windows is its place."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,49 @@ class SlotMemory:
 
     Attributes:
         shard_bytes: weights of all engines in the slot.
-        bytes_per_block: keys and values of one block, summed over the engines in the slot.
-        working_bytes: what their largest round needs besides: activations, logits, sampling, graphs, and rings.
-        ring_bytes: of these, the rings of layers with a window.
+        bytes_per_block: keys and values of one block, summed over the engines in the slot; without those in places.
+        working_bytes: what their largest round needs besides: activations, logits, sampling, graphs.
+        bytes_per_place: keys and values of one block in layers with windows, where these have places.
     """
 
     shard_bytes: int
     bytes_per_block: int
     working_bytes: int = 0
-    ring_bytes: int = 0
+    bytes_per_place: int = 0
+
+
+class StoreSize(NamedTuple):
+    """Blocks of every KV store, and places of layers with windows, 0 where these have none; each with the null one."""
+
+    blocks: int
+    places: int = 0
+
+    @classmethod
+    def smallest(cls, sizes: Iterable[StoreSize]) -> StoreSize:
+        """The size that all of the slots have room for that have these by themselves."""
+        blocks, places = zip(*sizes, strict=True)
+        return cls(min(blocks), min(places))
+
+    def num_bytes(self, demand: SlotMemory) -> int:
+        """Bytes of such stores in a slot."""
+        return self.blocks * demand.bytes_per_block + self.places * demand.bytes_per_place
+
+
+class PlaceDemand(NamedTuple):
+    """How many rows need places in layers with windows, and how many places each at most."""
+
+    max_rows: int
+    blocks_per_row: int
+
+    @property
+    def least(self) -> StoreSize:
+        """Places of one row."""
+        return StoreSize(0, self.blocks_per_row + NUM_NULL_BLOCKS)
+
+    @property
+    def most(self) -> StoreSize:
+        """Places of all rows."""
+        return StoreSize(0, self.max_rows * self.blocks_per_row + NUM_NULL_BLOCKS)
 
 
 def useful_blocks(max_batch_size: int, max_seq_len: int, block_size: int, draft_len: int, plans_ahead: int) -> int:
@@ -57,23 +95,26 @@ def count_kv_blocks(
     max_tokens: int | None,
     most_useful: int,
     where: str,
-) -> int:
-    """Number of blocks for one slot, the null block included.
+    places: PlaceDemand | None = None,
+) -> StoreSize:
+    """Size of the stores of one slot.
 
-    With `max_tokens` the answer is what holds them, else the fraction of what is free beside the weights and the
-    memory of a round. Never more than `most_useful` blocks (and the null block).
+    With `max_tokens` there are the blocks that hold them, else blocks and places share the fraction of what is free
+    beside the weights and the memory of a round. Never more than `most_useful` blocks (and the null block).
 
     Args:
         free_bytes: free memory of the slot before the weights are loaded.
-        demand: bytes of weights, of a round and of a block.
+        demand: bytes of weights, of a round, of a block and of a place.
         fraction: share of (free - weights - working memory) for KV, in (0, 1].
         block_size: tokens a block.
         max_tokens: tokens to hold, or None.
         most_useful: see `useful_blocks`.
         where: names the slot in messages, such as "target rank 1 (cpu:0)".
+        places: that rows need; None where no layer has places.
 
     Raises:
-        ConfigError: the weights, a round, the tokens asked for, or a single block do not fit, with the numbers.
+        ConfigError: the weights, a round, the tokens asked for, a single block, or the places of one row do not fit,
+            with the numbers.
     """
     beside = free_bytes - demand.shard_bytes
     if beside <= 0:
@@ -83,39 +124,63 @@ def count_kv_blocks(
         )
     left = beside - demand.working_bytes
     if left <= 0:
-        rings, instead = "", ""
-        if demand.ring_bytes:
-            rings = f" ({format_bytes(demand.ring_bytes)} for the windows of all rows)"
-            instead = ", or leave kv_cache.enable_block_reuse on"
         raise ConfigError(
-            f"{where}: the largest round needs {format_bytes(demand.working_bytes)}{rings} but {format_bytes(beside)} "
+            f"{where}: the largest round needs {format_bytes(demand.working_bytes)} but {format_bytes(beside)} "
             f"of {format_bytes(free_bytes)} are free beside the weights ({format_bytes(demand.shard_bytes)}): lower "
-            "scheduler.max_batch_size, scheduler.max_seq_len, scheduler.max_num_tokens or "
-            f"speculation.draft_len{instead}"
+            "scheduler.max_batch_size, scheduler.max_seq_len, scheduler.max_num_tokens or speculation.draft_len"
         )
     weights, rounds = format_bytes(demand.shard_bytes), format_bytes(demand.working_bytes)
     taken = f"the weights ({weights}) and the largest round ({rounds})" if demand.working_bytes else "the weights"
+    most = most_useful + NUM_NULL_BLOCKS
+    of_row = ""
+    if places is not None and demand.bytes_per_place:
+        of_row = f"the window of one row ({format_bytes(places.least.num_bytes(demand))}) and "
     if max_tokens is not None:
-        wanted = min(blocks_of_tokens(max_tokens, block_size), most_useful + NUM_NULL_BLOCKS)
-        if wanted * demand.bytes_per_block > left:
-            fitting = max(0, left // demand.bytes_per_block - NUM_NULL_BLOCKS) * block_size
-            used = most_useful * block_size
-            limit = f" (of which {used} can be in use at a time)" if used < max_tokens else ""
-            needed = format_bytes(wanted * demand.bytes_per_block)
-            raise ConfigError(
-                f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs {needed} but {format_bytes(left)} are free "
-                f"beside {taken}: at most {fitting} tokens fit"
-            )
-        return wanted
-    if not demand.bytes_per_block:  # where all layers have rings
-        return most_useful + NUM_NULL_BLOCKS
-    blocks = int(left * fraction) // demand.bytes_per_block
-    if blocks <= NUM_NULL_BLOCKS:
+        wanted = min(blocks_of_tokens(max_tokens, block_size), most)
+        size = _with_blocks(wanted, left, demand, places)
+        if size is not None:
+            return size
+        for_blocks = left - (0 if places is None else places.least.num_bytes(demand))
+        fitting = max(0, for_blocks // max(1, demand.bytes_per_block) - NUM_NULL_BLOCKS) * block_size
+        used = most_useful * block_size
+        limit = f" (of which {used} can be in use at a time)" if used < max_tokens else ""
+        needed = format_bytes(wanted * demand.bytes_per_block)
         raise ConfigError(
-            f"{where}: kv_cache.free_memory_fraction {fraction:g} of the {format_bytes(left)} beside {taken} holds "
-            f"no block of {block_size} tokens ({format_bytes(demand.bytes_per_block)} each): raise the fraction"
+            f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs {needed} but {format_bytes(left)} are free "
+            f"beside {of_row}{taken}: at most {fitting} tokens fit"
         )
-    return min(blocks, most_useful + NUM_NULL_BLOCKS)
+    size = _share_out(int(left * fraction), demand, most, places)
+    if size.blocks <= NUM_NULL_BLOCKS or (places is not None and size.places < places.least.places):
+        raise ConfigError(
+            f"{where}: kv_cache.free_memory_fraction {fraction:g} of the {format_bytes(left)} beside {taken} does not "
+            f"hold {of_row}a block of {block_size} tokens "
+            f"({format_bytes(demand.bytes_per_block)} each): raise the fraction"
+        )
+    return size
+
+
+def _with_blocks(blocks: int, budget: int, demand: SlotMemory, places: PlaceDemand | None) -> StoreSize | None:
+    """So many blocks, and places for all rows or as many as fit beside; None where one row's do not."""
+    left = budget - blocks * demand.bytes_per_block
+    if places is None:
+        return StoreSize(blocks) if left >= 0 else None
+    if left < places.least.num_bytes(demand):
+        return None
+    held = min(blocks, places.most.places)
+    return StoreSize(blocks, min(held, left // demand.bytes_per_place) if demand.bytes_per_place else held)
+
+
+def _share_out(budget: int, demand: SlotMemory, most: int, places: PlaceDemand | None) -> StoreSize:
+    """Blocks, `most` at most, and places in `budget` bytes. Places get what all rows need, but at most half of it, and
+    what one row needs at least; blocks the rest; and places what blocks have no use for, as old places may be reused:
+    no more of them than blocks."""
+    of_block, of_place = demand.bytes_per_block, demand.bytes_per_place
+    if places is None or not of_place:
+        blocks = min(most, budget // of_block) if of_block else most
+        return StoreSize(blocks, 0 if places is None else blocks)
+    held = min(places.most.places, max(places.least.places, budget // 2 // of_place))
+    blocks = min(most, max(0, budget - held * of_place) // of_block) if of_block else most
+    return StoreSize(blocks, min(blocks, max(0, budget - blocks * of_block) // of_place))
 
 
 def tokens_of_blocks(num_blocks: int, block_size: int) -> int:

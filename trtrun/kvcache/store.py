@@ -1,10 +1,5 @@
-"""What the layers of one engine rank keep, as their plans say: keys and values in blocks, for layers with a sliding
-window in rings of blocks; and states of rows (row_states.py).
-
-A ring is as long as the window and what a round may write beside it. Block c of a row lies at place c modulo the ring's
-length, over what fell out of the window: so nothing is ever given back, and what a layer needs does not grow with the
-text. Which place a block has follows from the row and the index that it was announced for; block tables stay what they
-are, and are translated for these layers. A prefix cannot be found again, as another row writes elsewhere.
+"""What the layers of one engine rank keep, as their plans say: keys and values in blocks, of layers with a sliding
+window in fewer places, which blocks have while a row sees them (window_places.py); and states of rows (row_states.py).
 
 It does not know which row owns a block, which blocks are free (blocks.py), or how attention reads them
 (trtrun.attention).
@@ -14,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,58 +20,7 @@ from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.row_states import LayerStates, RowStates, StateBatch, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, BlockSlots
 from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, paged_of, state_of
-
-
-@dataclass(frozen=True)
-class RingSpace:
-    """The rings of one engine.
-
-    Attributes:
-        layers: of each layer of the model, whether it has a window.
-        max_rows: rows that have a ring.
-        blocks_per_row: blocks of a ring.
-    """
-
-    layers: tuple[bool, ...]
-    max_rows: int
-    blocks_per_row: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all rings, a null block before them."""
-        return 1 + self.max_rows * self.blocks_per_row
-
-
-class Rings:
-    """Which place in the rings each block of a store has.
-
-    Args:
-        space: of the engine.
-        num_blocks: blocks of the store, those of rows first.
-        num_row_blocks: of these those of rows, the null block among them; each of the others has a place of its own
-            behind the rings.
-        device: where tables are.
-    """
-
-    def __init__(self, space: RingSpace, num_blocks: int, num_row_blocks: int, device: torch.device) -> None:
-        self.space = space
-        self.num_places = space.num_blocks + num_blocks - num_row_blocks
-        self._places = torch.full((num_blocks,), NULL_BLOCK, dtype=torch.int64, device=device)
-        self._places[num_row_blocks:] = torch.arange(space.num_blocks, self.num_places, device=device)
-
-    def announce(self, updates: np.ndarray) -> None:
-        """Take in blocks that rows get: [n, 3] whole numbers, row, index in its table, and block."""
-        if not len(updates):
-            return
-        row, index, block = updates.astype(np.int64).T
-        place = 1 + row * self.space.blocks_per_row + index % self.space.blocks_per_row
-        moved = torch.from_numpy(np.stack((block, place))).to(self._places.device, non_blocking=True)
-        self._places.index_copy_(0, moved[0], moved[1])
-
-    def places(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Places of blocks, int64 of any shape on the device, such as tables."""
-        return self._places.index_select(0, blocks.reshape(-1)).view(blocks.shape)
-
+from trtrun.kvcache.window_places import WindowPlaces, WindowSpace
 
 _LINE_BYTES = 64
 
@@ -100,7 +44,7 @@ class LayerCache(NamedTuple):
 class KVStore:
     """Keys and values of all layers that keep any: for layers of one shape one tensor [layers, 2, blocks, kv_heads,
     block, head], where the last dimension is what the format makes of a head; and where layers with a window have
-    rings, another one of these layers. Beside them the states of rows, where layers keep such.
+    places, another one of these layers. Beside them the states of rows, where layers keep such.
 
     A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
     tiles. How tokens lie inside a tile is the attention backend's business. The tensor is made of zeros, never of
@@ -120,7 +64,7 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         kv_format: KVFormat = PLAIN,
-        ring_space: RingSpace | None = None,
+        window_space: WindowSpace | None = None,
         num_row_blocks: int | None = None,
         *,
         state_space: StateSpace | None = None,
@@ -135,31 +79,31 @@ class KVStore:
             dtype: of the model's keys and values.
             device: where the store lives.
             kv_format: how they are kept.
-            ring_space: of layers with a window; None where these are as the others.
-            num_row_blocks: see Rings.
+            window_space: of layers with a window; None where these are as the others.
+            num_row_blocks: see WindowPlaces.
             state_space: of rows with states; needed where a layer keeps any.
             has_adapters: whether blocks may be made with adapters.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        windowed = (False,) * len(layers) if ring_space is None else ring_space.layers
+        windowed = (False,) * len(layers) if window_space is None else window_space.layers
         self._windowed = windowed
-        self._rings: Rings | None = None
-        if ring_space is not None:
-            self._rings = Rings(ring_space, num_blocks, num_row_blocks or num_blocks, device)
+        self._windows: WindowPlaces | None = None
+        if window_space is not None:
+            self._windows = WindowPlaces(window_space, num_blocks, num_row_blocks or num_blocks, device)
         self._data: list[tuple[torch.Tensor, bool]] = []
         self._layers = [torch.zeros(0, device=device)] * len(layers)
         alike: dict[tuple[PagedKeysAndValues, bool], list[int]] = {}
         for index, specs in enumerate(layers):
             if (paged := paged_of(specs)) is not None:
                 alike.setdefault((replace(paged, window=None), windowed[index]), []).append(index)
-        for (paged, in_rings), members in alike.items():
-            blocks = self._rings.num_places if self._rings is not None and in_rings else num_blocks
+        for (paged, in_places), members in alike.items():
+            blocks = self._windows.num_places if self._windows is not None and in_places else num_blocks
             width, stored_dtype = kv_format.stored(paged.head_dim, dtype)
             shape = (len(members), 2, blocks, paged.kv_heads, block_size, width)
             data = _zeros(shape, stored_dtype, device)
-            self._data.append((data, in_rings))
+            self._data.append((data, in_places))
             for index, layer in zip(members, data.unbind(), strict=True):
                 self._layers[index] = layer
         self.slots = BlockSlots(num_blocks, device) if has_adapters else None
@@ -189,24 +133,21 @@ class KVStore:
         Blocks are handed out from the first on, and a first write may wait for a huge page to be cleared: 5 ms were
         measured on a virtual machine, five times in a request of 340 ms. Zeroes the blocks; call it before use.
         """
-        for data, in_rings in self._data:
-            if not in_rings:
-                data[:, :, :num_blocks].zero_()
+        for data, _ in self._data:
+            data[:, :, :num_blocks].zero_()
 
     def announce(self, updates: np.ndarray) -> None:
-        """Take in the blocks that a plan gives to rows, before anything is written there; see `Rings.announce`."""
-        if self._rings is not None:
-            self._rings.announce(updates)
-        if self.states is not None:
-            self.states.announce(updates)
+        """Take in the places that a plan gives to blocks, before anything is written there: see
+        `WindowPlaces.announce`."""
+        if self._windows is not None:
+            self._windows.announce(updates)
 
     def of_layers(self, batch: AttentionBatch) -> Sequence[LayerCache]:
-        """What each layer keeps, for a forward that begins: with the tables of its blocks, or of their places in
-        rings."""
-        in_rings = batch if self._rings is None else batch.with_tables(self._rings.places)
+        """What each layer keeps, for a forward that begins: with the tables of its blocks, or of their places."""
+        in_places = batch if self._windows is None else batch.with_tables(self._windows.places)
         states = None if self.states is None else self.states.of_batch(batch)
         return [
-            LayerCache(in_rings if is_windowed else batch, data, of_layer, states)
+            LayerCache(in_places if is_windowed else batch, data, of_layer, states)
             for is_windowed, data, of_layer in zip(self._windowed, self._layers, self._states, strict=True)
         ]
 
@@ -217,10 +158,10 @@ class KVStore:
 
     def parts(self, *blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """The tensors that hold keys and values, each with the places in it of `blocks` [n] int64."""
-        for data, in_rings in self._data:
+        for data, in_places in self._data:
             places = blocks
-            if self._rings is not None and in_rings:
-                places = tuple(self._rings.places(one) for one in blocks)
+            if self._windows is not None and in_places:
+                places = tuple(self._windows.places(one) for one in blocks)
             yield data, *places
 
     def clear(self, blocks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import ByteKV, KVFormat, choose_format
-from trtrun.kvcache.specs import state_of
+from trtrun.kvcache.specs import LayerSpecs, state_of
 from trtrun.kvcache.store import KVStore
 from trtrun.loading.model_settings import JobModels, resolve_dtype_name
 from trtrun.lora.lora_loading import adapter_bytes, adapter_working_bytes
@@ -26,8 +27,8 @@ from trtrun.memory.spaces import (
     adapter_space,
     guess_space,
     head_space,
+    layers_in_places,
     path_space,
-    ring_space,
     state_space,
 )
 from trtrun.memory.working_memory import EngineForm, RoundShape, head_rank_bytes, working_bytes
@@ -113,17 +114,16 @@ def engine_working_bytes(
     device: torch.device,
     heads: HeadsPlan | None = None,
 ) -> int:
-    """Upper bound of what rounds need on one rank of an engine beside weights and KV, rings of layers with a window and
-    blocks of guesses and of paths among it, and what the heads need that draft on the target's ranks, or what is on its
-    way to those elsewhere."""
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses and of paths
+    among it, and what the heads need that draft on the target's ranks, or what is on its way to those elsewhere."""
     section, model = config.draft if role == "draft" else config.target, models.of_role(role)
     assert section is not None, "the job has no draft model"
     dtype = resolve_dtype(section, model)
     heads = heads if role == "target" else None
     heads_here = heads
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
-    shape = config, model, len(section.devices), dtype
-    beside = blocks * _kv_bytes(*shape) + kv_bytes_in_rings(*shape) + state_bytes(config, models, role)
+    beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
+    beside += state_bytes(config, models, role)
     space = adapter_space(config, role)
     if space is not None:
         lines = config.scheduler.max_num_tokens
@@ -186,14 +186,35 @@ def head_working_bytes(config: RuntimeConfig, models: JobModels, heads: HeadsPla
     return beside + head_rank_bytes(round_shape(config, models), form)
 
 
-def store_bytes_per_block(
-    config: RuntimeConfig, model: ModelShape, heads: HeadsPlan | None, tp_size: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block on one rank of an engine, and of the heads beside it where these keep keys and values."""
-    of_heads = 0
+class StoreBytes(NamedTuple):
+    """Bytes of one block, and of one place of layers with windows, 0 where these have none."""
+
+    per_block: int
+    per_place: int
+
+    def plus(self, other: StoreBytes) -> StoreBytes:
+        """Add those of another store."""
+        return StoreBytes(self.per_block + other.per_block, self.per_place + other.per_place)
+
+
+def store_bytes(
+    config: RuntimeConfig, models: JobModels, role: str, heads: HeadsPlan | None, dtype: torch.dtype
+) -> StoreBytes:
+    """Bytes of one rank's store of an engine, and of the heads beside it where these keep keys and values."""
+    section, model = config.draft if role == "draft" else config.target, models.of_role(role)
+    assert section is not None
+    shape, of_heads = (len(section.devices), dtype), 0
     if heads is not None and heads.stored is not None:
-        of_heads = kv_bytes_per_block(config, heads.stored, tp_size, dtype)
-    return kv_bytes_per_block(config, model, tp_size, dtype) + of_heads
+        of_heads = kv_bytes_per_block(config, heads.stored, *shape)
+    layers = model.keeps(Share(0, shape[0]))
+    windowed = layers_in_places(config, models, role) or (False,) * len(layers)
+    of_blocks, of_places = (
+        _block_bytes(
+            config, model, [specs for specs, one in zip(layers, windowed, strict=True) if one is wanted], dtype
+        )
+        for wanted in (False, True)
+    )
+    return StoreBytes(of_blocks + of_heads, of_places)
 
 
 def kv_format_of(config: RuntimeConfig, model: ModelShape) -> KVFormat:
@@ -237,21 +258,17 @@ def _check_kernels(config: RuntimeConfig, kept: KVFormat, device_type: str, dtyp
 
 
 def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank of an engine with `tp_size` ranks: of the layers that keep all.
+    """Bytes of one block in all layers, on one rank of an engine with `tp_size` ranks.
 
     Raises:
         ConfigError: kv_cache.dtype is unknown.
     """
-    space = ring_space(config, model)
-    return _kv_bytes(config, model, tp_size, dtype, None if space is None else [not one for one in space.layers])
+    return _block_bytes(config, model, model.keeps(Share(0, tp_size)), dtype)
 
 
-def kv_bytes_in_rings(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes of the rings of layers with a window on one rank; 0 where there are none."""
-    space = ring_space(config, model)
-    if space is None:
-        return 0
-    return space.num_blocks * _kv_bytes(config, model, tp_size, dtype, space.layers)
+def _block_bytes(config: RuntimeConfig, model: ModelShape, layers: Sequence[LayerSpecs], dtype: torch.dtype) -> int:
+    """Bytes of one block in some layers of a model."""
+    return KVStore.bytes_per_block(layers, config.kv_cache.block_size, dtype, kv_format_of(config, model))
 
 
 def state_bytes(config: RuntimeConfig, models: JobModels, role: str) -> int:
@@ -260,17 +277,3 @@ def state_bytes(config: RuntimeConfig, models: JobModels, role: str) -> int:
     assert section is not None, "the job has no draft model"
     kept = [state_of(specs) for specs in models.of_role(role).keeps(Share(0, len(section.devices)))]
     return state_space(config, models, role, 0).num_bytes([spec for spec in kept if spec is not None])
-
-
-def _kv_bytes(
-    config: RuntimeConfig,
-    model: ModelShape,
-    tp_size: int,
-    dtype: torch.dtype,
-    counted: Sequence[bool] | None = None,
-) -> int:
-    """Bytes of one block, in the layers that are `counted`; in all with None."""
-    layers, size = model.keeps(Share(0, tp_size)), config.kv_cache.block_size
-    if counted is not None:
-        layers = [specs for specs, is_counted in zip(layers, counted, strict=True) if is_counted]
-    return KVStore.bytes_per_block(layers, size, dtype, kv_format_of(config, model))

@@ -1,9 +1,9 @@
 """Which rows and blocks a configuration sets aside beside the rows that requests have: for guesses, paths of draft
-trees, heads and adapters; and the rings in which layers with a sliding window keep keys and values.
+trees, heads and adapters; and what layers with a sliding window keep of a row.
 
-There are rings where blocks are not reused: of a prefix that another row may want nothing can be given up. A ring has
-the window, the longest chunk of a prompt, and what rounds draft ahead; so chunks are short. Functions of the
-configuration and of config.json, for ranks, rank 0 and `trtrun plan` alike.
+These keep the window, and the longest chunk of a prompt or what the draft store lacks and rounds draft ahead, where
+that is less than all of a row. Functions of the configuration and of config.json, for ranks, rank 0 and `trtrun plan`
+alike.
 """
 
 from __future__ import annotations
@@ -12,72 +12,81 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.heads.head_rows import HeadSpace
 from trtrun.kvcache.row_states import StateSpace
-from trtrun.kvcache.sizing import useful_blocks
-from trtrun.kvcache.store import RingSpace
+from trtrun.kvcache.sizing import PlaceDemand, format_bytes, useful_blocks
+from trtrun.kvcache.specs import state_of
+from trtrun.kvcache.window_blocks import WindowRule
 from trtrun.linear.layer import AdapterSpace
 from trtrun.loading.model_settings import JobModels
 from trtrun.models.config import ModelConfig
-from trtrun.models.layer_plan import ModelShape
-from trtrun.scheduling.planning import most_catch_up
+from trtrun.scheduling.limits import most_unfed
+from trtrun.scheduling.planning import most_catch_up, most_lacking
 from trtrun.speculation.ahead.policy import GuessSpace
+from trtrun.weights.weight import Share
 
 MOST_GUESSES = 128
 MOST_GUESSES_WITH_PROBABILITIES = 32
 """Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
 weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
 
-_SHARE_OF_WINDOW = 4
-"""A chunk has at most one part in so many of the window."""
+_FLOAT = 4
 
-_LEAST_CHUNK = 64
-"""Tokens of a chunk that are read at once, however short the window is."""
+_LEAST_CHUNK = 512
+"""Tokens of a prompt that are read at once, however short windows are."""
 
 
-def ring_space(config: RuntimeConfig, model: ModelShape) -> RingSpace | None:
-    """The rings of a model's engine; None where all of its layers keep all.
+def window_rule(config: RuntimeConfig, models: JobModels) -> WindowRule | None:
+    """What layers with windows need of each row; None where all layers of the job keep all.
 
-    Args:
-        config: of the job.
-        model: of the engine; the layers of heads have no rings.
+    A draft model with a tokenizer of its own has its own block tables, and keeps all; so do heads.
     """
-    if config.kv_cache.enable_block_reuse or not isinstance(model, ModelConfig):
-        return None
-    found = [window for window in model.windows if window is not None]
+    sharing = [models.target, models.draft if _shares_tables(config, models) else None]
+    found = [window for model in sharing if model is not None for window in model.windows if window is not None]
     if not found:
         return None
-    size, rows = config.kv_cache.block_size, config.scheduler.max_batch_size
+    size, window = config.kv_cache.block_size, max(found)
     # Each engine writes what it drafts behind a row's newest token, and a plan ahead as much again; a draft engine
     # feeds what it has missed.
-    drafted = 2 * (config.draft_len + 1) * (1 + config.plans_ahead)
-    written = max(_chunk(config, max(found)), most_catch_up(config.draft_len, drafts_in_parallel=True)) + drafted
-    blocks = -(-(max(found) + written) // size) + 1
-    context = min(config.scheduler.max_seq_len or model.max_position_embeddings, model.max_position_embeddings)
+    drafted, lacking, fed_again = (config.draft_len + 1) * (1 + config.plans_ahead), 1, 0
+    if _shares_tables(config, models):
+        in_parallel = models.mask_token is not None
+        lacking = most_lacking(config.draft_len, drafts_in_parallel=in_parallel)
+        fed_again = most_unfed(config.draft_len, drafts_in_parallel=in_parallel) - 1
+    chunk = min(max(_LEAST_CHUNK, window), config.scheduler.max_num_tokens)
+    blocks = -(-(window + fed_again + max(chunk, lacking + drafted)) // size) + 1
     stored = config.kv_cache.max_tokens
-    if blocks * size >= context or (stored is not None and rows * blocks * size >= stored):
-        return None  # a ring would be no shorter than a row, or all rings no smaller than the store
-    return RingSpace(tuple(window is not None for window in model.windows), rows, blocks)
+    if blocks * size >= models.context or (stored is not None and blocks * size > stored):
+        return None  # a row is never longer
+    return WindowRule(window, fed_again, chunk, blocks)
 
 
-def most_chunk(config: RuntimeConfig, *models: ModelConfig | None) -> int | None:
-    """Tokens of a prompt that a row reads in a round, at most, where some of the engines have rings; else None."""
-    with_rings = [model for model in models if model is not None and ring_space(config, model) is not None]
-    windows = [max(window for window in model.windows if window is not None) for model in with_rings]
-    return _chunk(config, min(windows)) if windows else None
+def _shares_tables(config: RuntimeConfig, models: JobModels) -> bool:
+    """Whether a draft model has the block tables of the target."""
+    return models.draft is not None and not config.translates_drafts
 
 
-def _chunk(config: RuntimeConfig, window: int) -> int:
-    return min(max(_LEAST_CHUNK, window // _SHARE_OF_WINDOW), config.scheduler.max_num_tokens)
-
-
-def describe_rings(config: RuntimeConfig, model: ModelConfig) -> str | None:
-    """Describe the rings for people; None where there are none."""
-    space, chunk = ring_space(config, model), most_chunk(config, model)
-    if space is None:
+def layers_in_places(config: RuntimeConfig, models: JobModels, role: str) -> tuple[bool, ...] | None:
+    """Say of each layer of a role's model whether it keeps places of blocks; None where all of its layers keep all."""
+    if window_rule(config, models) is None or (role == "draft" and not _shares_tables(config, models)):
         return None
-    kept = space.blocks_per_row * config.kv_cache.block_size
+    windowed = tuple(window is not None for window in models.of_role(role).windows)
+    return windowed if any(windowed) else None
+
+
+def place_demand(config: RuntimeConfig, models: JobModels) -> PlaceDemand | None:
+    """Places that rows need in layers with windows; None where these keep all."""
+    rule = window_rule(config, models)
+    return None if rule is None else PlaceDemand(config.scheduler.max_batch_size, rule.blocks_per_row)
+
+
+def describe_windows(config: RuntimeConfig, models: JobModels, role: str) -> str | None:
+    """Describe for people what layers with windows keep in a role's engine; None where all of its layers keep all."""
+    rule, layers = window_rule(config, models), layers_in_places(config, models, role)
+    if rule is None or layers is None:
+        return None
+    held = rule.blocks_per_row * config.kv_cache.block_size
     return (
-        f"{space.layers.count(True)} of {len(space.layers)} layers have windows, and keep {kept} tokens of each row; "
-        f"prompts are read in chunks of {chunk}"
+        f"{layers.count(True)} of {len(layers)} layers have windows, and hold at most {held} tokens of each row; "
+        f"prompts are read in chunks of {rule.chunk}"
     )
 
 
@@ -89,13 +98,46 @@ def state_space(config: RuntimeConfig, models: JobModels, role: str, num_blocks:
     what it may have fed before, and goes on behind tokens that no verdict has reached.
     """
     verified, rows = config.draft_len + 1, config.scheduler.max_batch_size
+    snapshots = max(1, num_snapshots(config, models))
     if role == "target":
-        return StateSpace(rows, verified, begins_at_newest=True)
+        return StateSpace(rows, verified, begins_at_newest=True, num_snapshots=snapshots)
     fed = most_catch_up(config.draft_len, drafts_in_parallel=models.mask_token is not None)
     guesses = guess_space(config, num_blocks)
     blocks = [list(guesses.blocks(index)) for index in range(guesses.most_guesses)]
-    return StateSpace(
-        rows + len(blocks), fed + 2 * verified * (1 + config.plans_ahead), begins_at_newest=False, guess_blocks=blocks
+    refed = fed + 2 * verified * (1 + config.plans_ahead)
+    return StateSpace(rows + len(blocks), refed, begins_at_newest=False, num_snapshots=snapshots, guess_blocks=blocks)
+
+
+def num_snapshots(config: RuntimeConfig, models: JobModels) -> int:
+    """Snapshots of states that all engines have, the null snapshot among them; 0 where none is kept, or no layer has
+    any states."""
+    sizes = [_snapshot_bytes(models.target, len(config.target.devices))]
+    if models.draft is not None and config.draft is not None:
+        sizes.append(_snapshot_bytes(models.draft, len(config.draft.devices)))
+    kept, most = config.kv_cache.state_snapshots, 2 * config.scheduler.max_batch_size
+    if not any(sizes) or not config.kv_cache.enable_block_reuse:
+        return 0
+    count = most if kept is None else min(kept // size for size in sizes if size)
+    return 1 + count if count else 0
+
+
+def _snapshot_bytes(model: ModelConfig, tp_size: int) -> int:
+    """Bytes of one snapshot on a rank; 0 where no layer keeps a state."""
+    kept = [state_of(specs) for specs in model.keeps(Share(0, tp_size))]
+    return sum(spec.state_numbers for spec in kept if spec is not None) * _FLOAT
+
+
+def describe_states(config: RuntimeConfig, models: JobModels, role: str) -> str | None:
+    """Describe for people what layers that keep states take on a rank; None where none does."""
+    model, section = models.of_role(role), config.draft if role == "draft" else config.target
+    layers = model.layers_with_states
+    if not layers or section is None:
+        return None
+    size, snapshots = _snapshot_bytes(model, len(section.devices)), num_snapshots(config, models)
+    shared = f"{snapshots - 1} snapshots for prefixes" if snapshots else "no prefix is shared"
+    return (
+        f"{len(layers)} of {model.num_layers} layers keep a state of each row, {format_bytes(size)} a row on a rank; "
+        f"{shared}"
     )
 
 

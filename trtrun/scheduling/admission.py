@@ -23,15 +23,14 @@ from itertools import islice
 from trtrun.scheduling.batch import RunningBatch
 from trtrun.scheduling.completions import NO_ROW, Completion
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.scheduling.planning import PlanBuilder
+from trtrun.scheduling.planning import MOST_FED_LATE, PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
 
 _TRIED = 16
 """Where drafts do not pay the draft store follows one in so many completions: drafts of other texts may."""
 
-_FED_AT_ONCE, _MOST_FED_LATE = 8, 64
-"""Rows with a draft whose prompts the draft store reads at once while nothing is known of drafts, and the longest
-prompt that it reads later: with the first draft, which takes it in small parts."""
+_FED_AT_ONCE = 8
+"""Rows with a draft whose prompts the draft store reads at once while nothing is known of drafts."""
 
 MOST_ANNOUNCED = 1 << 17
 """Tokens of completions that get a row in one round, beyond those of the first: ranks are told all of them, also where
@@ -97,7 +96,8 @@ class Admission:
             is_unsure: whether nothing is known of drafts yet: then it reads few prompts before they are drafted for.
         """
         self._drafts_pay = drafts_pay
-        self._may_feed_late = is_unsure and self._limits.may_sit_out
+        # A draft store that reads a prompt late takes no snapshots of it.
+        self._may_feed_late = is_unsure and self._limits.may_sit_out and not self._limits.num_snapshots
         if plan.budget <= 0:
             return
         reading = [running for running in self._batch.requests if not running.is_decoding]
@@ -106,11 +106,14 @@ class Admission:
             return
         oldest = plan.oldest = reading[0]
         kept = min(plan.most_read(oldest), -(-plan.budget // 2))
+        for preempted in self._batch.make_room_to_read(oldest, kept):
+            reading.remove(preempted)
+            self._put_back(preempted)
         for running in sorted(reading, key=lambda running: running.num_unread):
             self._admit(plan, plan.budget - kept, running.num_unread, speculating)
             if running is oldest:
                 kept = 0
-            most = plan.budget - kept
+            most = self._batch.most_readable(running, plan.budget - kept)
             if plan.may_read(running) and (plan.takes_prompts(most) or (running is oldest and most > 0)):
                 plan.prefill(running, most)
         self._admit(plan, plan.budget, None, speculating)
@@ -166,7 +169,7 @@ class Admission:
 
     def _is_fed_late(self, running: Completion) -> bool:
         """Whether the draft store need not read a prompt before tokens are drafted for it."""
-        if not self._may_feed_late or len(running.token_ids) > _MOST_FED_LATE:
+        if not self._may_feed_late or len(running.token_ids) > MOST_FED_LATE:
             return False
         return sum(other.is_prompt_fed for other in self._batch.requests) >= _FED_AT_ONCE
 
@@ -249,6 +252,7 @@ class Decoding:
                     break
                 most = min(most, batch.room(running) - longest)
                 plan.add_blocks(running, running.table.reserve(longest + most))
+                running.table.hold_places(longest + most)
             num_left -= most > 0 and not follows_given
             plan.decode(running, longest, most, limits.num_verified(most))
 

@@ -11,7 +11,11 @@ import heapq
 from typing import NamedTuple
 
 from trtrun.core.nouns import LoadedAdapter
-from trtrun.kvcache.blocks import NO_ADAPTER, BlockPool, BlockTable, PrefixCache, salted
+from trtrun.kvcache.block_table import BlockTable
+from trtrun.kvcache.blocks import BlockPool
+from trtrun.kvcache.prefix_cache import NO_ADAPTER, PrefixCache, salted
+from trtrun.kvcache.state_snapshots import StateSnapshots
+from trtrun.kvcache.window_blocks import WindowBlocks
 from trtrun.scheduling.completions import NO_ROW, Completion
 from trtrun.scheduling.limits import SchedulerLimits
 
@@ -63,6 +67,8 @@ class RunningBatch:
         num_reporting: of them, those whose tokens' logits are reported.
         pool: the blocks.
         cache: which of them hold reusable tokens.
+        windows: places of blocks in layers with windows; None where these keep all.
+        snapshots: of states at the ends of blocks; None where there are none.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -72,7 +78,11 @@ class RunningBatch:
         self._growth = -(-(limits.draft_len + 1) * (limits.plans_ahead + 1) // limits.block_size)
         self._next_epoch = 0
         self.pool = BlockPool(limits.num_blocks)
-        self.cache = PrefixCache(self.pool, limits.enable_block_reuse)
+        self.windows = None
+        if limits.windows is not None:
+            self.windows = WindowBlocks(limits.num_places, limits.windows, limits.block_size)
+        self.snapshots = StateSnapshots(limits.num_snapshots) if limits.num_snapshots else None
+        self.cache = PrefixCache(self.pool, limits.enable_block_reuse, self.windows, self.snapshots)
         self.requests: list[Completion] = []
         self.num_reporting = 0
 
@@ -94,8 +104,7 @@ class RunningBatch:
     def _cached(self, running: Completion, has_draft_kv: bool) -> list[int]:
         """Cached blocks that the request can start with: where its prompt is scored, or its logits are reported, those
         of which there is all."""
-        cached = running.table.match_prefix(running.token_ids, in_draft_store=has_draft_kv)
-        return cached[: running.most_cached_tokens // self._limits.block_size]
+        return running.table.match_prefix(running.token_ids, has_draft_kv, running.most_cached_tokens)
 
     def try_admit(
         self, running: Completion, is_drafted_for: bool, has_draft_kv: bool, is_fed_late: bool = False
@@ -132,7 +141,26 @@ class RunningBatch:
         cached = self._cached(running, has_draft_kv)
         needed = -(-len(running.token_ids) // self._limits.block_size) - len(cached)
         # Reused blocks that nobody holds are counted as available but are about to be taken.
-        return None if needed + sum(map(self.pool.is_evictable, cached)) > available else cached
+        if needed + sum(map(self.pool.is_evictable, cached)) > available:
+            return None
+        return cached if self._has_places_for(len(running.token_ids), cached) else None
+
+    def _has_places_for(self, length: int, cached: list[int]) -> bool:
+        """Whether there are places for a prompt of `length` tokens behind `cached`, beside what the rows that read
+        theirs may still need, and the growth of all."""
+        if self.windows is None or self._limits.windows is None:
+            return True
+        most, shared = self._limits.windows.blocks_per_row, self.windows.seen_behind(len(cached))
+        needed = _num_missing_places(shared, self._num_blocks_of(length), most)
+        needed += self.windows.num_evictable_of(cached[shared.start :])
+        for running in self.requests:
+            if not running.is_decoding:
+                held = running.table.placed
+                needed += _num_missing_places(held, self._num_blocks_of(running.num_admitted_tokens), most)
+        return needed + len(self.requests) * self._growth <= self.windows.num_available
+
+    def _num_blocks_of(self, num_positions: int) -> int:
+        return -(-num_positions // self._limits.block_size)
 
     def may_admit(self, running: Completion) -> bool:
         """Whether there are a row and blocks for a request."""
@@ -144,8 +172,56 @@ class RunningBatch:
         running.statistics.num_preemptions += 1
 
     def room(self, running: Completion) -> int:
-        """Positions that the row could hold if it took every block that is available."""
-        return running.table.capacity + self.pool.num_available * self._limits.block_size
+        """Positions that the row could hold if it took every block that is available, and every place."""
+        room = running.table.capacity + self.pool.num_available * self._limits.block_size
+        return room if self.windows is None else min(room, self._placed_room(running))
+
+    def _placed_room(self, running: Completion) -> int:
+        """Positions that the row would have places for if it took every one that is available."""
+        assert self.windows is not None
+        return (running.table.placed.stop + self.windows.num_available) * self._limits.block_size
+
+    def give_back_places(self) -> None:
+        """Take from rows the places of what no engine looks at any more, before a round is planned.
+
+        That is safe with a plan out, and with draft ranks that are late: each rank executes plans in order, and takes
+        in a plan's places before it computes anything of it. So what counts is what this plan and those behind it feed.
+        The target feeds a row's newest token and what follows; the row has gained one token at least from each plan
+        that is out. The draft engine begins with what its store lacks: no more than the row says, nor, behind a round
+        in which it was fed, than such a round leaves.
+        """
+        if self.windows is None:
+            return
+        for running in self.requests:
+            length = len(running.token_ids) + running.num_pending_rounds
+            first = length - 1 if running.is_decoding else running.num_prefilled
+            if running.has_draft_kv and (running.is_decoding or running.is_fed_late):
+                first = min(first, length - max(running.num_unfed, self._limits.most_unfed(self._limits.draft_len)))
+            running.table.give_back_places(first)
+
+    def most_readable(self, running: Completion, most: int) -> int:
+        """How many of the next `most` tokens of a row's prompt there is room for."""
+        return most if self.windows is None else min(most, self._placed_room(running) - running.num_prefilled)
+
+    def make_room_to_read(self, oldest: Completion, most: int) -> list[Completion]:
+        """Hold places for the next `most` tokens of the oldest prompt that is being read, or for as many as there are
+        places; where there are none, preempt rows whose prompts are read behind it. Rows that decode come to their end.
+
+        Returns:
+            The preempted requests, the most recently admitted first.
+        """
+        preempted: list[Completion] = []
+        if self.windows is None or self._limits.windows is None:
+            return preempted
+        while self._placed_room(oldest) <= oldest.num_prefilled:
+            newest = next(running for running in reversed(self.requests) if not running.is_decoding)
+            if newest is oldest:
+                return preempted
+            self.preempt(newest)
+            preempted.append(newest)
+        most = min(most, self._limits.windows.chunk)
+        oldest.table.hold_places(min(oldest.num_prefilled + most, self._placed_room(oldest)))
+        return preempted
 
     def make_room(self, running: Completion, num_positions: int) -> list[Completion]:
         """Preempt the most recently admitted rows until `running` can hold `num_positions`, or is preempted itself.
@@ -189,11 +265,23 @@ class RunningBatch:
         self._dropped.clear()
         return dropped
 
+    def take_places(self) -> list[tuple[int, int]]:
+        """Places that blocks got or lost since the last call, which the ranks must be told."""
+        return [] if self.windows is None else self.windows.take_changes()
+
     def drop_all(self) -> None:
-        """Have the ranks forget every row, also those that this batch never gave away."""
+        """Have the ranks forget every row and place, also those that this batch never gave away."""
         self._dropped = list(range(self._limits.max_batch_size))
+        if self.windows is not None:
+            self.windows.forget_all(self._limits.num_blocks)
 
     def leaks(self) -> list[str]:
         """Blocks and rows that are held, as phrases; empty when the batch is empty and whole."""
         held = sorted(set(range(self._limits.max_batch_size)) - set(self._free_rows))
-        return self.pool.leaks() + [f"row {row} is held" for row in held]
+        beside = [one for places in (self.windows, self.snapshots) if places is not None for one in places.leaks()]
+        return self.pool.leaks() + beside + [f"row {row} is held" for row in held]
+
+
+def _num_missing_places(held: range, end: int, most: int) -> int:
+    """Places that a row may still need until it has read `end` blocks, of which it holds at most `most` at a time."""
+    return max(0, min(most, end - held.start) - len(held))

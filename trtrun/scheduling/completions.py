@@ -17,7 +17,7 @@ from trtrun.core.guide import GuideStart
 from trtrun.core.nouns import FinishReason, LogitsPart, Request, ScoredPart
 from trtrun.core.outputs import Logits, PromptLogprobs, join_logits
 from trtrun.core.request_statistics import RequestStatistics
-from trtrun.kvcache.blocks import BlockTable
+from trtrun.kvcache.block_table import BlockTable
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.matches import OwnMatch
 from trtrun.tokens.detokenizer import ROOT, AhoCorasick, CompletionText

@@ -14,6 +14,7 @@ from trtrun.configuration.drafting.drafting_methods import METHODS
 from trtrun.configuration.drafting.speculation_section import MatchRule
 from trtrun.configuration.drafting.text_methods import LookaheadSection
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from trtrun.kvcache.window_blocks import WindowRule
 
 
 def most_unfed(draft_len: int, *, drafts_in_parallel: bool) -> int:
@@ -52,6 +53,9 @@ class SchedulerLimits:
         match_rule: which matches drafts are made of, where their numbers follow from these; else None.
         lookahead: window size, n-gram size and verification set size, where the method is lookahead; else empty.
         has_longer_context: whether the target's context is longer than max_seq_len, which may then be raised.
+        windows: what layers with windows need of a row; None where they keep all.
+        num_places: of the store of these layers, the null place among them.
+        num_snapshots: of rows' states, the null snapshot among them; 0 where there are none.
     """
 
     max_batch_size: int
@@ -73,6 +77,9 @@ class SchedulerLimits:
     most_chunk: int | None = None
     most_reported: int | None = None
     has_longer_context: bool = True
+    windows: WindowRule | None = None
+    num_places: int = 0
+    num_snapshots: int = 0
 
     @classmethod
     def of(cls, config: RuntimeConfig, context: int, draft_context: int | None, num_blocks: int) -> SchedulerLimits:
@@ -96,6 +103,7 @@ class SchedulerLimits:
         )
 
     def __post_init__(self) -> None:
+        least = 0 if self.windows is None else self.windows.blocks_per_row + 1
         rules = (
             ("max_batch_size", self.max_batch_size >= 1, "at least 1"),
             ("max_num_tokens", self.max_num_tokens >= 1, "at least 1"),
@@ -110,6 +118,8 @@ class SchedulerLimits:
             ("num_behind", self.num_behind in (0, 1), "0 or 1"),
             ("most_chunk", self.most_chunk is None or self.most_chunk >= 1, "at least 1"),
             ("most_reported", self.most_reported is None or self.most_reported >= 1, "at least 1"),
+            ("num_snapshots", self.num_snapshots != 1 and self.num_snapshots >= 0, "0, or at least 2"),
+            ("num_places", self.num_places >= least, f"at least {least}, those of a row and the null place"),
             ("draft_nodes", len(self.draft_nodes) in (0, self.draft_len + 1), "of each number up to draft_len"),
         )
         for name, holds, rule in rules:

@@ -5,7 +5,7 @@ It knows the layout of `RoundPlan` and nothing of policy: who gets into the roun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,9 @@ _MISSED_BY_MANY, _MANY_ROWS = 6, 17
 _MISSED_BY_FEW, _FEW_ROWS = 126, 4
 """Rounds without drafts that the draft engine sits out in a row: few of many rows, whose tokens add up."""
 
+MOST_FED_LATE = 64
+"""Tokens of the longest prompt that the draft store reads with the first draft, in small parts."""
+
 
 def most_missed_rounds(num_rows: int, *, may_sit_out: bool) -> int:
     """Rounds without drafts that a draft engine sits out in a row, and after which rows that do not pay are left."""
@@ -31,6 +34,11 @@ def most_missed_rounds(num_rows: int, *, may_sit_out: bool) -> int:
 def most_catch_up(draft_len: int, *, drafts_in_parallel: bool) -> int:
     """Tokens of a row that the draft engine feeds at once after them; where it lacks more, it does so in parts."""
     return most_unfed(draft_len, drafts_in_parallel=drafts_in_parallel) + MOST_MISSED_ROUNDS
+
+
+def most_lacking(draft_len: int, *, drafts_in_parallel: bool) -> int:
+    """Tokens at a row's end that the draft store lacks, at most, however long it sits out."""
+    return most_unfed(draft_len, drafts_in_parallel=drafts_in_parallel) + _MISSED_BY_FEW + MOST_FED_LATE
 
 
 class PlanBuilder:
@@ -51,6 +59,7 @@ class PlanBuilder:
         prompt_tile: int | None = None,
         most_chunk: int | None = None,
         most_reported: int | None = None,
+        block_size: int = 1,
     ) -> None:
         """Plan up to `budget` tokens; see `SchedulerLimits` for the others."""
         self.budget = budget
@@ -71,11 +80,16 @@ class PlanBuilder:
         self._catch_up: list[int] = []
         self._given: list[int] = []
         self._timed: list[int] = []
+        self._starts: list[tuple[int, int]] = []
+        self._saves: list[tuple[int, int, int]] = []
+        self._block_size = block_size
 
     @classmethod
     def of(cls, limits: SchedulerLimits) -> PlanBuilder:
         """Plan a round within limits."""
-        return cls(limits.max_num_tokens, limits.prompt_tile, limits.most_chunk, limits.most_reported)
+        return cls(
+            limits.max_num_tokens, limits.prompt_tile, limits.most_chunk, limits.most_reported, limits.block_size
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -100,6 +114,8 @@ class PlanBuilder:
                 adapter_slot=0 if request.adapter is None else request.adapter.slot,
             )
         )
+        if running.table.first_snapshot:
+            self._starts.append((running.row, running.table.first_snapshot))
         self.add_blocks(running, 0)
 
     def add_blocks(self, running: Completion, first_new: int) -> None:
@@ -143,7 +159,7 @@ class PlanBuilder:
 
     def prefill(self, running: Completion, most: int) -> None:
         """Have a row compute its next admission tokens, at most `most`, which is one at least; the last chunk's result
-        counts as pending."""
+        counts as pending. There are places for what it reads, where layers have windows."""
         start = running.num_prefilled
         length = min(self.most_read(running), most, self._most_chunk)
         if self._tile <= length < running.num_unread:
@@ -151,6 +167,11 @@ class PlanBuilder:
         end = start + length
         is_last = end == running.num_admitted_tokens
         running.num_prefilled = end
+        running.table.hold_places(end)
+        # The last token of a prompt is always computed again, so that no row begins behind it.
+        whole = min(end, running.num_admitted_tokens - 1) // self._block_size * self._block_size
+        if whole > start and (snapshot := running.table.take_snapshot(whole)) is not None:
+            self._saves.append((running.row, whole, snapshot))
         self.budget -= length + padding(length, self._tile)
         self._max_context = max(self._max_context, end + 1)
         scored = running.scores.part_of(start, length) if running.scores is not None else None
@@ -232,8 +253,10 @@ class PlanBuilder:
         """Rows of whose prompt the round reports logits."""
         return self._reported
 
-    def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
-        """Freeze to the plan that ranks get."""
+    def build(
+        self, round_index: int, dropped_rows: tuple[int, ...], window_places: Sequence[tuple[int, int]] = ()
+    ) -> RoundPlan:
+        """Freeze to the plan that ranks get; see `RoundPlan` for the arguments."""
         rows = [running.row for running, _ in self._decoding]
         # -1 says that nothing is drafted for the row in any round; 0 leaves it a row that may be drafted later.
         lengths = [draft_len if running.is_drafted_for else -1 for running, draft_len in self._decoding]
@@ -249,6 +272,9 @@ class PlanBuilder:
             predicted_output_rows=tuple(self._given),
             timed_rows=tuple(self._timed),
             max_context=self._max_context,
+            window_places=np.array(window_places, dtype=np.int32).reshape(-1, 2),
+            snapshot_starts=tuple(self._starts),
+            snapshot_saves=tuple(self._saves),
         )
 
 

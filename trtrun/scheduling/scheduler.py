@@ -298,6 +298,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._outstanding)} results are due but plans_ahead is {self.limits.plans_ahead}")
         if not self._requests:
             return None
+        self._batch.give_back_places()
         self._admission.share_rows()
         plan = PlanBuilder.of(self.limits)
         has_free_row = self._batch.has_free_row()
@@ -319,7 +320,7 @@ class Scheduler:
             apart=most_drafting is not None,
         )
         self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks(), plan.scored(), plan.reported()))
-        built = plan.build(self._next_round, self._batch.take_dropped())
+        built = plan.build(self._next_round, self._batch.take_dropped(), self._batch.take_places())
         for admission in built.admissions:
             start = self._requests[admission.request_id].guide_start
             if start is not None:

@@ -19,7 +19,9 @@ import torch
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.guiding.host_copies import HostCopies
-from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache
+from trtrun.kvcache.block_table import BlockTable
+from trtrun.kvcache.blocks import BlockPool
+from trtrun.kvcache.prefix_cache import PrefixCache
 from trtrun.speculation.protocols import DraftEngine, KeptRows, PreparedStep
 from trtrun.tensors import cached_tensor, device_integers
 from trtrun.tokens.translation import TranslatedText, Vocabularies

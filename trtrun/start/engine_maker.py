@@ -31,13 +31,14 @@ from trtrun.engine.start_forwards import (
 from trtrun.engine.warmup import warm_up
 from trtrun.heads.heads import HeadsPlan
 from trtrun.kvcache.formats import choose_format
-from trtrun.kvcache.sizing import blocks_of_tokens
+from trtrun.kvcache.sizing import NUM_NULL_BLOCKS, StoreSize, blocks_of_tokens
 from trtrun.kvcache.store import KVStore
+from trtrun.kvcache.window_places import WindowSpace
 from trtrun.loading.loading import LoadReport
 from trtrun.loading.model_settings import JobModels
 from trtrun.memory.largest_round import SilentExchange, TrialRun, chained_round, largest_rounds
 from trtrun.memory.memory_requirements import HiddenKind, round_shape, target_taps
-from trtrun.memory.spaces import guess_space, path_space, ring_space, state_space
+from trtrun.memory.spaces import guess_space, layers_in_places, path_space, state_space
 from trtrun.memory.working_memory import RoundShape
 from trtrun.models.decoder import CausalLM
 from trtrun.rounds.exchange.exchange import Exchange
@@ -127,9 +128,9 @@ class EngineMaker:
     has_heads: bool
     make_worker: Callable[[Mapping[str, Engine], HeadRows | None, Exchange], Worker]
 
-    def engines(self, num_blocks: int, capture: Capture | None = None) -> dict[str, Engine]:
-        """By role, over stores of `num_blocks` blocks; `capture` takes the place of the device's."""
-        return {role: self._make(role, loaded, num_blocks, capture) for role, loaded in self.loaded.items()}
+    def engines(self, size: StoreSize, capture: Capture | None = None) -> dict[str, Engine]:
+        """By role, over stores of that size; `capture` takes the place of the device's."""
+        return {role: self._make(role, loaded, size, capture) for role, loaded in self.loaded.items()}
 
     def head_rows(self, engines: Mapping[str, Engine], capture: Capture | None = None) -> HeadRows | None:
         """Whose rows the rank's heads are fed, where these keep keys and values of rows; None elsewhere."""
@@ -178,7 +179,7 @@ class EngineMaker:
 
     def trial_run(self, shape: RoundShape, capture: Capture | None = None) -> TrialRun:
         """Engines over stores of the null block alone."""
-        engines = self.engines(1, capture)
+        engines = self.engines(StoreSize(NUM_NULL_BLOCKS, NUM_NULL_BLOCKS), capture)
         told = HiddenKind.of(self.spec.config, self.spec.target, self.heads)
         exchange = SilentExchange(
             self.device,
@@ -201,8 +202,9 @@ class EngineMaker:
                 trial.play(plan)
             self.warm_up(trial.worker, trial.engines)
 
-    def _make(self, role: str, loaded: LoadedEngine, num_blocks: int, capture: Capture | None) -> Engine:
-        model, config = loaded.model, self.spec.config
+    def _make(self, role: str, loaded: LoadedEngine, size: StoreSize, capture: Capture | None) -> Engine:
+        model, config, num_blocks = loaded.model, self.spec.config, size.blocks
+        layers = layers_in_places(config, self.spec.models, role)
         guesses, paths = guess_space(config, num_blocks), path_space(config, num_blocks)
         store = KVStore(
             model.keeps,
@@ -211,7 +213,7 @@ class EngineMaker:
             model.dtype,
             self.device,
             choose_format(config.kv_cache.dtype, model.config.kv_scheme),
-            ring_space(config, model.config),
+            None if layers is None else WindowSpace(layers, size.places),
             num_blocks,
             state_space=state_space(config, self.spec.models, role, num_blocks),
             has_adapters=model.adapted is not None,

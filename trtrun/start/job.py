@@ -36,7 +36,7 @@ from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.core.outputs import RankReport, StartReport
 from trtrun.errors import PlacementError, StartError, TrtrunError
 from trtrun.garbage import leaving_out_what_is
-from trtrun.kvcache.sizing import check_device
+from trtrun.kvcache.sizing import StoreSize, check_device
 from trtrun.rounds.engine_ranks import EngineRanks, MpiRanks
 from trtrun.rounds.failures import RankFailures, losable_ranks, unawaited_ranks
 from trtrun.rounds.round import Worker
@@ -66,12 +66,12 @@ def start_worker(control: ControlPlane, startup: Callable[[bytes], RankStartup])
         if told is None:
             return None
         rank = startup(told)
-        blocks = rank.load(progress)
-        _send(control, {"kind": "loaded", "blocks": blocks})
+        size = rank.load(progress)
+        _send(control, {"kind": "loaded", "size": size})
         answer = control.receive(timeout=None)
         if answer is None:
             return None
-        worker, report = rank.finish(int(json.loads(bytes(answer))["blocks"]))
+        worker, report = rank.finish(StoreSize(*json.loads(bytes(answer))["size"]))
     except (TrtrunError, ParallelError) as error:
         # The user's mistake, not a defect: the orchestrator says it once, for all ranks.
         _send(control, {"kind": "failed", "message": str(error)})
@@ -84,7 +84,7 @@ def start_worker(control: ControlPlane, startup: Callable[[bytes], RankStartup])
 
 def start_orchestrator(
     control: ControlPlane, spec: JobSpec, failures: RankFailures, progress: Progress | None
-) -> tuple[int, tuple[RankReport, ...]]:
+) -> tuple[StoreSize, tuple[RankReport, ...]]:
     """The orchestrator's side.
 
     Args:
@@ -94,7 +94,7 @@ def start_orchestrator(
         progress: called with the bytes of weights that are in place and that will be, over all ranks, or None.
 
     Returns:
-        KV blocks of every store, and all workers' reports in rank order.
+        The size of every store, and all workers' reports in rank order.
 
     Raises:
         StartError: with the message of the first rank that could not start; the others are let go.
@@ -103,10 +103,10 @@ def start_orchestrator(
     control.publish(spec.encode_models())
     messages = _Messages(control, spec.topology, failures, progress)
     loaded = messages.await_all("loaded")
-    blocks = min(int(message["blocks"]) for message in loaded.values())
-    control.publish(json.dumps({"blocks": blocks}).encode())
+    size = StoreSize.smallest(StoreSize(*message["size"]) for message in loaded.values())
+    control.publish(json.dumps({"size": size}).encode())
     ready = messages.await_all("ready")
-    return blocks, tuple(RankReport(**ready[rank]["report"]) for rank in sorted(ready))
+    return size, tuple(RankReport(**ready[rank]["report"]) for rank in sorted(ready))
 
 
 @dataclass
@@ -161,12 +161,12 @@ class StartedJob:
 
     Attributes:
         engine_ranks: as the orchestrator sees them.
-        num_blocks: blocks of every KV store, the null block included.
+        size: of every KV store.
         report: what each rank holds.
     """
 
     engine_ranks: EngineRanks
-    num_blocks: int
+    size: StoreSize
     report: StartReport
 
 
@@ -216,10 +216,10 @@ def _open_solo(spec: JobSpec, progress: Progress | None) -> StartedJob:
     check_device(topology.slots[0].device)
     groups = open_groups(None, topology, device_of(topology.slots[0]))
     startup = RankStartup(spec, 0, groups)
-    blocks = startup.load(progress or (lambda done, total: None))
-    worker, report = startup.finish(blocks)
+    size = startup.load(progress or (lambda done, total: None))
+    worker, report = startup.finish(size)
     assert isinstance(worker, Worker)  # one device holds both engines
-    return StartedJob(SoloRanks(worker, launches_ahead=worker.device.type == "cuda"), blocks, StartReport((report,)))
+    return StartedJob(SoloRanks(worker, launches_ahead=worker.device.type == "cuda"), size, StartReport((report,)))
 
 
 def _open_orchestrator(spec: JobSpec, world: MPI.Intracomm, progress: Progress | None, may_spin: bool) -> StartedJob:
@@ -248,7 +248,7 @@ def _open_orchestrator(spec: JobSpec, world: MPI.Intracomm, progress: Progress |
         control.warm_up()
         activity.start(Phase.LOADED)
         failures = RankFailures(heartbeat, control)
-        blocks, reports = start_orchestrator(control, spec, failures, progress)
+        size, reports = start_orchestrator(control, spec, failures, progress)
     except BaseException:
         if heartbeat.has_failed():
             abort.abort_at_exit()  # the other ranks hang
@@ -257,7 +257,7 @@ def _open_orchestrator(spec: JobSpec, world: MPI.Intracomm, progress: Progress |
     activity.rest()
     heartbeat.finish_start()
     own = RankReport(rank=0, host=os.uname().nodename, role="orchestrator", device="host")
-    return StartedJob(MpiRanks(control, activity, failures), blocks, StartReport((own, *reports)))
+    return StartedJob(MpiRanks(control, activity, failures), size, StartReport((own, *reports)))
 
 
 def _run_worker(spec: JobSpec, control: ControlPlane, world: MPI.Intracomm, may_spin: bool) -> None:

@@ -16,11 +16,11 @@ from trtrun.configuration.engine_sections import ModelSection
 from trtrun.kvcache.sizing import SlotMemory
 from trtrun.loading.loading import heads_bytes, shard_bytes
 from trtrun.memory.memory_requirements import (
+    StoreBytes,
     adapter_slots_bytes,
     engine_working_bytes,
-    kv_bytes_in_rings,
     resolve_dtype,
-    store_bytes_per_block,
+    store_bytes,
 )
 from trtrun.models.config import ModelConfig
 from trtrun.start.beside_engines import RankHeads, adapter_hashes, corpus_bytes, demand_apart
@@ -68,7 +68,7 @@ class RankParts:
         """What this rank's engines need; the memory of a round by its shapes."""
         if self._heads.plan_apart is not None:
             return demand_apart(self._config, self._spec.models, self._heads.plan_apart, self._device)
-        weights = block = working = 0
+        weights, working, stored = 0, 0, StoreBytes(0, 0)
         for role, section, model, communicator in self.all:
             dtype = resolve_dtype(section, model)
             heads = self._heads.plan if role == "target" else None
@@ -79,11 +79,11 @@ class RankParts:
                 weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
             if role == "target":
                 weights += corpus_bytes(self._config)
-            block += store_bytes_per_block(self._config, model, heads_here, communicator.size, dtype)
+            stored = stored.plus(store_bytes(self._config, self._spec.models, role, heads_here, dtype))
             working += engine_working_bytes(
                 self._config, self._spec.models, role, communicator.rank, self._device, heads
             )
-        return SlotMemory(weights, block, working, self.ring_bytes())
+        return SlotMemory(weights, stored.per_block, working, stored.per_place)
 
     def shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         """Bytes of the weights of one engine."""
@@ -95,13 +95,6 @@ class RankParts:
         return sum(
             adapter_slots_bytes(self._config, role, section, model, communicator.rank)
             for role, section, model, communicator in self.all
-        )
-
-    def ring_bytes(self) -> int:
-        """Bytes of KV rings (layers with a window), which the memory of a round counts, too."""
-        return sum(
-            kv_bytes_in_rings(self._config, model, communicator.size, resolve_dtype(section, model))
-            for _, section, model, communicator in self.all
         )
 
     def files_hash(self) -> str:

@@ -27,6 +27,7 @@ from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.sizing import (
     SlotMemory,
+    StoreSize,
     count_kv_blocks,
     default_fraction,
     format_bytes,
@@ -39,7 +40,7 @@ from trtrun.loading.stored_report import describe_kept, describe_weights
 from trtrun.loading.weight_check import choose_default
 from trtrun.memory.largest_round import measure_largest_round
 from trtrun.memory.memory_requirements import HiddenKind, resolve_dtype, round_shape
-from trtrun.memory.spaces import adapter_space, most_useful_blocks
+from trtrun.memory.spaces import adapter_space, most_useful_blocks, place_demand
 from trtrun.rounds.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.beside_engines import RankHeads, load_adapters, load_corpus
@@ -64,7 +65,7 @@ def device_of(slot: Slot) -> torch.device:
 
 
 class RankStartup:
-    """Brings one rank's engines up, in two steps: `load`, then `finish` with the number of blocks for all ranks."""
+    """Brings one rank's engines up, in two steps: `load`, then `finish` with the size of stores for all ranks."""
 
     def __init__(
         self,
@@ -104,13 +105,13 @@ class RankStartup:
         target, draft = groups.target is not None, groups.draft is not None
         self._cache = EngineCache([config.target if target else None, config.draft if draft else None], self._device)
 
-    def load(self, progress: Progress) -> int:
+    def load(self, progress: Progress) -> StoreSize:
         """Read this rank's slices of the weights, and reckon what is left for KV beside the largest round.
 
         On GPUs the round is run and measured, which is collective over the tensor-parallel groups.
 
         Returns:
-            KV blocks that this rank could hold, the null block included.
+            The stores that this rank could hold.
 
         Raises:
             CheckpointError: a model directory is damaged or not supported.
@@ -168,7 +169,7 @@ class RankStartup:
                 differing = int(communicator.all_reduce(torch.tensor([differing], device=self._device)))
         return differing == 0
 
-    def _load_weights(self, progress: Progress) -> int:
+    def _load_weights(self, progress: Progress) -> StoreSize:
         """Read the weights and count blocks; on GPUs those that fit beside the weights alone."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -233,7 +234,7 @@ class RankStartup:
             progress(demand.shard_bytes, demand.shard_bytes)
         return blocks
 
-    def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> int:
+    def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> StoreSize:
         cache = self._config.kv_cache
         return count_kv_blocks(
             free_bytes,
@@ -243,9 +244,10 @@ class RankStartup:
             max_tokens=cache.max_tokens,
             most_useful=most_useful_blocks(self._config, self._models.context),
             where=self._topology.describe(self._rank),
+            places=place_demand(self._config, self._models),
         )
 
-    def _count_beside(self, working_bytes: int | None) -> int:
+    def _count_beside(self, working_bytes: int | None) -> StoreSize:
         """Count the blocks that fit on this GPU beside the weights and the largest round, which is run to measure it
         where nobody knows what it takes."""
         self._activity.start(Phase.ALLOCATING)
@@ -272,20 +274,20 @@ class RankStartup:
         under_way = told.bytes_under_way(self._config) if told is not None and "target" in self._engines else 0
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes + under_way))
 
-    def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
+    def finish(self, size: StoreSize) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
         self._activity.start(Phase.ALLOCATING)
         self._lap_at = time.monotonic()
-        engines = self._made.engines(num_blocks)
+        engines = self._made.engines(size)
         self._activity.start(Phase.WARMING_UP)
-        worker = self._worker_factory(engines, self._made.head_rows(engines), num_blocks).make_worker()
+        worker = self._worker_factory(engines, self._made.head_rows(engines), size.blocks).make_worker()
         self._made.warm_up(worker, engines)
         self._kernels.finish(self._working_bytes)
         self._cache.finish()
         self._lap("all kernels once, graphs")
         worker.warmup_misses.take()  # from here on somebody may wait
         self._activity.rest()
-        return worker, self._report(num_blocks)
+        return worker, self._report(size)
 
     def _worker_factory(
         self, engines: Mapping[str, Engine], head_rows: HeadRows | None, num_blocks: int
@@ -304,7 +306,7 @@ class RankStartup:
             draft_is_lost=self._draft_is_lost,
         )
 
-    def _report(self, num_blocks: int) -> RankReport:
+    def _report(self, size: StoreSize) -> RankReport:
         loaded = [*(engine.report for engine in self._engines.values()), self._heads.report]
         dtypes = {engine.model.dtype for engine in self._engines.values()}
         if self._heads.plan_apart is not None:
@@ -319,8 +321,8 @@ class RankStartup:
             bytes_read=sum(report.bytes_read for report in loaded),
             shard_bytes=sum(report.shard_bytes for report in loaded) + corpus + self._parts.adapter_bytes(),
             working_bytes=self._working_bytes,
-            kv_bytes=num_blocks * self._parts.demand().bytes_per_block + self._parts.ring_bytes(),
-            kv_tokens=tokens_of_blocks(num_blocks, self._config.kv_cache.block_size),
+            kv_bytes=size.num_bytes(self._parts.demand()),
+            kv_tokens=tokens_of_blocks(size.blocks, self._config.kv_cache.block_size),
             kernels="+".join(sorted({operations_of(self._device.type).name(dtype) for dtype in dtypes})),
             device_kind=device_kind(self._device),
             files_hash=self._parts.files_hash(),

@@ -29,7 +29,7 @@ from trtrun.guiding.grammars import Grammars, Spelling, grammars_of
 from trtrun.guiding.row_guides import RowGuides
 from trtrun.kvcache.formats import choose_format
 from trtrun.memory.memory_requirements import HiddenKind
-from trtrun.memory.spaces import guess_space, guess_steps, head_space, most_chunk
+from trtrun.memory.spaces import guess_space, guess_steps, head_space
 from trtrun.rounds.exchange.exchange import DeviceExchange, Exchange
 from trtrun.rounds.exchange.gated_drafts import GatedDrafts
 from trtrun.rounds.exchange.hidden_link import HiddenLink
@@ -204,7 +204,7 @@ class WorkerFactory:
             self.engines["draft"].rows.beside(self.spec.target.vocab_size),
             self.spec.target.vocab_size,
             num_blocks=self.num_blocks,
-            most_tokens=most_chunk(config, self.spec.draft) or config.scheduler.max_num_tokens,
+            most_tokens=config.scheduler.max_num_tokens,
             reuses_blocks=config.kv_cache.enable_block_reuse,
             by_text=config.draft.vocabulary == "text",
             is_apart=config.drafts_apart,

@@ -35,6 +35,9 @@ class _PlanHeader(NamedTuple):
     redraft_threshold: int
     given: int
     timed: int
+    places: int
+    starts: int
+    saves: int
     lists: int
     guides: int
     integers: int
@@ -42,7 +45,7 @@ class _PlanHeader(NamedTuple):
 
 
 # Not numpy records: taking their fields one by one is what a short message would cost most.
-_PLAN_HEADER = struct.Struct("<15q")
+_PLAN_HEADER = struct.Struct("<18q")
 _ROUND = struct.Struct("<q")
 _ADMISSION = np.dtype(
     [
@@ -85,6 +88,9 @@ def encode_plan(plan: RoundPlan) -> bytes:
         plan.catch_up.astype(np.int64),
         np.asarray(plan.predicted_output_rows, dtype=np.int64),
         np.asarray(plan.timed_rows, dtype=np.int64),
+        plan.window_places.astype(np.int64).reshape(-1),
+        np.array(plan.snapshot_starts, dtype=np.int64).reshape(-1),
+        np.array(plan.snapshot_saves, dtype=np.int64).reshape(-1),
     ]
     lists: dict[int, TokenLists] = {}
     floats: list[np.ndarray] = []
@@ -117,6 +123,9 @@ def encode_plan(plan: RoundPlan) -> bytes:
         redraft_threshold=plan.redraft_threshold,
         given=len(plan.predicted_output_rows),
         timed=len(plan.timed_rows),
+        places=len(plan.window_places),
+        starts=len(plan.snapshot_starts),
+        saves=len(plan.snapshot_saves),
         lists=len(lists),
         guides=len(told),
         integers=sum(map(len, integers)),
@@ -201,6 +210,9 @@ def decode_plan(payload: bytes) -> RoundPlan:
     decode = integers.take(3 * header.decode).reshape(3, -1).astype(np.int32)
     given = tuple(integers.take(header.given).tolist())
     timed = tuple(integers.take(header.timed).tolist())
+    places = integers.take(2 * header.places).reshape(-1, 2).astype(np.int32)
+    starts = tuple((row, one) for row, one in integers.take(2 * header.starts).reshape(-1, 2).tolist())
+    saves = tuple((row, end, one) for row, end, one in integers.take(3 * header.saves).reshape(-1, 3).tolist())
     admissions: tuple[RowAdmission, ...] = ()
     if header.admissions:
         records = np.frombuffer(payload, dtype=_ADMISSION, count=header.admissions, offset=_PLAN_HEADER.size)
@@ -225,6 +237,9 @@ def decode_plan(payload: bytes) -> RoundPlan:
         redraft_threshold=header.redraft_threshold,
         predicted_output_rows=given,
         timed_rows=timed,
+        window_places=places,
+        snapshot_starts=starts,
+        snapshot_saves=saves,
     )
 
 

@@ -214,8 +214,8 @@ def _look_at_device(inventory: RankInventory, spec: JobSpec, rank: int) -> RankI
         memory = JobMemory.read(spec)
         values["shard_bytes"] = sum(memory.shard_bytes(rank))
         values["free_bytes"] = free_bytes_of_slot(slot.device, len(topology.slots_of_host(slot.host)))
-        blocks = memory.count_blocks(rank, values["free_bytes"], name)
-        values["kv_tokens"] = tokens_of_blocks(blocks, config.kv_cache.block_size)
+        size = memory.count_blocks(rank, values["free_bytes"], name)
+        values["kv_tokens"] = tokens_of_blocks(size.blocks, config.kv_cache.block_size)
     except (TrtrunError, ParallelError) as error:
         # The rule of memory names the rank itself.
         values["problems"] = (*inventory.problems, str(error).removeprefix(f"{name}: "))

@@ -15,17 +15,17 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.engine_sections import ModelSection
 from trtrun.errors import ConfigError
 from trtrun.heads.heads import HeadsPlan
-from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks, default_fraction
+from trtrun.kvcache.sizing import SlotMemory, StoreSize, count_kv_blocks, default_fraction
 from trtrun.loading.loading import heads_bytes, shard_bytes
 from trtrun.loading.model_settings import JobModels
 from trtrun.memory.memory_requirements import (
+    StoreBytes,
     adapter_slots_bytes,
     engine_working_bytes,
-    kv_bytes_in_rings,
     resolve_dtype,
-    store_bytes_per_block,
+    store_bytes,
 )
-from trtrun.memory.spaces import most_useful_blocks
+from trtrun.memory.spaces import most_useful_blocks, place_demand
 from trtrun.models.config import ModelConfig
 from trtrun.start.beside_engines import corpus_bytes, demand_apart
 from trtrun.start.job_spec import JobSpec
@@ -51,12 +51,6 @@ class ModelShards:
         if index is None:
             return 0
         return shard_bytes(self.model, index, self.tp_size, self.dtype, device, self.section.quantization)
-
-    def block_bytes(self, index: int | None, config: RuntimeConfig, heads: HeadsPlan | None = None) -> int:
-        """Bytes of one KV block on one rank, that of `heads` beside the engine among them; 0 where `index` is None."""
-        if index is None:
-            return 0
-        return store_bytes_per_block(config, self.model, heads, self.tp_size, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -136,26 +130,19 @@ class JobMemory:
             return 0
         return adapter_slots_bytes(self.config, role, shards.section, shards.model, index)
 
-    def block_bytes(self, rank: int) -> int:
-        """Bytes of one KV block on one rank, in both engines' stores and in the heads'."""
-        slot = self.topology.slot(rank)
+    def store_bytes(self, rank: int) -> StoreBytes:
+        """Bytes of one KV block and of one place on one rank, in both engines' stores and in the heads'."""
+        slot, stored = self.topology.slot(rank), StoreBytes(0, 0)
         if slot is None:
-            return 0
-        drafted = self.draft.block_bytes(slot.draft_index, self.config) if self.draft is not None else 0
+            return stored
         if (apart := self.heads_apart(slot)) is not None:
-            drafted += apart.bytes_per_block
-        return drafted + self.target.block_bytes(slot.target_index, self.config, self.heads_on_target)
-
-    def ring_bytes(self, rank: int) -> int:
-        """Bytes of KV rings (layers with a window) on one rank, whatever the number of blocks; `working_bytes` counts
-        them, too."""
-        slot = self.topology.slot(rank)
-        engines = () if slot is None else ((self.draft, slot.draft_index), (self.target, slot.target_index))
-        return sum(
-            kv_bytes_in_rings(self.config, engine.model, engine.tp_size, engine.dtype)
-            for engine, index in engines
-            if engine is not None and index is not None
-        )
+            stored = StoreBytes(apart.bytes_per_block, 0)
+        if self.draft is not None and slot.draft_index is not None:
+            stored = stored.plus(store_bytes(self.config, self.models, "draft", None, self.draft.dtype))
+        if slot.target_index is not None:
+            of_target = store_bytes(self.config, self.models, "target", self.heads_on_target, self.target.dtype)
+            stored = stored.plus(of_target)
+        return stored
 
     def working_bytes(self, rank: int) -> int:
         """Upper bound, by shapes, of what rounds need on one rank beside weights and KV. GPUs measure it at start."""
@@ -174,11 +161,16 @@ class JobMemory:
                 total += engine_working_bytes(self.config, self.models, role, index, device, heads)
         return total
 
-    def count_blocks(self, rank: int, free_bytes: int, where: str) -> int:
-        """KV blocks that a rank with a device can hold by itself.
+    def demand(self, rank: int, *, measures: bool = False) -> SlotMemory:
+        """What the engines of one rank need; without the memory of a round where the rank `measures` it."""
+        working = 0 if measures else self.working_bytes(rank)
+        stored = self.store_bytes(rank)
+        return SlotMemory(sum(self.shard_bytes(rank)), stored.per_block, working, stored.per_place)
 
-        A GPU's rank measures its rounds at start: their upper bound here makes the answer smaller, but refuses nothing;
-        rings, whose bytes are known, do.
+    def count_blocks(self, rank: int, free_bytes: int, where: str) -> StoreSize:
+        """Stores that a rank with a device can hold by itself.
+
+        A GPU's rank measures its rounds at start: their upper bound here makes the answer smaller, but refuses nothing.
 
         Raises:
             ConfigError: the weights, a round or the KV store do not fit into `free_bytes`.
@@ -186,22 +178,21 @@ class JobMemory:
         slot = self.topology.slot(rank)
         assert slot is not None
         try:
-            return self._count_blocks(rank, free_bytes, self.working_bytes(rank), where)
+            return self._count_blocks(slot, free_bytes, self.demand(rank), where)
         except ConfigError:
             if not slot.device.startswith("cuda"):
                 raise
-            return self._count_blocks(rank, free_bytes, self.ring_bytes(rank), where)
+            return self._count_blocks(slot, free_bytes, self.demand(rank, measures=True), where)
 
-    def _count_blocks(self, rank: int, free_bytes: int, working_bytes: int, where: str) -> int:
-        slot = self.topology.slot(rank)
-        assert slot is not None
+    def _count_blocks(self, slot: Slot, free_bytes: int, demand: SlotMemory, where: str) -> StoreSize:
         cache = self.config.kv_cache
         return count_kv_blocks(
             free_bytes,
-            SlotMemory(sum(self.shard_bytes(rank)), self.block_bytes(rank), working_bytes, self.ring_bytes(rank)),
+            demand,
             fraction=cache.free_memory_fraction or default_fraction(slot.device),
             block_size=cache.block_size,
             max_tokens=cache.max_tokens,
             most_useful=most_useful_blocks(self.config, self.context),
             where=where,
+            places=place_demand(self.config, self.models),
         )

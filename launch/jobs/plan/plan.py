@@ -33,9 +33,15 @@ from launch.jobs.plan.start import StartPlan, plan_start, print_start
 from launch.jobs.terminal import output_console
 from parallel.topology import Topology
 from trtrun.configuration.device_lists import kind_of
-from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
+from trtrun.kvcache.sizing import (
+    StoreSize,
+    blocks_of_tokens,
+    format_bytes,
+    free_bytes_of_slot,
+    tokens_of_blocks,
+)
 from trtrun.loading.stored_report import describe_kept, describe_weights
-from trtrun.memory.spaces import describe_rings
+from trtrun.memory.spaces import describe_states, describe_windows
 from trtrun.start.job_spec import DraftTranslation
 from trtrun.weights.weight import Share
 
@@ -46,7 +52,8 @@ UNKNOWN = "-"
 class RankPlan:
     """One rank of the plan. Bytes; `kv_tokens` is the same on every rank with a device: one block table serves all.
 
-    `working_bytes` is an upper bound of what rounds need besides; GPUs measure it at start.
+    `working_bytes` is an upper bound of what rounds need besides; GPUs measure it at start. `window_tokens` are those
+    that layers with windows hold of all rows together; 0 where they keep all.
     None stands for what is not known here: free memory of another host, and KV stores that depend on it.
     """
 
@@ -60,6 +67,7 @@ class RankPlan:
     free_bytes: int | None = 0
     kv_bytes: int | None = 0
     kv_tokens: int | None = 0
+    window_tokens: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -123,8 +131,9 @@ def make_plan(job: Job, simulated_hosts: Sequence[str] = (), script: str | None 
     absent = missing_devices(topology) if here else []
     ranks = [_plan_rank(rank, memory, here, bool(absent)) for rank in range(topology.world_size)]
     placed = [rank for rank in ranks if topology.slot(rank.rank) is not None]
-    known = [rank.kv_tokens for rank in placed if rank.kv_tokens is not None]
-    kv_tokens = min(known) if len(known) == len(placed) else None
+    known = [(rank.kv_tokens, rank.window_tokens or 0) for rank in placed if rank.kv_tokens is not None]
+    stored = tuple(map(min, zip(*known, strict=True))) if len(known) == len(placed) else None
+    kv_tokens = None if stored is None else stored[0]
     nccl, nccl_note = _expect_nccl(topology, bool(absent))
     notes = [*_note_hosts(simulated_hosts), *unseen]
     if absent:
@@ -132,10 +141,10 @@ def make_plan(job: Job, simulated_hosts: Sequence[str] = (), script: str | None 
         notes.append(f"warning: {', '.join(absent)} {be} not on this host: it has {describe_gpus()}")
     notes += nccl_note
     unknown = [rank for rank in placed if rank.free_bytes is None]
-    notes += _note_memory(unknown, kv_tokens, min(known, default=None))
+    notes += _note_memory(unknown, kv_tokens, min((tokens for tokens, _ in known), default=None))
     notes += _note_stored(memory)
     return JobPlan(
-        ranks=tuple(_share_blocks(rank, memory, kv_tokens) for rank in ranks),
+        ranks=tuple(_share_blocks(rank, memory, stored) for rank in ranks),
         hosts=tuple(dict.fromkeys(rank.host for rank in ranks)),
         world_size=topology.world_size,
         threads=job.threads,
@@ -186,6 +195,8 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
     if plan.translation is not None:
         print(plan.translation.describe())
     print(_describe_rounds(plan))
+    if held := max(rank.window_tokens or 0 for rank in plan.ranks):
+        print(f"layers with windows hold {held} tokens of all rows together")
     print_start(console, plan.start)
     for note in plan.notes:
         print(note)
@@ -212,22 +223,26 @@ def _plan_rank(rank: int, memory: JobMemory, here: set[str], gpus_absent: bool) 
     is_known = slot.host in here and not (gpus_absent and slot.device.startswith("cuda"))
     free = free_bytes_of_slot(slot.device, count_host_slots(topology, slot.host)) if is_known else None
     tokens: int | None = None
+    in_windows: int | None = None
     if free is not None or config.kv_cache.max_tokens is not None:
         # With max_tokens the rule gives every host that has the room the same answer.
-        blocks = memory.count_blocks(rank, sys.maxsize if free is None else free, topology.describe(rank))
-        tokens = tokens_of_blocks(blocks, config.kv_cache.block_size)
-    return RankPlan(rank, host, slot.device, role, drafted, verified, memory.working_bytes(rank), free, 0, tokens)
+        found = memory.count_blocks(rank, sys.maxsize if free is None else free, topology.describe(rank))
+        size = config.kv_cache.block_size
+        tokens = tokens_of_blocks(found.blocks, size)
+        in_windows = tokens_of_blocks(found.places, size) if found.places else 0
+    working = memory.working_bytes(rank)
+    return RankPlan(rank, host, slot.device, role, drafted, verified, working, free, 0, tokens, in_windows)
 
 
-def _share_blocks(rank: RankPlan, memory: JobMemory, kv_tokens: int | None) -> RankPlan:
-    """The rank with the number of blocks that all ranks can hold."""
+def _share_blocks(rank: RankPlan, memory: JobMemory, stored: tuple[int, ...] | None) -> RankPlan:
+    """The rank with the stores that all ranks can hold: tokens, and those that layers with windows hold."""
     if memory.topology.slot(rank.rank) is None:
         return rank
-    if kv_tokens is None:
-        return replace(rank, kv_bytes=None, kv_tokens=None)
-    blocks = kv_tokens // memory.config.kv_cache.block_size + 1
-    kv_bytes = blocks * memory.block_bytes(rank.rank) + memory.ring_bytes(rank.rank)
-    return replace(rank, kv_bytes=kv_bytes, kv_tokens=kv_tokens)
+    if stored is None:
+        return replace(rank, kv_bytes=None, kv_tokens=None, window_tokens=None)
+    blocks, places = (blocks_of_tokens(tokens, memory.config.kv_cache.block_size) for tokens in stored)
+    kv_bytes = StoreSize(blocks, places).num_bytes(memory.demand(rank.rank))
+    return replace(rank, kv_bytes=kv_bytes, kv_tokens=stored[0], window_tokens=stored[1])
 
 
 def _expect_nccl(topology: Topology, gpus_absent: bool) -> tuple[bool, list[str]]:
@@ -276,7 +291,8 @@ def _note_stored(memory: JobMemory) -> Iterator[str]:
             said = (
                 describe_weights(shards.section.model, shards.model, share, shards.dtype, kind),
                 describe_kept(shards.model, name, share, shards.dtype, kind),
-                describe_rings(memory.config, shards.model),
+                describe_windows(memory.config, memory.models, role),
+                describe_states(memory.config, memory.models, role),
             )
             yield from (f"{role}: {line}" for line in said if line is not None)
 

@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launch.exit_codes import ExitCode, FailedError
@@ -54,7 +54,8 @@ from trtrun.start.job_spec import JobSpec
 
 async def describe_engine(llm: AsyncLLM) -> Ready:
     """What an engine that is loaded says of itself."""
-    limits = await llm.call(lambda engine: asdict(engine.scheduler.limits))
+    # How many places layers with windows have changes no text: an engine that is started again may have another number.
+    limits = await llm.call(lambda engine: asdict(replace(engine.scheduler.limits, windows=None, num_places=0)))
     others = {
         f"the models of rank {rank.rank} on {rank.host}": rank.files_hash for rank in llm.report.ranks if rank.rank
     }

@@ -79,3 +79,20 @@ def test_rows_after_a_failed_one_are_as_before_it(
             assert run(llm, [poisoned], min_tokens=6, stop_token_ids=[1, 2, 3]) == [NOT_FINITE]
             assert all(isinstance(answer, str) for answer in run(llm, [[POISON] * 40] * 3)), "every block of the store"
             assert run(llm, prompts) == expected
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_places_of_a_failed_row_are_as_before_it(tmp_path: Path, reuse: bool) -> None:
+    """Those of layers with windows, which rows are given while they read: few enough that all have been its own."""
+    windowed = make_checkpoint(tmp_path / "target", "MistralForCausalLM", seed=1, sliding_window=8)
+    overflow_on(windowed, POISON)
+    with make_llm(
+        windowed,
+        kv_cache={"max_tokens": 4096, "enable_block_reuse": reuse},
+        scheduler={"max_batch_size": 1, "max_num_tokens": 16},
+    ) as llm:
+        prompts = [[*healthy(9), *healthy(index)] for index in range(3)]
+        expected = run(llm, prompts)
+        for _ in range(2):
+            assert run(llm, [[*prompts[0], *[POISON] * 40]]) == [NOT_FINITE]
+            assert run(llm, prompts) == expected

@@ -124,6 +124,19 @@ def test_add_and_normalise(size: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize(("heads", "size"), [(36, 128), (5, 24), (17, 80)])
+def test_norms_of_heads(heads: int, size: int, dtype: torch.dtype) -> None:
+    """In any company, of heads in front of others."""
+    from trtrun.kernels.triton.row_functions import normalise_heads
+
+    x, weight = random(70, heads + 3, size, dtype=dtype)[:, :heads], random(heads, size, dtype=dtype)
+    found = normalise_heads(x, weight, 1e-5)
+    expected = functional.rms_norm(x.double(), (size,), None, 1e-5) * weight.double()
+    assert difference(found, expected) < BOUNDS[dtype]
+    assert torch.equal(torch.cat([normalise_heads(x[row : row + 1], weight, 1e-5) for row in range(70)]), found)
+
+
+@DTYPES
 @pytest.mark.parametrize("features", [4, 1300, 14336])
 def test_xielu(features: int, dtype: torch.dtype) -> None:
     """In any company."""

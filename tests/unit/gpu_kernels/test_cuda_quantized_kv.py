@@ -12,7 +12,9 @@ from gpus import needs_gpu
 from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
 from trtrun import SamplingParams
+from trtrun.api import llm_engine
 from trtrun.attention.backend import GatherAttention
+from trtrun.memory import spaces
 
 pytestmark = needs_gpu
 WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1376, "head_dim": 64, "num_attention_heads": 8}
@@ -75,8 +77,11 @@ def test_no_round_over_codes_waits_for_a_graph_or_a_kernel(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8"])
-def test_texts_over_rings_are_those_of_layers_that_keep_all(tmp_path: Path, name: str) -> None:
-    """Layers with a window, some of all: prompts of several rings, by graphs and in chunks; plain, chains and trees."""
+def test_texts_of_windows_are_those_of_layers_that_keep_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Layers with a window, some of all: prompts many times as long, by graphs and in chunks; plain, chains and
+    trees."""
     target = make_checkpoint(
         tmp_path / "target",
         "Qwen2ForCausalLM",
@@ -94,12 +99,16 @@ def test_texts_over_rings_are_those_of_layers_that_keep_all(tmp_path: Path, name
         SamplingParams(max_tokens=100, ignore_eos=True, seed=index, temperature=0.8 * (index % 2)) for index in range(8)
     ]
     texts = []
-    for reuses, model, speculation in ((True, None, {}), (False, None, {}), (False, draft, CHAIN), (False, None, TREE)):
+    for reuses, model, speculation in ((None, None, {}), (True, None, {}), (False, draft, CHAIN), (True, None, TREE)):
         settings: dict[str, Any] = {
-            "kv_cache": {"max_tokens": 8192, "dtype": name, "enable_block_reuse": reuses},
+            "kv_cache": {"max_tokens": 8192, "dtype": name, "enable_block_reuse": bool(reuses)},
             "scheduler": {"max_num_tokens": 512, "max_batch_size": 4},
             "speculation": speculation,
         }
-        with make_llm(target, model, devices=(("cuda:0",), ("cuda:0",)), **settings) as llm:
-            texts.append(tokens_of(llm.generate(prompts, sampling)))
+        with monkeypatch.context() as patch:
+            if reuses is None:
+                for module in (spaces, llm_engine):
+                    patch.setattr(module, "window_rule", lambda config, models: None)
+            with make_llm(target, model, devices=(("cuda:0",), ("cuda:0",)), **settings) as llm:
+                texts.append(tokens_of(llm.generate(prompts, sampling)))
     assert all(found == texts[0] for found in texts)

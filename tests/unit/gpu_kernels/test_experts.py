@@ -28,6 +28,8 @@ def made(shape: tuple[int, int, int, int], tokens: int) -> tuple[torch.Tensor, t
     gate_up = torch.randn(count, 2 * features, hidden, device=DEVICE).mul_(hidden**-0.5).to(DTYPE)
     down = torch.randn(count, hidden, features, device=DEVICE).mul_(features**-0.5).to(DTYPE)
     x = torch.randn(tokens, hidden, device=DEVICE).to(DTYPE)
+    if not HAS_GPU:  # numpy adds a step of a tile as one: here sums have the same bits in steps of any length
+        gate_up, x = ((16 * values).round().clamp(-32, 32) / 16 for values in (gate_up, x))
     logits = torch.randn(tokens, count, device=DEVICE)
     if count > chosen:
         logits[:, -1] = -100.0
@@ -78,15 +80,19 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
     assert found.experts[5].tolist() == [0, *range(count - 1, 0, -1)][:chosen]
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(1, 2), (40, 3), (200, 1)])
-def test_tiles_hold_each_pair_once_and_one_expert_each(tokens: int, chosen: int) -> None:
-    from trtrun.kernels.triton.experts import lay_out
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "count"), [(1, 2, 9), (40, 3, 9), (200, 1, 9), (90, 8, 128), (1400, 4, 31)]
+)
+def test_tiles_hold_each_pair_once_and_one_expert_each(tokens: int, chosen: int, count: int) -> None:
+    from trtrun.kernels.triton.expert_tiles import lay_out
 
     torch.manual_seed(tokens)
-    experts = torch.stack([torch.randperm(9)[:chosen] for _ in range(tokens)]).clamp(max=7).to(DEVICE)
-    pairs, of_tile = lay_out(experts, 9, 16)
-    tiles = pairs.view(-1, 16).tolist()
-    assert sorted(pair for tile in tiles for pair in tile if pair >= 0) == list(range(tokens * chosen))
+    experts = torch.rand(tokens, count - 1).argsort(dim=1)[:, :chosen].contiguous().to(DEVICE)
+    pairs, of_tile = lay_out(experts, count, 16)
+    tiles, flat = pairs.view(-1, 16).tolist(), experts.flatten().tolist()
+    found: dict[int, list[int]] = {}
     for tile, expert in zip(tiles, of_tile.tolist(), strict=True):
-        assert all(experts.flatten()[pair] == expert for pair in tile if pair >= 0)
-        assert (expert >= 0) == any(pair >= 0 for pair in tile)
+        if expert >= 0:
+            found.setdefault(expert, []).extend(pair for pair in tile if pair >= 0)
+            assert tile[0] >= 0, "no tile is read for nothing"
+    assert found == {expert: [pair for pair, of in enumerate(flat) if of == expert] for expert in set(flat)}

@@ -209,9 +209,13 @@ def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
 @DTYPES
 def test_the_small_operations(dtype: torch.dtype) -> None:
     from trtrun.kernels.triton.fused import activate_and_multiply, add_and_normalise
-    from trtrun.kernels.triton.row_functions import square_sums, xielu
+    from trtrun.kernels.triton.row_functions import normalise_heads, square_sums, xielu
 
     torch.manual_seed(0)
+    heads = torch.randn(3, 15, 24).to(dtype)[:, :11]
+    for factor in (torch.randn(11, 24).to(dtype), torch.randn(11, 24)):
+        expected = TorchOperations().normalise(heads, factor, 1e-5)
+        assert difference(normalise_heads(heads, factor, 1e-5), expected) < BOUNDS[dtype]
     hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 96), (3, 96), (96,)))
     total = hidden + delta
     found = add_and_normalise(hidden, delta, weight, 1e-5)

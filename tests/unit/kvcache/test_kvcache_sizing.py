@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import (
+    PlaceDemand,
     SlotMemory,
+    StoreSize,
     count_kv_blocks,
     format_bytes,
     free_bytes_of_slot,
@@ -30,7 +33,7 @@ def count(free: int, fraction: float = 0.5, max_tokens: int | None = None, most_
         max_tokens=max_tokens,
         most_useful=most_useful,
         where="target rank 1 (cpu:0)",
-    )
+    ).blocks
 
 
 def test_the_fraction_is_of_what_is_free_beside_the_weights() -> None:
@@ -50,8 +53,31 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         count(1000)
     with pytest.raises(ConfigError, match=r"max_tokens 160 needs 110 B but 100 B are free .* at most 144 tokens fit"):
         count(1100, max_tokens=160)
-    with pytest.raises(ConfigError, match="holds no block of 16 tokens"):
+    with pytest.raises(ConfigError, match="does not hold a block of 16 tokens"):
         count(1030)
+
+
+def test_blocks_that_are_asked_for_leave_places_for_all_rows_or_what_fits() -> None:
+    """Places of 3 rows of 4 blocks each; those of one row at least. Slots without such layers take any number."""
+
+    def sizes(free: int, per_place: int = 20, tokens: int = 16 * 50) -> StoreSize:
+        return count_kv_blocks(
+            free,
+            replace(DEMAND, bytes_per_place=per_place),
+            fraction=0.5,
+            block_size=16,
+            max_tokens=tokens,
+            most_useful=10**9,
+            where="rank 0",
+            places=PlaceDemand(3, 4),
+        )
+
+    assert sizes(10**6) == (51, 13) and sizes(10**6, tokens=16 * 8) == (9, 9)
+    assert sizes(1000 + 510 + 20 * 7 + 3) == (51, 7)
+    assert sizes(1000 + 510, per_place=0) == (51, 13)
+    with pytest.raises(ConfigError, match=r"free beside the window of one row \(100 B\) and the weights: at most 784"):
+        sizes(1000 + 510 + 20 * 5 - 1)
+    assert StoreSize.smallest([StoreSize(9, 4), StoreSize(7, 6)]) == (7, 4)
 
 
 def test_useful_blocks_leave_room_for_drafts_and_plans_ahead() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from scheduler_simulation import Job, make_request
 
-from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache, extend_digests
+from trtrun.kvcache.block_table import BlockTable
+from trtrun.kvcache.blocks import BlockPool
+from trtrun.kvcache.prefix_cache import PrefixCache, extend_digests
 from trtrun.scheduling.scheduler import SchedulerLimits
 
 

@@ -22,7 +22,7 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.engine.graphs import decode_graphs as graphs
 from trtrun.engine.graphs.decode_graphs import MixedGraphs
 from trtrun.errors import ConfigError
-from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
+from trtrun.kvcache.sizing import SlotMemory, StoreSize, count_kv_blocks
 from trtrun.memory import largest_round
 from trtrun.memory.largest_round import TrialRun, chained_round, largest_rounds, small_round
 from trtrun.memory.memory_requirements import round_shape
@@ -103,7 +103,7 @@ def test_a_trial_run_runs_on_a_store_of_one_block(
     layers = [len(engine.model._layers) for engine in loaded._engines.values()]
     loaded._made.play_all()  # as where kernels are looked for: all of a start, with few layers
     assert [len(engine.model._layers) for engine in loaded._engines.values()] == layers
-    worker, report = loaded.finish(9)
+    worker, report = loaded.finish(StoreSize(9))
     assert worker.target is not None and report.kv_tokens == 8 * 16
     assert report.working_bytes > 0
 
@@ -189,7 +189,7 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
         counters.take(2 * MIB if is_small else 30 * MIB, captured * MIB if is_small else 5 * MIB)
 
     monkeypatch.setattr(TrialRun, "play", counted)
-    blocks = loaded._count_beside(None)
+    blocks = loaded._count_beside(None).blocks
     assert len(played) == 8
     for_graphs = graphs.MOST_GRAPHS * (MIB + largest_round._GRAPH_TENSORS_BYTES)
     expected = (210 + 2 + 35) * MIB + for_graphs
@@ -218,14 +218,14 @@ def test_what_cannot_work_is_refused_with_all_the_bytes() -> None:
             max_tokens=max_tokens,
             most_useful=10**6,
             where="target rank 1 (cuda:0)",
-        )
+        ).blocks
 
     assert count(1700) == 100, "half of what is left beside weights and a round"
     with pytest.raises(ConfigError, match=r"round needs 500 MiB but 400 MiB of 1.37 GiB are free .* \(1000 MiB\): low"):
         count(1400)
     with pytest.raises(ConfigError, match=r"weights \(1000 MiB\) and the largest round \(500 MiB\): at most 1584 tok"):
         count(1600, max_tokens=16 * 200)
-    with pytest.raises(ConfigError, match=r"weights \(1000 MiB\) and the largest round \(500 MiB\) holds no"):
+    with pytest.raises(ConfigError, match=r"weights \(1000 MiB\) and the largest round \(500 MiB\) does not hold a"):
         count(1501)
 
 

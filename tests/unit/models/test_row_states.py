@@ -85,15 +85,52 @@ def test_drafted_texts_are_plain_ones(tmp_path: Path, method: str, plans_ahead: 
         assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
 
 
+@pytest.mark.parametrize("snapshots", [None, 600, 0], ids=["as many as twice the rows", "three", "none"])
+def test_rows_begin_behind_snapshots_of_others(tmp_path: Path, snapshots: int | None) -> None:
+    """Of a prompt that others share, of one's own text once more, and of several completions of one prompt."""
+    target = make_decaying_checkpoint(tmp_path / "target", num_hidden_layers=3, intermediate_size=25)
+    shared = prompt_of(40, seed=5)
+    prompts = [[*shared[: 40 - 9 * row], *prompt_of(5 + row, seed=row)] for row in range(4)]
+    kinds = [SamplingParams(max_tokens=30, temperature=0.8 * (row % 2), seed=row, n=1 + row % 3) for row in range(4)]
+    with make_llm(target, speculation={"method": "none"}, kv_cache={"enable_block_reuse": False}) as llm:
+        alone = run_alone(llm, prompts, kinds)
+        longer = [[*prompt, *of_prompt[0], 7] for prompt, of_prompt in zip(prompts, alone, strict=True)]
+        longer_alone = run_alone(llm, longer, kinds)
+    kept = {} if snapshots is None else {"state_snapshots": snapshots}
+    with make_llm(
+        target,
+        noisy_copy(tmp_path / "draft", target, 0.05),
+        scheduler={"max_batch_size": 3, "max_num_tokens": 24},
+        kv_cache={"block_size": 4, **kept},
+    ) as llm:
+        found = llm.generate(prompts, kinds)
+        assert tokens_of(found) == alone
+        again = llm.generate(longer, kinds)
+        assert tokens_of(again) == longer_alone
+        cached = [
+            [one.statistics.num_cached_prompt_tokens for output in outputs for one in output.completions]
+            for outputs in (found, again)
+        ]
+        assert any(cached[0]) == any(cached[1]) == (snapshots != 0)
+        if snapshots is None:
+            assert min(cached[1]) >= 12 and sum(map(bool, cached[0])) >= 4, cached
+        llm.check_idle()
+
+
 @pytest.mark.parametrize(("block_size", "draft_len"), [(4, 5), (1, 2), (16, 3)])
 def test_what_was_drafted_ahead_is_what_would_be_drafted_now(tmp_path: Path, block_size: int, draft_len: int) -> None:
     """A draft engine's states, those of its guesses and of guesses that came true, are those of a fresh one."""
     path = make_decaying_checkpoint(tmp_path / "draft", seed=3, num_hidden_layers=2)
     rounds = AheadRounds(load(path), seed=draft_len, block_size=block_size, draft_len=draft_len, num_tokens=200)
-    for number in range(8):
-        rounds.add(prompt_of(3 + 7 * (number % 4), seed=number), max_tokens=30, temperature=0.8 * (number % 2))
+    for number in range(10):
+        prompt = prompt_of(3 + 7 * (number % 4), seed=number)
+        if number % 3 == 2:
+            prompt = [*prompt_of(24, seed=3), *prompt[:3]]
+        rounds.add(prompt, max_tokens=30, temperature=0.8 * (number % 2))
     rounds.run(cancels=0.02)
-    assert all(rounds.seen[name] for name in ("foreseen", "redrafted", "hit all", "hit some", "sat out")), rounds.seen
+    wanted = ("foreseen", "redrafted", "hit all", "hit some", "sat out", "cached")
+    assert all(rounds.seen[name] for name in wanted), rounds.seen
+    assert rounds.scheduler.idle_is_whole()
     assert len(rounds.different) <= 1 + rounds.seen["places"] // 2000, rounds.different[:3]
 
 

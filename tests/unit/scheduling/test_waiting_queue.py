@@ -9,7 +9,9 @@ from scheduler_simulation import make_request
 
 from trtrun.core.guide import Guide, GuideStart
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.kvcache.blocks import BlockPool, BlockTable, PrefixCache
+from trtrun.kvcache.block_table import BlockTable
+from trtrun.kvcache.blocks import BlockPool
+from trtrun.kvcache.prefix_cache import PrefixCache
 from trtrun.scheduling.completions import Completion
 from trtrun.scheduling.queue import WaitingQueue
 

@@ -85,6 +85,26 @@ def test_rows_come_and_go_and_are_preempted_between(model: CausalLM, seed: int) 
     assert_alike(rounds)
 
 
+@pytest.mark.parametrize(("seed", "window", "mask_token"), [(0, 6, None), (1, 17, None), (2, 9, 198)])
+def test_layers_with_windows_hold_what_drafts_look_at(
+    tmp_path: Path, seed: int, window: int, mask_token: int | None
+) -> None:
+    """Of rows that are sat out, that are guessed for, that begin with others' blocks; by places, of which there are
+    too few for all."""
+    more = {"sliding_window": window, "num_hidden_layers": 2}
+    windowed = load(make_checkpoint(tmp_path / "draft", "MistralForCausalLM", seed=3, **more))
+    rounds = AheadRounds(
+        windowed, seed=seed, block_size=1, max_num_tokens=18, plans_ahead=seed % 2, mask_token=mask_token,
+        rows_in_places=1 + seed % 2,
+    )  # fmt: skip
+    add_requests(rounds, MIXED, 9)
+    rounds.run(copies=12)
+    wanted = ["cached", "foreseen", "redrafted", "late", "late, and found", "sat out"]
+    assert all(rounds.seen[name] for name in wanted), rounds.seen
+    assert rounds.scheduler.idle_is_whole()
+    assert_alike(rounds)
+
+
 @pytest.mark.parametrize(("seed", "block_size", "use_logits"), [(0, 1, False), (1, 4, True), (2, 16, False)])
 def test_drafts_that_came_with_requests_go_first_and_leave_nothing_wrong_behind(
     model: CausalLM, seed: int, block_size: int, use_logits: bool

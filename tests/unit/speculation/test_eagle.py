@@ -144,8 +144,8 @@ def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path) -> Non
         llm.generate(PROMPTS[:5], SAMPLING[:5])
     drafted, whole = memory.shard_bytes(0)
     assert rank.shard_bytes == drafted + whole and drafted > 0
-    assert rank.kv_bytes % memory.block_bytes(0) == 0
-    assert memory.block_bytes(0) == 2 * without.block_bytes(0)
+    assert rank.kv_bytes % memory.demand(0).bytes_per_block == 0
+    assert memory.demand(0).bytes_per_block == 2 * without.demand(0).bytes_per_block
     assert rank.working_bytes == memory.working_bytes(0) > without.working_bytes(0)
 
 

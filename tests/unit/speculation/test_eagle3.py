@@ -296,9 +296,9 @@ def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path, kv_for
             assert llm.statistics()["num_accepted_draft_tokens"] > 0
         drafted, whole = memory.shard_bytes(0)
         assert rank.shard_bytes == drafted + whole and drafted > 0
-        assert rank.kv_bytes % memory.block_bytes(0) == 0
+        assert rank.kv_bytes % memory.demand(0).bytes_per_block == 0
         # One layer beside the target's four, with as many heads of the same size.
-        assert 4 * memory.block_bytes(0) == 5 * without.block_bytes(0)
+        assert 4 * memory.demand(0).bytes_per_block == 5 * without.demand(0).bytes_per_block
         assert rank.working_bytes == memory.working_bytes(0) > without.working_bytes(0)
 
 

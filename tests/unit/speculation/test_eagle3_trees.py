@@ -263,13 +263,13 @@ def test_plans_and_ranks_count_the_same_bytes(
         (rank,) = llm.report.ranks
         llm.generate(PROMPTS[:5], SAMPLING[:5])
         store: Any = llm.engine.orchestrator._ranks._worker.drafter._heads._store
-        assert rank.kv_bytes == (next(store.parts())[0].shape[2] - space.num_blocks) * memory.block_bytes(0)
+        assert rank.kv_bytes == (next(store.parts())[0].shape[2] - space.num_blocks) * memory.demand(0).bytes_per_block
     assert rank.working_bytes == memory.working_bytes(0)
     # Two blocks, of parents and of nodes, for each node that is fed at once; the head has two of six layers.
     assert space.num_blocks == 2 * 3 * (3 if options is DYNAMIC else 2) * space.blocks_per_path
     monkeypatch.setattr(memory_requirements, "head_space", lambda *_: replace(space, most_fed=0))
     without = JobMemory.read(JobSpec(config)).working_bytes(0)
-    assert 6 * (rank.working_bytes - without) == 2 * space.num_blocks * memory.block_bytes(0)
+    assert 6 * (rank.working_bytes - without) == 2 * space.num_blocks * memory.demand(0).bytes_per_block
 
 
 @needs_gpu

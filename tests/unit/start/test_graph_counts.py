@@ -27,6 +27,7 @@ from trtrun.configuration.topology import make_topology
 from trtrun.engine import forwards
 from trtrun.engine.graphs import graph_shapes
 from trtrun.engine.runner import Engine
+from trtrun.kvcache.sizing import StoreSize
 from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.loading.loading import load_model
 from trtrun.memory.largest_round import SilentExchange, chained_round, largest_rounds, small_round
@@ -103,7 +104,7 @@ def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: s
     topology = make_topology(config)
     startup = RankStartup(JobSpec(config), 0, open_groups(None, topology, CPU))
     startup.load(lambda done, total: None)
-    engines = startup._made.engines(9)
+    engines = startup._made.engines(StoreSize(9))
     startup._made.warm_up(startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker(), engines)
     captured = {role: engine.num_graphs for role, engine in engines.items()}
     context = config.scheduler.max_seq_len or 600
@@ -129,7 +130,7 @@ def test_graphs_of_heads_that_keep_keys_and_values_are_counted_with_the_targets(
     topology = make_topology(config)
     startup = RankStartup(JobSpec(config), 0, open_groups(None, topology, CPU))
     startup.load(lambda done, total: None)
-    engines = startup._made.engines(9)
+    engines = startup._made.engines(StoreSize(9))
     worker = startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker()
     startup._made.warm_up(worker, engines)
     assert worker.drafter is not None and worker.drafter.num_graphs > 5
@@ -179,7 +180,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
     model, report = load_model(config.draft.model, spec.model_of("draft"), SoloCommunicator(), CPU, torch.float32)
     loaded, vocab_size = {"draft": LoadedEngine(model, report, SoloCommunicator())}, model.config.vocab_size
     maker = EngineMaker(spec, CPU, loaded, None, False, lambda *_: None)  # type: ignore[arg-type,return-value]
-    engines = maker.engines(9)
+    engines = maker.engines(StoreSize(9))
     context = DrafterContext(
         config.speculation,
         engines["draft"],
@@ -246,7 +247,7 @@ def test_contexts_beyond_sixteen_thousand_tokens_have_more_graphs(tmp_path: Path
         topology = make_topology(config)
         startup = RankStartup(JobSpec(config), 0, open_groups(None, topology, CPU))
         startup.load(lambda done, total: None)
-        engines = startup._made.engines(9)
+        engines = startup._made.engines(StoreSize(9))
         startup._made.warm_up(
             startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker(), engines
         )

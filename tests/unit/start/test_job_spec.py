@@ -25,6 +25,7 @@ from launch.jobs.check.preflight import check_job
 from parallel.groups import open_groups
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.kvcache.sizing import StoreSize
 from trtrun.models.config import ModelConfig
 from trtrun.start import job_spec
 from trtrun.start.job_spec import JobSpec
@@ -82,7 +83,7 @@ def test_a_rank_that_is_told_reads_no_config(tmp_path: Path, monkeypatch: pytest
     spec = JobSpec(config).with_models(told)
     with opened() as found:
         startup = RankStartup(spec, 0, open_groups(None, spec.topology, torch.device("cpu")))
-        worker, _ = startup.finish(min(9, startup.load(lambda done, total: None)))
+        worker, _ = startup.finish(StoreSize.smallest((StoreSize(9), startup.load(lambda done, total: None))))
         worker.close()
     assert all(OTHERS & {*stack} for _, stack in found)
 

@@ -97,6 +97,9 @@ def plans(draw: st.DrawFn) -> RoundPlan:
         max_context=draw(st.integers(0, 10**6)),
         predicted_output_rows=tuple(draw(st.lists(ROW, max_size=4))),
         timed_rows=tuple(draw(st.lists(ROW, max_size=4))),
+        snapshot_starts=tuple(draw(st.lists(st.tuples(ROW, TOKEN), max_size=3))),
+        snapshot_saves=tuple(draw(st.lists(st.tuples(ROW, TOKEN, TOKEN), max_size=3))),
+        window_places=np.array(draw(st.lists(st.tuples(TOKEN, TOKEN), max_size=5)), dtype=np.int32).reshape(-1, 2),
     )
 
 

@@ -10,7 +10,6 @@ It knows tensors; it does not know when Triton can be used (see support.py).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,10 +19,8 @@ import triton.language as tl
 from trtrun.kernels.arguments import Activation
 from trtrun.kernels.torch.experts import Choice, ExpertWeights
 from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.expert_tiles import lay_out
 from trtrun.kernels.triton.fused import GATES, gated
-
-_FEW_PAIRS = 64
-"""Pairs that have a tile each: an expert that several tokens chose is read by several programs, from the cache."""
 
 _NO_ROW = tl.constexpr(-1)
 
@@ -38,8 +35,8 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-_NARROW, _WIDE = _Tile(16, 32, 128, 4, 3), _Tile(64, 64, 64, 4, 4)
-"""For few rows an expert, which memory bounds, and for many."""
+_NARROW, _WIDE, _LARGE = _Tile(16, 32, 256, 4, 3), _Tile(64, 64, 64, 4, 4), _Tile(128, 128, 64, 8, 3)
+"""For few rows an expert, which memory bounds, for more, and for prompts."""
 
 
 @triton.jit
@@ -180,45 +177,6 @@ def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.cons
     tl.store(output + token * size + element, total.to(output.dtype.element_ty), mask=inside)
 
 
-class _Layout(NamedTuple):
-    """Tiles of pairs of a token and an expert.
-
-    Attributes:
-        pairs: [tiles * rows]: pair token * chosen + place, or -1.
-        experts: [tiles]: of each tile, or -1 where it is empty.
-    """
-
-    pairs: torch.Tensor
-    experts: torch.Tensor
-
-
-@cache
-def _apart(num_pairs: int, rows: int, device: torch.device) -> torch.Tensor:
-    """Pairs of tiles that have one each."""
-    pairs = torch.full((num_pairs, rows), -1, dtype=torch.int64, device=device)
-    pairs[:, 0] = torch.arange(num_pairs, device=device)
-    return pairs.flatten()
-
-
-def lay_out(experts: torch.Tensor, num_experts: int, rows: int) -> _Layout:
-    """Sort pairs into tiles of so many rows: experts [tokens, chosen] int64, by operations whose shapes do not depend
-    on what was chosen."""
-    flat, device = experts.flatten(), experts.device
-    num_pairs = len(flat)
-    if num_pairs <= _FEW_PAIRS:
-        return _Layout(_apart(num_pairs, rows, device), flat)
-    ordered, order = flat.sort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
-    tiles = (counts + (rows - 1)) // rows
-    ends = tiles.cumsum(0)
-    first_place = (ends - tiles) * rows - (counts.cumsum(0) - counts)
-    places = first_place[ordered] + torch.arange(num_pairs, device=device)
-    num_tiles = -(-num_pairs // rows) + min(num_experts, num_pairs)
-    pairs = torch.full((num_tiles * rows,), -1, dtype=torch.int64, device=device).scatter_(0, places, order)
-    of_tile = torch.searchsorted(ends, torch.arange(num_tiles, device=device), right=True)
-    return _Layout(pairs, torch.where(of_tile < num_experts, of_tile, -1))
-
-
 class TritonExperts:
     """Experts with weights of half precision.
 
@@ -240,7 +198,8 @@ class TritonExperts:
             return output
         gate_up, down, gate_up_bias, down_bias = self._weights
         num_experts, _, features = down.shape
-        tile = _NARROW if tokens * num_chosen < 16 * num_experts else _WIDE
+        rows = tokens * num_chosen // num_experts
+        tile = _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
         pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
         gates = x.new_empty((tokens * num_chosen, features))
         made = x.new_empty((tokens * num_chosen, hidden))

@@ -47,7 +47,7 @@ class TritonOperations(TorchOperations):
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
         if weight.dim() > 1:
-            return super().normalise(x, weight, epsilon, delta)
+            return row_functions.normalise_heads(x, weight, epsilon)
         return fused_kernels.add_and_normalise(x.reshape(-1, x.shape[-1]), delta, weight, epsilon).view(x.shape)
 
     @override

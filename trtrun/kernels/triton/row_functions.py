@@ -64,3 +64,48 @@ def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         x, numbers, output, x.stride(0), FEATURES=features, BLOCK=_FEATURES, num_warps=4, **early(x)
     )
     return output
+
+
+@triton.jit
+def _normalise_heads_kernel(
+    x, weight, output, epsilon, x_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    PADDED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    element = tl.arange(0, PADDED)
+    inside = (head < HEADS)[:, None] & (element < SIZE)[None, :]
+    place = head[:, None] * SIZE + element[None, :]
+    value = tl.load(x + token * x_stride + place, mask=inside, other=0.0).to(tl.float32)
+    kind = output.dtype.element_ty
+    normal = value * tl.rsqrt(tl.sum(value * value, axis=1) / SIZE + epsilon)[:, None]
+    if weight.dtype.element_ty == kind:
+        normal = normal.to(kind).to(tl.float32)
+    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + token * HEADS * SIZE + place, (normal * factor).to(kind), mask=inside)
+
+
+_HEADS_AT_ONCE = 8
+"""Heads that one program of `normalise_heads` computes."""
+
+
+def normalise_heads(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of each head of a token.
+
+    Args:
+        x: [tokens, heads, size] on CUDA; a token's numbers lie one behind the other.
+        weight: [heads, size], multiplied with as in `add_and_normalise`.
+        epsilon: added to the mean square.
+
+    Returns:
+        [tokens, heads, size], contiguous.
+    """
+    tokens, heads, size = x.shape
+    output = torch.empty((tokens, heads, size), dtype=x.dtype, device=x.device)
+    if tokens:
+        _normalise_heads_kernel[(tokens, triton.cdiv(heads, _HEADS_AT_ONCE))](
+            x, weight, output, epsilon, x.stride(0), HEADS=heads, SIZE=size, ROWS=_HEADS_AT_ONCE,
+            PADDED=triton.next_power_of_2(size), num_warps=4, **early(x),
+        )  # fmt: skip
+    return output

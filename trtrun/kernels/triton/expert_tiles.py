@@ -1,0 +1,98 @@
+"""Pairs of a token and an expert that it chose, sorted by expert into tiles of rows, on the device alone: for so many
+pairs there are so many tiles, of which some are empty.
+
+It knows what was chosen. It does not know what tiles are multiplied with.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from trtrun.kernels.triton.early_launch import begin, early
+
+FEW_PAIRS = 64
+"""Pairs that have a tile each: an expert that several tokens chose is read by several programs, from the cache."""
+
+_MOST_AT_ONCE = 4096
+"""Pairs that a program looks at in a step."""
+
+
+class ExpertTiles(NamedTuple):
+    """Tiles of pairs.
+
+    Attributes:
+        pairs: [tiles * rows] int64: pair token * chosen + place, or -1; of empty tiles they have no meaning.
+        experts: [tiles] int64: of each tile, or -1 where it is empty.
+    """
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+
+
+@triton.jit
+def _lay_out_kernel(
+    chosen, pairs, experts, num_pairs, num_tiles, num_experts,
+    ROWS: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert, and one behind them for the tiles that are left. All count all pairs, so that none
+    waits for another; pairs of an expert keep their order."""
+    begin(EARLY)
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_pairs, STEP):
+        number = first + tl.arange(0, STEP)
+        # The last bin is nobody's.
+        counts += tl.histogram(tl.load(chosen + number, mask=number < num_pairs, other=BINS - 1).to(tl.int32), BINS)
+    tiles = (counts + ROWS - 1) // ROWS
+    start = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    if expert == num_experts:
+        for first in range(start, num_tiles, STEP):
+            number = first + tl.arange(0, STEP)
+            tl.store(experts + number, tl.full((STEP,), -1, tl.int64), mask=number < num_tiles)
+        return
+    own = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
+    first_place = pairs + start.to(tl.int64) * ROWS
+    placed = tl.zeros((), tl.int32)
+    for first in range(0, num_pairs, STEP):
+        number = first + tl.arange(0, STEP)
+        is_own = tl.load(chosen + number, mask=number < num_pairs, other=-1) == expert
+        rank = placed + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+        tl.store(first_place + rank, number.to(tl.int64), mask=is_own)
+        placed += tl.sum(is_own.to(tl.int32), axis=0)
+    behind = placed + tl.arange(0, ROWS)
+    tl.store(first_place + behind, tl.full((ROWS,), -1, tl.int64), mask=behind < own * ROWS)
+    for first in range(0, own, ROWS):
+        number = first + tl.arange(0, ROWS)
+        tl.store(experts + start + number, tl.zeros((ROWS,), tl.int64) + expert, mask=number < own)
+
+
+@cache
+def _apart(num_pairs: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Pairs of tiles that have one each."""
+    pairs = torch.full((num_pairs, rows), -1, dtype=torch.int64, device=device)
+    pairs[:, 0] = torch.arange(num_pairs, device=device)
+    return pairs.flatten()
+
+
+def lay_out(experts: torch.Tensor, num_experts: int, rows: int) -> ExpertTiles:
+    """Sort pairs into tiles of so many rows, a power of two: experts [tokens, chosen] int64, contiguous."""
+    flat, device = experts.flatten(), experts.device
+    num_pairs = len(flat)
+    if num_pairs <= FEW_PAIRS:
+        return ExpertTiles(_apart(num_pairs, rows, device), flat)
+    num_tiles = -(-num_pairs // rows) + min(num_experts, num_pairs)
+    pairs = torch.empty(num_tiles * rows, dtype=torch.int64, device=device)
+    of_tile = torch.empty(num_tiles, dtype=torch.int64, device=device)
+    step = min(_MOST_AT_ONCE, triton.next_power_of_2(num_pairs))
+    _lay_out_kernel[(num_experts + 1,)](
+        flat, pairs, of_tile, num_pairs, num_tiles, num_experts,
+        ROWS=rows, STEP=step, BINS=triton.next_power_of_2(num_experts + 1), num_warps=4 if step <= 1024 else 8,
+        **early(experts),
+    )  # fmt: skip
+    return ExpertTiles(pairs, of_tile)
