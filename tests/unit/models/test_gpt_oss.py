@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.kernels.arguments import SWIGLU_SLOPE
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.loading.stored_report import describe_stored
@@ -145,6 +146,7 @@ def test_keys_left_out_get_the_defaults_of_transformers(tmp_path: Path) -> None:
     assert config.rope == expected and abs(config.rope.attention_factor - 1.3465735) < 1e-6
     mlp = config.layers[0].mlp  # type: ignore[attr-defined]
     assert (mlp.num_experts, mlp.num_chosen, mlp.limit) == (128, 4, reference.swiglu_limit)
+    assert reference.swiglu_alpha == SWIGLU_SLOPE
     scaling = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     scaling["original_max_position_embeddings"] = 4096
     edit_config(tmp_path, rope_scaling=scaling, rope_theta=150000)

@@ -256,8 +256,8 @@ def _activate_and_multiply_kernel(
 def activate_and_multiply(
     fused: torch.Tensor, activation: Activation = "silu", limit: float = math.inf
 ) -> torch.Tensor:
-    """The activated first half of the features times the second: [tokens, 2 * features] dense → [tokens, features]; see
-    `Activation` for the limit."""
+    """The activated first half of the features times the second: [tokens, 2 * features] dense → [tokens, features];
+    see `Activation` for the limit."""
     tokens, features = fused.shape[0], fused.shape[1] // 2
     output = fused.new_empty((tokens, features))
     _activate_and_multiply_kernel[(tokens, triton.cdiv(features, _FEATURES))](

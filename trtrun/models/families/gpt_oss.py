@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
-from trtrun.kernels.arguments import SWIGLU_SLOPE
 from trtrun.layers.ends import ModelEnds
 from trtrun.linear.stored.expert_layouts import expert_layout
 from trtrun.models.config import FULL, SLIDING, ModelFamily, read_flag, read_layer_types, read_window
@@ -17,10 +16,13 @@ from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, Mode
 from trtrun.models.rope_config import read_number
 from trtrun.registry import MODEL_FAMILIES
 
+_ALPHA = 1.702
+"""What gates are multiplied by in their sigmoid; the activation has no other one."""
+
 
 def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
-    if values["swiglu_alpha"] != SWIGLU_SLOPE:
-        raise CheckpointError(f"swiglu_alpha {shorten(values['swiglu_alpha'])} is not supported; known: {SWIGLU_SLOPE}")
+    if values["swiglu_alpha"] != _ALPHA:
+        raise CheckpointError(f"swiglu_alpha {shorten(values['swiglu_alpha'])} is not supported; known: {_ALPHA}")
     kinds = read_layer_types(values, [FULL if index % 2 else SLIDING for index in range(shape.num_layers)])
     window, has_bias = read_window(values), read_flag(values, "attention_bias")
     (count, chosen), limit = read_experts(values), read_number(values, "swiglu_limit")
@@ -72,7 +74,7 @@ GPT_OSS = MODEL_FAMILIES.register("GptOssForCausalLM")(
             "sliding_window": 128,
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
-            "swiglu_alpha": SWIGLU_SLOPE,
+            "swiglu_alpha": _ALPHA,
             "swiglu_limit": 7.0,
             "attention_bias": True,
             "rope_theta": 150_000.0,
