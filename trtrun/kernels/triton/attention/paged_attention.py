@@ -151,7 +151,7 @@ def _attend_rows(
     partial = query.new_empty((slots, head_dim), dtype=torch.float32)
     attend_kernel[(rows, kv_heads, tiles * at_once)](
         query, kept.numbers, kept.token_scales, store_layer.stride(0), kept.layer_scales,
-        tables, positions, output, sums, peaks, partial, query if sinks is None else sinks, scale,
+        tables, positions, output, sums, peaks, partial, sums if sinks is None else sinks, scale,
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
         queries, kv_heads, group, window, shares, tiles,
@@ -162,7 +162,7 @@ def _attend_rows(
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
-            sums, peaks, partial, positions, output, query if sinks is None else sinks,
+            sums, peaks, partial, positions, output, sums if sinks is None else sinks,
             positions.stride(0), positions.stride(1), queries, heads, shares, window,
             SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8,
             HAS_SINKS=sinks is not None, num_warps=1, **early(query),
