@@ -39,7 +39,9 @@ def merge(peak, total, more_peak, more_total):
 @triton.jit
 def merge_sinks(peak, total, sinks):
     """The total with sinks, scores without values, as one more share; and how what was gathered fades."""
-    stretched = sinks * 1.4426950408889634  # log2(e)
+    # Rounded by itself: a compiler might make one of the product and the difference behind it, and not in every kernel.
+    nothing = tl.zeros_like(sinks)
+    stretched = tl.fma(sinks, nothing + 1.4426950408889634, nothing)  # log2(e)
     of_sinks = tl.ceil(stretched)
     weights = tl.exp2(stretched - tl.where(of_sinks == float("-inf"), 0.0, of_sinks))
     _, total, fade, _ = merge(peak, total, of_sinks, weights)
