@@ -68,6 +68,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 24, "use_bias": True},
     "glm": {"head_dim": 24},
     "glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "gpt_oss": {
+        "head_dim": 24,
+        "sliding_window": 7,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.2,
@@ -160,7 +176,9 @@ def write_family(
         config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **beside)
     else:
         config = AutoConfig.for_model(model_type, **text)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

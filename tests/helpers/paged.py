@@ -206,12 +206,13 @@ def check_tilings(
     query = torch.randn(2 * queries, heads, head_dim, generator=generator).to(device, dtype)
     real = (positions.flatten() >= 0).to(device)
 
-    def attend(tile: int, is_split: bool) -> torch.Tensor:
-        output = torch.zeros_like(query)
-        _attend_rows(query, store, tables, positions.to(device), 0.2, window, 256, output, tile, is_split)
+    def attend(sinks: torch.Tensor | None, tile: int, is_split: bool) -> torch.Tensor:
+        output, places = torch.zeros_like(query), positions.to(device)
+        _attend_rows(query, store, tables, places, 0.2, window, 256, output, tile, is_split, sinks=sinks)
         return output[real]
 
-    expected = attend(128, False)
-    assert expected.isfinite().all() and expected.any(dim=-1).all()
-    for tile, is_split in tilings:
-        assert torch.equal(attend(tile, is_split), expected), (tile, is_split)
+    for sinks in (None, torch.arange(heads, device=device).float()):
+        expected = attend(sinks, 128, False)
+        assert expected.isfinite().all() and expected.any(dim=-1).all()
+        for tile, is_split in tilings:
+            assert torch.equal(attend(sinks, tile, is_split), expected), (tile, is_split)

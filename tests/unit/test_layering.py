@@ -391,7 +391,7 @@ def test_every_room_is_in_the_table_and_every_line_of_it_exists(house: str) -> N
         ("trtrun.speculation.cycle", "if TYPE_CHECKING:\n    from trtrun.engine.runner import Engine"),
         ("trtrun.scheduling.scheduler", "from trtrun.speculation import verify"),
         ("trtrun.linear.quantization.quantizations", "from trtrun.weights.weight import Weight"),
-        ("trtrun.models.dense_families", "from trtrun import roles"),
+        ("trtrun.models.families.dense", "from trtrun import roles"),
         ("trtrun.rounds.round", "from trtrun.start import startup"),
         ("trtrun.core.values", "from trtrun.core.outputs import RequestOutput"),
         ("trtrun.kernels.torch.fp8", "from trtrun.kernels.cpu import fp8_matmul"),

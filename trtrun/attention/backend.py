@@ -135,7 +135,7 @@ class GatherAttention:
         own = self._own(query)
         if own is not None:
             context = context.view(2, rows, kv_heads, -1, head_dim)
-            return own(query, context, group.positions, call.scale, window, call.soft_cap)
+            return own(query, context, group.positions, call)
         keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
         mask = group.mask(window)
         grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
@@ -171,10 +171,19 @@ class GatherAttention:
             scores = torch.add(mask, scores, alpha=call.scale)  # float32, as the mask is
         else:
             scores = soft_cap(scores, call.soft_cap, call.scale).add_(mask)
-        weights = torch.softmax(scores, dim=-1).to(values.dtype).view(rows * kv_heads, count, -1)
+        weights = weigh(scores, call.sinks).to(values.dtype).reshape(rows * kv_heads, count, -1)
         if missing:
             weights = functional.pad(weights, (0, 0, 0, missing))
         return torch.bmm(weights, values)[:, :count].reshape(rows, kv_heads, group, queries, head_dim)
+
+
+def weigh(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The softmax of scores [R, kv_heads, group, q, context], with the sinks of heads in front of them where there are
+    some: so each score stands at the same place of its sum, however many there are."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    of_heads = sinks.view(scores.shape[1], scores.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((of_heads, scores), dim=-1), dim=-1)[..., 1:]
 
 
 def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:

@@ -38,12 +38,18 @@ Activations = torch.Tensor | RoundedRows
 """What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""
 
 
-Activation = Literal["silu", "gelu_tanh"]
-"""What gates go through: x * sigmoid(x), or GELU's approximation by tanh (arXiv:1606.08415), which is
-x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3))."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""What gates go through, before factors are multiplied with: x * sigmoid(x), or GELU's approximation by tanh
+(arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
+
+The last one, of gpt-oss, has a limit: gates are at most so large, factors of at most that size, and what comes of them
+is x * sigmoid(1.702 * x) * (factor + 1), in float32 and rounded once."""
 
 GELU_LINEAR, GELU_CUBIC = 2 * (2 / math.pi) ** 0.5, 0.044715
-"""Numbers of the latter."""
+"""Numbers of the second one."""
+
+SWIGLU_SLOPE = 1.702
+"""The number of the third."""
 
 
 T = TypeVar("T")
@@ -103,6 +109,8 @@ class AttentionCall(NamedTuple):
         kv_scales: of the layer's keys and values by head, [2, kv_heads] float32 (numbers of bfloat16), where the
             store's format has scales of layers.
         soft_cap: c of c * tanh(score / c), which scores become before it is seen who sees whom; None leaves them.
+        sinks: [heads] float32: one more score of each query head, neither scaled nor capped, which every query meets
+            and which has no value (arXiv:2309.17453, as gpt-oss learns them); None without.
     """
 
     query_key: torch.Tensor
@@ -114,3 +122,4 @@ class AttentionCall(NamedTuple):
     window: int | None
     kv_scales: torch.Tensor | None = None
     soft_cap: float | None = None
+    sinks: torch.Tensor | None = None

@@ -69,7 +69,7 @@ class Attention:
         rotated_heads: this rank's query and key heads.
         scale: factor of the scores.
         window: sliding window, None for the whole context.
-        kv_scales, soft_cap: of the layer; see AttentionCall.
+        kv_scales, soft_cap, sinks: of the layer, sinks of this rank's query heads; see AttentionCall.
     """
 
     qkv: Linear
@@ -82,6 +82,7 @@ class Attention:
     window: int | None
     kv_scales: torch.Tensor | None = None
     soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
@@ -109,6 +110,7 @@ class Attention:
             self.window,
             self.kv_scales,
             self.soft_cap,
+            self.sinks,
         )
         return attend(self.backend, call).flatten(1)
 

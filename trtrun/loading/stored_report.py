@@ -46,6 +46,8 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
     Raises:
         CheckpointError: the model cannot be shared out over so many ranks.
     """
+    if config.quant_method is None:
+        return None
     sizes: dict[tuple[bool, str], int] = {}
     roundings: set[str] = set()
     for weight, held in held_weights(config, share, QUANTIZATIONS.get("none")):

@@ -13,6 +13,7 @@ from pathlib import Path
 from trtrun.configuration.engine_sections import LoadFormat
 from trtrun.errors import ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
+from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
 from trtrun.weights.rank_files import open_checkpoint
@@ -91,13 +92,19 @@ def check_split(
     weights = held_weights(config, share, default)
     for weight, held in weights:
         held.stored(weight)
-        if weight.use == "expert" and device_type != "cpu" and held != QUANTIZATIONS.get("none"):
+        if weight.use == "expert" and device_type != "cpu" and not _becomes_dense(weight, held):
             raise ConfigError(
                 "experts are held as they are on GPUs: leave quantization out, and take a plain checkpoint"
             )
     for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)
     return weights
+
+
+def _becomes_dense(weight: HeldWeight, held: Quantization) -> bool:
+    if isinstance(held, StoredLinear):
+        return all(held.layout.codes(part) is None for part in weight.parts)
+    return held == QUANTIZATIONS.get("none")
 
 
 def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:
@@ -113,6 +120,8 @@ def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quant
             f"quantization {name} is for plain weights, and those of this model are quantized already "
             f"({config.quant_method}): leave it out"
         )
+    if default is not QUANTIZATIONS.get("none") and any(weight.stored is not None for weight in config.weights):
+        raise ConfigError(f"quantization {name} is not for experts that files have in one tensor: leave it out")
     if for_target and not all(config.quantization_of(weight, default).fits_targets for weight in config.weights):
         raise ConfigError("weights that are stored so are for drafts alone, as rows depend on their company")
     return default

@@ -178,6 +178,8 @@ class ModelConfig(ModelShape):
         """
         if weight.use == "plain":
             return QUANTIZATIONS.get("none")
+        if weight.stored is not None:
+            return weight.stored
         if weight.use == "head" and self.tie_word_embeddings:
             return of_head(default)  # an embedding, which no checkpoint quantizes
         held = {part.name: self.stored(part.name) if self.stored is not None else None for part in weight.parts}

@@ -177,6 +177,7 @@ class AttentionPlan:
         fused_qkv: whether the three projections lie in one tensor, qkv_proj.
         rotated: how many of a head's numbers are rotated, the first ones in the files; None for all.
         interleaved: whether neighbouring numbers are rotated together, and not those half a head apart.
+        has_sinks: whether each query head has one more score without a value, `name`.sinks [heads].
     """
 
     name: str
@@ -193,6 +194,7 @@ class AttentionPlan:
     fused_qkv: bool = False
     rotated: int | None = None
     interleaved: bool = False
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.is_reordered and self.head_norm:
@@ -237,8 +239,16 @@ class AttentionPlan:
         size, eps = self.shape.head_dim, self.shape.rms_norm_eps
         return tuple(NormPlan(f"{self.name}.{name}", size, eps, self.norms_add_one) for name in names)
 
+    @property
+    def sinks(self) -> Weight | None:
+        """[heads], where the model has them. Dummy ones take next to nothing."""
+        if not self.has_sinks:
+            return None
+        return Weight((StoredTensor(f"{self.name}.sinks", (replace(self.shape.queries, unit=1),), -10.0),))
+
     def weights(self) -> Sequence[Weight]:
-        return (*self.qkv.weights, *self.output.weights, *(norm.weight for norm in self.head_norms))
+        sinks = () if self.sinks is None else (self.sinks,)
+        return (*self.qkv.weights, *self.output.weights, *(norm.weight for norm in self.head_norms), *sinks)
 
     def keeps(self, share: Share) -> PagedKeysAndValues:
         """Keys and values of the rank's heads."""
@@ -278,6 +288,7 @@ class AttentionPlan:
             window=self.window,
             kv_scales=reader.kv_scales(self.name, self.shape.keys),
             soft_cap=self.soft_cap,
+            sinks=None if self.sinks is None else reader.tensor(self.sinks).float(),
         )
 
 
@@ -400,7 +411,7 @@ class DecoderPlan(LayerPlan):
         if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.is_reordered:
             raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's")
         assert norms[0] is not None and norms[1] is not None
-        usual = replace(self.attention, rope=None, scale=None, soft_cap=None, norms_add_one=False)
+        usual = replace(self.attention, rope=None, scale=None, soft_cap=None, norms_add_one=False, has_sinks=False)
         adds_one = any(norm.adds_one for norm in self.norms if norm is not None)
         if self.attention != usual or self.mlp.activation != "silu" or adds_one:
             raise CheckpointError(f"{self.attention.name} stands in a layer that computes in another way than Llama's")

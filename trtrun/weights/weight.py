@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from parallel.errors import ShardingError
 from trtrun.errors import CheckpointError
-from trtrun.linear.quantization.base import FLOATS, TensorSlice
+from trtrun.linear.quantization.base import FLOATS, Quantization, TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -151,10 +151,12 @@ class Weight:
     Attributes:
         parts: the tensors, which agree in the other dimensions.
         use: what for.
+        stored: how files have it, where that is not plainly under the names of `parts`, whatever config.json says.
     """
 
     parts: tuple[StoredTensor, ...]
     use: Use = "plain"
+    stored: Quantization | None = None
 
     def cut(self, share: Share) -> HeldWeight:
         """What a rank holds.

@@ -90,10 +90,13 @@ class WeightReader:
             scales = torch.full((2, len(heads)), _MADE_UP_MOST / LARGEST[self._kv_format.kind])
         return scales.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16).float().to(self.device)
 
-    def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
-        """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""
+    def linear(
+        self, weight: Weight, bias: Weight | torch.Tensor | None = None, *, present: torch.Tensor | None = None
+    ) -> Linear:
+        """A linear layer of `weight` [out, in] and `bias` [out], which may be read already; `present` is the dense
+        weight where it is there."""
         cut, held, tensors = weight.cut(self.share), self._loader.held(weight), self._loader.load(weight, present)
-        of_bias, invariant = None if bias is None else self.tensor(bias), self._batch_invariant
+        of_bias, invariant = self.tensor(bias) if isinstance(bias, Weight) else bias, self._batch_invariant
         if self._adapted is None or weight.use != "linear":
             return Linear(cut.shape, held, tensors, of_bias, batch_invariant=invariant)
         return self._adapted.make(cut, held, tensors, of_bias, self.dtype, batch_invariant=invariant)
@@ -102,10 +105,15 @@ class WeightReader:
         """A linear layer whose input features are shared out."""
         return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self.communicator)
 
-    def plain_product(self, weight: Weight) -> Product:
-        """The product with `weight` [out, in] as it is, on each rank the whole of it."""
-        operations = operations_of(self.device.type)
-        return operations.product(self.tensor(weight), None, batch_invariant=self._batch_invariant)
+    def plain_product(self, weight: Weight, bias: Weight | None = None) -> Product:
+        """The product with `weight` [out, in] as it is, on each rank the whole of it, and `bias` [out]."""
+        operations, of_bias = operations_of(self.device.type), None if bias is None else self.tensor(bias)
+        return operations.product(self.tensor(weight), of_bias, batch_invariant=self._batch_invariant)
+
+    def dense(self, weight: Weight) -> torch.Tensor:
+        """Read `weight` [out, in], of what becomes dense as it is read, on to the device in the model's dtype; errors
+        as of `tensor`. On CPUs the next weight may overwrite it."""
+        return self._loader.load(weight)["weight"]
 
     def tensor(self, weight: Weight) -> torch.Tensor:
         """Read `weight` on to the device in the model's dtype.

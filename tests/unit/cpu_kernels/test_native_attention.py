@@ -38,6 +38,7 @@ class Case:
     spare_blocks: int = 0
     dtype: torch.dtype = torch.bfloat16
     soft_cap: float | None = None
+    has_sinks: bool = False
     store: KVStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +59,7 @@ class Case:
         )
         self.attention = NativeAttention(self.head_dim, self.dtype)
         self.scale = self.head_dim**-0.5
+        self.sinks = torch.randn(self.heads, generator=generator) * 3 if self.has_sinks else None
 
     def run(self, *segments: tuple[list[int], torch.Tensor]) -> list[torch.Tensor]:
         """One forward of segments (rows, positions [rows, queries]); outputs [rows, queries, heads, head] each."""
@@ -76,7 +78,15 @@ class Case:
         batch, angles = AttentionBatch(parts, self.block_size), straight(value)
         found = self.attention.forward(
             AttentionCall(
-                query_key, value, angles, self.store.layer(0), batch, self.scale, self.window, soft_cap=self.soft_cap
+                query_key,
+                value,
+                angles,
+                self.store.layer(0),
+                batch,
+                self.scale,
+                self.window,
+                soft_cap=self.soft_cap,
+                sinks=self.sinks,
             )
         )
         return [
@@ -95,7 +105,10 @@ class Case:
         hidden = at > at.unsqueeze(1)
         if self.window is not None:
             hidden |= at <= at.unsqueeze(1) - self.window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        sinks = torch.full((self.heads,), float("-inf")) if self.sinks is None else self.sinks
+        with_sinks = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = with_sinks.softmax(-1)[..., :-1]
         return torch.einsum("rhqk,rkhd->rqhd", weights, value), torch.einsum("rhqk,rkhd->rqhd", weights, value.abs())
 
 
@@ -104,12 +117,15 @@ def span(start: int, stop: int, rows: int = 1) -> torch.Tensor:
     return torch.arange(start, stop).expand(rows, -1)
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (40, None), (None, 0.7)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks"),
+    [(None, None, False), (7, None, False), (40, None, False), (None, 0.7, False), (7, None, True)],
+)
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_outputs_are_right(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, soft_cap: float | None
+    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, soft_cap: float | None, has_sinks: bool
 ) -> None:
-    case = Case(*shape, window=window, dtype=dtype, soft_cap=soft_cap)
+    case = Case(*shape, window=window, dtype=dtype, soft_cap=soft_cap, has_sinks=has_sinks)
     exact, sizes = case.exact()
     found = case.run(*(([row], span(0, 70)) for row in range(ROWS)))
     found.append(case.run((list(range(ROWS)), span(70, LENGTH, ROWS)))[0])
@@ -119,13 +135,17 @@ def test_outputs_are_right(
     assert bool(((outputs.double() - exact).abs() <= sizes * most + exact.abs() * most).all())
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, None), (7, 0.7)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks"),
+    [(None, None, False), (7, None, False), (7, 0.7, False), (None, None, True)],
+)
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_a_query_does_not_depend_on_its_company(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, soft_cap: float | None
+    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, soft_cap: float | None, has_sinks: bool
 ) -> None:
     single, chunked = (
-        Case(*shape, window=window, spare_blocks=spare, dtype=dtype, soft_cap=soft_cap) for spare in (0, 3)
+        Case(*shape, window=window, spare_blocks=spare, dtype=dtype, soft_cap=soft_cap, has_sinks=has_sinks)
+        for spare in (0, 3)
     )
     alone = torch.cat([single.run(([0], span(at, at + 1)))[0] for at in range(LENGTH)], dim=1)
     sizes = [1, 2, 5, 13, 40, 6, 23]
@@ -139,18 +159,23 @@ def test_a_query_does_not_depend_on_its_company(
     assert torch.equal(torch.cat(found, dim=1), alone)
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (7, False), (7, True)])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (10, 5)])
-def test_gathered_contexts_have_the_bits_of_those_in_place(head_dim: int, block_size: int, window: int | None) -> None:
+def test_gathered_contexts_have_the_bits_of_those_in_place(
+    head_dim: int, block_size: int, window: int | None, has_sinks: bool
+) -> None:
     """In float32, of any head and block, and a query alone and in company too."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, LENGTH, 4, head_dim, generator=generator)
     context = torch.randn(2, 2, 2, -(-LENGTH // block_size) * block_size, head_dim, generator=generator)
     attention = NativeAttention(whole_head(head_dim), torch.float32)
+    case = Case(whole_head(head_dim), 4, 2, block_size, window, dtype=torch.float32, has_sinks=has_sinks)
+    batch, nothing = AttentionBatch([], block_size), torch.empty(0)
+    call = AttentionCall(nothing, nothing, (nothing, nothing), nothing, batch, 0.3, window, sinks=case.sinks)
 
     def attend(start: int, stop: int, tokens: int = context.shape[3]) -> torch.Tensor:
         positions, of_rows = span(start, stop, 2), query[:, start:stop]
-        return attention.attend_gathered(of_rows, context[:, :, :, :tokens], positions, 0.3, window)
+        return attention.attend_gathered(of_rows, context[:, :, :, :tokens], positions, call)
 
     whole = attend(0, LENGTH)
     for at in (0, 1, 16, 37, LENGTH - 1):
@@ -158,7 +183,6 @@ def test_gathered_contexts_have_the_bits_of_those_in_place(head_dim: int, block_
         assert torch.equal(attend(at, at + 1, at + 1)[:, 0], whole[:, at]), "fewer tokens that nobody sees"
     if head_dim % LANES:
         return
-    case = Case(head_dim, 4, 2, block_size, window, dtype=torch.float32)
     case.scale, case.query[:2] = 0.3, query
     case.key[:2], case.value[:2] = (part[:, :, :LENGTH].transpose(1, 2) for part in context)
     assert torch.equal(case.run(([0, 1], span(0, LENGTH, 2)))[0], whole)

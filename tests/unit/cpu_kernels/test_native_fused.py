@@ -126,6 +126,23 @@ def test_silu_of_every_value() -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("size", "dtype"), [(48, torch.bfloat16), (1024, torch.bfloat16), (37, torch.float32)])
+def test_the_activation_with_a_limit(rows: int, size: int, dtype: torch.dtype) -> None:
+    """By the kernel and by torch, beyond the limit on both sides; a row has the same bits in any company."""
+    fused = numbers(rows, 2 * size, seed=6, scale=4).to(dtype)
+    gate, factor = fused.double().chunk(2, dim=1)
+    gate, factor = gate.clamp(max=2.5), factor.clamp(-2.5, 2.5)
+    expected = (factor + 1) * gate * torch.sigmoid(1.702 * gate)
+    for compute in (activate_and_multiply, TorchOperations().activate_and_multiply):
+        found = compute(fused, "clamped_swiglu", 2.5)
+        assert found.dtype is dtype
+        assert torch.allclose(found.double(), expected, rtol=1e-6 if dtype is torch.float32 else 2**-8, atol=1e-7)
+        if compute is activate_and_multiply:
+            for row in range(min(rows, 7)):
+                assert torch.equal(compute(fused[row : row + 1], "clamped_swiglu", 2.5), found[row : row + 1])
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("size", [32, 64, 160])
 def test_rotation(rows: int, size: int) -> None:
     heads = numbers(rows, 9, size, seed=1)[:, 1:7]

@@ -23,10 +23,10 @@ TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
 
 def request(features: int, name: str = "_activate_and_multiply_kernel") -> dict[str, Any]:
     """A kernel's arguments as Triton writes them."""
-    constants = {"FEATURES": features, "BLOCK": 1024, "EARLY": False}
+    constants = {"FEATURES": features, "BLOCK": 1024, "GATE": 0, "LIMIT": float("inf"), "EARLY": False}
     data = {
         "signature": {"fused": "*bf16", "output": "*bf16", **dict.fromkeys(constants, "constexpr")},
-        "constant_keys": [[2], [3], [4]],
+        "constant_keys": [[2 + place] for place in range(len(constants))],
         "constant_vals": list(constants.values()),
         "attrs_keys": [[0], [1]],
         "attrs_vals": [[["tt.divisibility", 16]]] * 2,

@@ -114,7 +114,10 @@ def test_a_library_that_splits_sums_is_found_and_left_out(monkeypatch: pytest.Mo
 
 
 @HALVES
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (500, None), (500, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks"),
+    [(None, None, False), (500, None, False), (500, 2.0, False), (None, None, True), (128, None, True)],
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 8, 64), (64, 8, 128), (6, 2, 80), (8, 4, 256)]
 )
@@ -127,6 +130,7 @@ def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
     queries: int,
     window: int | None,
     soft_cap: float | None,
+    has_sinks: bool,
     dtype: torch.dtype,
 ) -> None:
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -138,12 +142,13 @@ def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
     wider = functional.pad(tables, (0, 100))
     positions = (context + torch.arange(queries, device="cuda")).view(1, -1)
     fused = torch.randn(queries, heads + 2 * kv_heads, head_dim, device="cuda").to(dtype)
+    sinks = torch.randn(heads, device="cuda") * 3 if has_sinks else None
 
     def attend(first: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
         segment = AttentionSegment(0, 1, stop - first, tables, positions[:, first:stop])
         query_key, value = fused[first:stop].split([heads + kv_heads, kv_heads], dim=1)
         batch, angles = AttentionBatch([segment], 16), straight(value)
-        call = AttentionCall(query_key, value, angles, store, batch, head_dim**-0.5, window, None, soft_cap)
+        call = AttentionCall(query_key, value, angles, store, batch, head_dim**-0.5, window, None, soft_cap, sinks)
         return PagedAttention().forward(call)
 
     whole = attend(0, queries, tables)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from norms import difference
 
-from trtrun.kernels.torch.experts import Choice, MaskedExperts, choose_experts
+from trtrun.kernels.torch.experts import Choice, ExpertWeights, MaskedExperts, choose_experts
 from trtrun.kernels.torch.operations import TorchOperations
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -36,19 +36,23 @@ def made(shape: tuple[int, int, int, int], tokens: int) -> tuple[torch.Tensor, t
     return gate_up, down, x, choose_experts(logits, chosen, renormalises=True)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int, int, int], activation: str) -> None:
+    """Those with a limit have biases, too."""
     from trtrun.kernels.triton.experts import TritonExperts
 
     tokens = 700 if HAS_GPU else 23
     gate_up, down, x, choice = made(shape, tokens)
+    weights, limit = ExpertWeights(gate_up, down), 0.8
+    if activation == "clamped_swiglu":
+        biases = (torch.randn(shape[0], size, device=DEVICE).to(DTYPE) for size in (2 * shape[2], shape[1]))
+        weights = ExpertWeights(gate_up, down, *biases)
     wide = MaskedExperts(
-        gate_up.double(),
-        down.double(),
-        lambda fused: TorchOperations().activate_and_multiply(fused, activation),  # type: ignore[arg-type]
+        ExpertWeights(*(None if tensor is None else tensor.double() for tensor in weights)),  # type: ignore[arg-type]
+        lambda fused: TorchOperations().activate_and_multiply(fused, activation, limit),  # type: ignore[arg-type]
     )
-    experts = TritonExperts(gate_up, down, activation)  # type: ignore[arg-type]
+    experts = TritonExperts(weights, activation, limit)  # type: ignore[arg-type]
     whole = experts(x, choice)
     assert difference(whole, wide(x.double(), choice)) < BOUND
     for first, last in ((0, 1), (5, 6), (tokens - 1, tokens), (2, 9), (0, tokens // 2)):
@@ -66,12 +70,14 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
     logits = torch.randn(11, count, device=DEVICE).to(DTYPE)
     logits[3] = 0.5
     logits[4, : count // 2] = logits[4].max()
+    logits[5, 0], logits[5, 1:] = 300.0, torch.arange(1, count, device=DEVICE)  # whose shares are 0 in float32
     for chosen in {1, 2, min(8, count)}:
         found = experts.choose_experts(logits, chosen, renormalises=renormalises)
         expected = choose_experts(logits, chosen, renormalises=renormalises)
         assert torch.equal(found.experts, expected.experts)
         assert (found.shares - expected.shares).abs().max() < 1e-6
     assert found.experts[3].tolist() == list(range(chosen))
+    assert found.experts[5].tolist() == [0, *range(count - 1, 0, -1)][:chosen]
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,21 @@ def filled(kv_format: ByteKV, shape: tuple[int, ...], count: int, dtype: torch.d
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "dtype", "kv_format", "soft_cap"),
-    [*((*case, None) for case in CASES), *((*case, 0.7) for case in CASES[:1])],
+    ("shape", "window", "dtype", "kv_format", "soft_cap", "has_sinks"),
+    [
+        *((*case, None, False) for case in CASES),
+        *((*case, 0.7, False) for case in CASES[:1]),
+        *((*case, None, True) for case in CASES[:2]),
+    ],
     ids=str,
 )
 def test_attention_over_codes_is_attention_over_what_they_stand_for(
-    shape: tuple[int, ...], window: int | None, dtype: torch.dtype, kv_format: ByteKV, soft_cap: float | None
+    shape: tuple[int, ...],
+    window: int | None,
+    dtype: torch.dtype,
+    kv_format: ByteKV,
+    soft_cap: float | None,
+    has_sinks: bool,
 ) -> None:
     """In rounds and prompts, with padding; and what is written has the bits of torch's operations."""
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -85,11 +94,12 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     fused[0, heads:] = 0
     fused[-1, heads:, 0] = -1e-6  # next to nothing, which is still below nothing
     query_key, value = fused.split([heads + kv_heads, kv_heads], dim=1)
+    sinks = 20.0 * torch.arange(heads, device=DEVICE) if has_sinks else None
     segment = AttentionSegment(0, rows, queries, tables, positions)
     outputs, layers = [], [layer.clone(), layer.clone()]
     for backend, own in zip((PagedAttention(kv_format), GatherAttention(kv_format)), layers, strict=True):
         batch = AttentionBatch([segment], block_size)
-        call = AttentionCall(query_key, value, straight(value), own, batch, 0.2, window, scales, soft_cap)
+        call = AttentionCall(query_key, value, straight(value), own, batch, 0.2, window, scales, soft_cap, sinks)
         outputs.append(backend.forward(call))
     assert torch.equal(layers[0][:, 1:], layers[1][:, 1:])  # the null block may hold anything
     assert not torch.equal(layers[0][:, 1:], layer[:, 1:]) and outputs[0].isfinite().all()
@@ -114,10 +124,11 @@ def test_attention_over_codes_has_the_same_bits_however_it_is_dealt_out(
     query = torch.randn(rows * queries, heads, head_dim, device=DEVICE).to(dtype)
     kept = KeptNumbers.of(kv_format, layer, scales)
     results = {}
+    sinks = 30.0 * torch.arange(heads, device=DEVICE)
     for tile, is_split in product((16, 32, 64, 128) if HAS_GPU else (16, 128), (False, True)):
         if tile < 128 or not is_split:
             output = results[tile, is_split] = torch.empty_like(query)
-            _attend_rows(query, layer, tables, positions, 0.2, 1 << 30, 256, output, tile, is_split, kept)
+            _attend_rows(query, layer, tables, positions, 0.2, 1 << 30, 256, output, tile, is_split, kept, sinks=sinks)
     assert results[128, False].isfinite().all()
     assert [way for way, output in results.items() if not torch.equal(output, results[128, False])] == []
 

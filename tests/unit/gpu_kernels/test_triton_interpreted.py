@@ -97,8 +97,9 @@ def test_copies_within_the_store(dtype: torch.dtype) -> None:
         (18, 10, 20, torch.float16, 2.0),
     ],
 )
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_is_right_and_the_same_alone(
-    queries: int, first: int, window: int | None, dtype: torch.dtype, soft_cap: float | None
+    queries: int, first: int, window: int | None, dtype: torch.dtype, soft_cap: float | None, has_sinks: bool
 ) -> None:
     """Over one share of keys and several, in a round, in a prompt, and with a wider block table."""
     from trtrun.kernels.triton.attention.paged_attention import PagedAttention
@@ -109,11 +110,13 @@ def test_attention_is_right_and_the_same_alone(
     tables = (torch.randperm(blocks) + 1).view(1, -1)
     positions = first + torch.arange(queries).view(1, -1)
     fused = torch.randn(queries, heads + 2 * kv_heads, head_dim).to(dtype)
+    sinks = torch.tensor([4.0, -30.0, 0.3, 90.0]) if has_sinks else None
 
     def attend(backend: GatherAttention | PagedAttention, start: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
         query_key, value = fused[start:stop].split([heads + kv_heads, kv_heads], dim=1)
         batch = AttentionBatch([AttentionSegment(0, 1, stop - start, tables, positions[:, start:stop])], 16)
-        call = AttentionCall(query_key, value, straight(value), store, batch, head_dim**-0.5, window, None, soft_cap)
+        angles, scale = straight(value), head_dim**-0.5
+        call = AttentionCall(query_key, value, angles, store, batch, scale, window, None, soft_cap, sinks)
         return backend.forward(call)
 
     expected = attend(GatherAttention(), 0, queries, tables)
@@ -124,11 +127,11 @@ def test_attention_is_right_and_the_same_alone(
         assert torch.equal(alone, found[start:stop]), (start, stop)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_layers_with_soft_caps_leave_the_kernel_for_prompts_alone(
-    soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, None), (2.0, None), (None, torch.zeros(4))])
+def test_layers_with_soft_caps_or_sinks_leave_the_kernel_for_prompts_alone(
+    soft_cap: float | None, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It caps nothing."""
+    """It knows neither."""
     from trtrun.kernels.triton.attention import paged_attention
 
     asked, choose = [], paged_attention.choose_tiling
@@ -142,9 +145,9 @@ def test_layers_with_soft_caps_leave_the_kernel_for_prompts_alone(
     query_key, value = torch.randn(20, 8, 16).split([6, 2], dim=1)
     segment = AttentionSegment(0, 1, 20, torch.tensor([[1, 2]]), torch.arange(20).view(1, -1))
     store, batch = torch.zeros(2, 3, 2, 16, 16), AttentionBatch([segment], 16)
-    call = AttentionCall(query_key, value, straight(value), store, batch, 0.25, None, None, soft_cap)
+    call = AttentionCall(query_key, value, straight(value), store, batch, 0.25, None, None, soft_cap, sinks)
     assert paged_attention.PagedAttention().forward(call).isfinite().all()
-    assert asked == [soft_cap is None]
+    assert asked == [soft_cap is None and sinks is None]
 
 
 def test_nodes_of_trees_are_found_where_they_are() -> None:

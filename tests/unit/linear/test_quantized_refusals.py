@@ -88,7 +88,6 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         r"quantized weights \('bitsandbytes'\) are not supported; kn",
     ),
-    ({"quant_method": "mxfp4"}, r"quantized weights \('mxfp4'\) are not supported"),
     ({"load_in_4bit": True}, r"quantized weights \('unknown'\) are not supported"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 weights with fmt 'e5m2' are not supported; known: e4m3"),
     ({"quant_method": "fp8", "activation_scheme": "block"}, "fp8 weights with activation_scheme 'block' are not suppo"),

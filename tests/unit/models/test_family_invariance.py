@@ -23,7 +23,9 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KERNELS, ids=str)
-@pytest.mark.parametrize(("family", "tp_size"), [("apertus", 1), ("olmo2", 1), ("olmo3", 2), ("phi3", 1)])
+@pytest.mark.parametrize(
+    ("family", "tp_size"), [("apertus", 1), ("gpt_oss", 2), ("olmo2", 1), ("olmo3", 2), ("phi3", 1)]
+)
 def test_logits_do_not_depend_on_the_batch(
     tmp_path: Path,
     family: str,

@@ -27,6 +27,7 @@ BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 MODULES = {
     "apertus": ("q_proj", "up_proj", "down_proj"),
     "gemma3_text": ("q_proj", "gate_proj", "down_proj"),
+    "gpt_oss": ("q_proj", "v_proj", "o_proj"),
     "granite": ("v_proj", "up_proj", "down_proj"),
     "mixtral": ("q_proj", "v_proj", "o_proj"),
     "olmo2": ("q_proj", "k_proj", "down_proj"),
@@ -46,6 +47,7 @@ REFUSALS = {
     "gemma2": ("the ends of {}", ENDS),
     "gemma3_text": ("the ends of {}", ENDS),
     "glm4": ("the attention_output_norm of {}", NORMS),
+    "gpt_oss": ("the ends of {}", ENDS),
     "granite": ("the ends of {}", ENDS),
     "mixtral": ("layers of {} (ExpertsPlan)", EXPERTS),
     "olmo2": ("the ends of {}", ENDS),

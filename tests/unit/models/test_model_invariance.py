@@ -15,7 +15,7 @@ from paged import PagedModel, straight
 from pipelines import make_llm
 from torch.nn import functional
 
-from trtrun.attention.backend import GatherAttention
+from trtrun.attention.backend import GatherAttention, weigh
 from trtrun.kernels.arguments import AttentionCall
 from trtrun.kernels.torch.soft_cap import soft_cap
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -158,7 +158,7 @@ def test_logits_do_not_depend_on_other_rows(tmp_path: Path, dtype: torch.dtype) 
     check_company(make_checkpoint(tmp_path, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize(("family", "head_dim"), [("gemma2", 24), ("gemma2", 32), ("gemma3", 32)])
+@pytest.mark.parametrize(("family", "head_dim"), [("gemma2", 24), ("gemma2", 32), ("gemma3", 32), ("gpt_oss", 32)])
 def test_logits_of_families_depend_on_neither(tmp_path: Path, family: str, head_dim: int, dtype: torch.dtype) -> None:
     """Heads of 32 numbers have kernels that read the store in place; contexts of others are gathered."""
     path = write_family(tmp_path, family, dtype=dtype, head_dim=head_dim)
@@ -210,6 +210,17 @@ def test_silu_is_one_function_of_every_value(dtype: torch.dtype) -> None:
     values = values[values.isfinite()]
     strided = torch.stack((values, values), dim=1)[:, 0]  # a strided input takes the scalar loop
     assert torch.equal(functional.silu(values), functional.silu(strided))
+
+
+def test_weights_beside_sinks_do_not_depend_on_masked_keys_behind() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, sinks = torch.randn(2, 2, 3, 4, 70, generator=generator) * 3, torch.randn(6, generator=generator) * 3
+    for keys in range(16, 70):  # whole registers of torch, as blocks of most stores are
+        found = weigh(scores[..., :keys], sinks)
+        wider = weigh(functional.pad(scores[..., :keys], (0, 31), value=float("-inf")), sinks)
+        assert torch.equal(wider[..., :keys], found), keys
+        total = scores[..., :keys].double().exp().sum(-1) + sinks.double().exp().view(2, 3, 1)
+        assert torch.allclose(found.double(), scores[..., :keys].double().exp() / total.unsqueeze(-1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])

@@ -22,7 +22,7 @@ from test_model_logits import check_logits, prompt_of
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.models.config import read_model_config
-from trtrun.models.dense_families import LLAMA
+from trtrun.models.families.dense import LLAMA
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.nested_models import with_text_names
 from trtrun.weights.rank_files import open_checkpoint

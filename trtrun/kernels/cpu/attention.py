@@ -9,7 +9,7 @@ numbers of an output, are lanes of VDPBF16PS (see matmul.py). Scores and their s
 query sees; weights are rounded to bfloat16 for the product with the values and divided by their sum behind it, as in
 FlashAttention (arXiv:2205.14135). In float32 single numbers and tokens stand where bfloat16 has pairs: keys lie as
 [head, 16], values token by token, and no weight is rounded. A context that was gathered from a store of another format
-is attended over as a store of its own, one block for each row.
+is attended over as a store of its own, one block for each row. A head's sink is the first number of its queries' sums.
 
 A query's scores, sums and outputs are added up in the order of its keys, whatever other queries, rows and threads there
 are: its result is bit-equal in any company, which lossless verification rests on.
@@ -49,7 +49,6 @@ class NativeAttention:
         assert kind is not None
         self._form = form_for(kind, is_float32=dtype is torch.float32)
         self._head_dim, self._kernel = head_dim, _kernel(head_dim, self._form)
-        self._capping_form = self._form._replace(caps_scores=True)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
@@ -75,9 +74,7 @@ class NativeAttention:
                 block_size=block_size,
                 keys=table.shape[1] * block_size,
             )
-            self._attend(
-                arguments, query[part], output[part], segment.positions, call.scale, call.window, call.soft_cap
-            )
+            self._attend(arguments, query[part], output[part], segment.positions, call)
         return output
 
     def attend_gathered(
@@ -85,9 +82,7 @@ class NativeAttention:
         query: torch.Tensor,
         context: torch.Tensor,
         positions: torch.Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
+        call: AttentionCall,
     ) -> torch.Tensor:
         """Attend over contexts that lie one token behind the other, and store nothing. For float32.
 
@@ -95,7 +90,7 @@ class NativeAttention:
             query: [rows, queries, heads, head], rotated; `head` is at most this object's.
             context: [2, rows, kv_heads, tokens, head]: keys, then values, from each row's first token on.
             positions: [rows, queries] int64; -1 is padding.
-            scale, window, soft_cap: see `AttentionCall`.
+            call: of which what scores become and meet counts: scale, window, soft cap and sinks.
 
         Returns:
             [rows, queries, heads, head].
@@ -118,7 +113,7 @@ class NativeAttention:
             keys=tokens,
         )
         output = torch.empty_like(query)
-        self._attend(arguments, query.flatten(0, 1), output.flatten(0, 1), positions, scale, window, soft_cap)
+        self._attend(arguments, query.flatten(0, 1), output.flatten(0, 1), positions, call)
         return output[..., :head]
 
     def _attend(
@@ -127,9 +122,7 @@ class NativeAttention:
         query: torch.Tensor,
         output: torch.Tensor,
         positions: torch.Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
+        call: AttentionCall,
     ) -> None:
         """Run the kernel for queries [tokens, heads, head] at positions [rows, queries]."""
         rows, queries = positions.shape
@@ -139,14 +132,19 @@ class NativeAttention:
         arguments.position_stride = positions.stride(1) * positions.itemsize
         arguments.rows, arguments.queries = rows, queries
         arguments.group = group = query.shape[1] // arguments.kv_heads
-        arguments.window, arguments.scale = _NO_WINDOW if window is None else window, scale
+        arguments.window, arguments.scale = _NO_WINDOW if call.window is None else call.window, call.scale
         items = rows * arguments.kv_heads * -(-queries * group // self._form.variants[-1])
         numbers = rows * arguments.kv_heads * arguments.keys * query.shape[2]
         threads = machine.team(numbers * (_READ_NS + queries * group * _MULTIPLY_NS), items)
         arguments.scratch = self._reserve(threads * arguments.keys * SCRATCH_BYTES_PER_KEY)
         kernel = self._kernel
-        if soft_cap is not None:
-            arguments.soft_cap, kernel = soft_cap, _kernel(self._head_dim, self._capping_form)
+        if call.soft_cap is not None or call.sinks is not None:
+            form = self._form._replace(caps_scores=call.soft_cap is not None, has_sinks=call.sinks is not None)
+            kernel = _kernel(self._head_dim, form)
+        if call.soft_cap is not None:
+            arguments.soft_cap = call.soft_cap
+        if call.sinks is not None:
+            arguments.sinks = call.sinks.data_ptr()
         kernel(ctypes.addressof(arguments), threads)
 
     def copy_tokens(

@@ -34,12 +34,14 @@ def attention_module(head_dim: int, form: Form) -> ir.Module:
 
 @dataclass
 class _Query:
-    """One query of a tile: its vector, where its output goes, and the keys in (low, position] that it sees."""
+    """One query of a tile: its vector, where its output goes, the keys in (low, position] that it sees, and the sink of
+    its head, sixteen times, where the form has sinks."""
 
     vector: ir.Value
     output: ir.Value
     position: ir.Value
     low: ir.Value
+    sink: ir.Value | None
 
 
 class _AttentionCode(Emitter):
@@ -186,8 +188,8 @@ class _AttentionCode(Emitter):
         if not self._form.is_float32:
             weights = self.at(builder, scratch, builder.mul(field["keys"], integer(4 * TILE_QUERIES)))
         highest = [self.room(builder) for _ in members]
-        for place in highest:
-            builder.store(self.spread_constant(_LOWEST), place)
+        for member, place in zip(members, highest, strict=True):
+            builder.store(self.spread_constant(_LOWEST) if member.sink is None else member.sink, place)
         sums = [self.room(builder) for _ in members]
         with count(builder, begin, end, TILE_TOKENS) as key:
             tile = self._tile_address(builder, field, row, head, key)
@@ -203,8 +205,10 @@ class _AttentionCode(Emitter):
                 old = builder.load(highest[number], typ=self.floats)
                 builder.store(builder.select(builder.fcmp_ordered(">", score, old), score, old), highest[number])
         factors = [
-            self._emit_softmax(builder, field["keys"], scratch, weights, number, begin, end, highest[number])
-            for number in range(queries)
+            self._emit_softmax(
+                builder, field["keys"], scratch, weights, number, (begin, end), highest[number], member.sink
+            )
+            for number, member in enumerate(members)
         ]
         for start in range(0, self._head_dim, self._form.chunk):
             self._emit_outputs(builder, field, members, factors, weights, row, head, (begin, end), start)
@@ -220,16 +224,19 @@ class _AttentionCode(Emitter):
         index = builder.select(builder.icmp_signed("<", index, final), index, final)
         query, member = builder.sdiv(index, field["group"]), builder.srem(index, field["group"])
         token = builder.add(builder.mul(row, field["queries"]), query)
-        offset = builder.mul(
-            builder.add(builder.mul(head, field["group"]), member), integer(self._head_dim * self._form.item_bytes)
-        )
+        query_head = builder.add(builder.mul(head, field["group"]), member)
+        offset = builder.mul(query_head, integer(self._head_dim * self._form.item_bytes))
+        sink = None
+        if self._form.has_sinks:
+            place = self.at(builder, field["sinks"], builder.mul(query_head, integer(4)))
+            sink = self.spread_number(builder, place)
         position = self._position(builder, field, row, query)
         # Padding sees key 0 alone: its output has no meaning, but must be a number.
         position = builder.select(builder.icmp_signed("<", position, integer(0)), integer(0), position)
         vector = self.at(builder, field["query"], builder.mul(token, field["query_stride"]))
         output = self.at(builder, field["output"], builder.mul(token, field["output_stride"]))
         low = builder.sub(position, field["window"])
-        return _Query(self.at(builder, vector, offset), self.at(builder, output, offset), position, low)
+        return _Query(self.at(builder, vector, offset), self.at(builder, output, offset), position, low, sink)
 
     def _lane(
         self, builder: ir.IRBuilder, base: ir.Value, keys: ir.Value, number: int, key: ir.Value, size: int
@@ -287,25 +294,27 @@ class _AttentionCode(Emitter):
         scratch: ir.Value,
         weights: ir.Value,
         number: int,
-        begin: ir.Value,
-        end: ir.Value,
+        seen: tuple[ir.Value, ir.Value],
         highest: ir.Value,
+        sink: ir.Value | None,
     ) -> ir.Value:
         """exp(score - highest) of query `number` into `weights`, in the store's dtype; returns one over their float32
-        sum."""
+        sum, which begins with the sink's."""
         float_type = self.floats.element
         top = self.spread(builder, builder.call(self._largest, [builder.load(highest, typ=self.floats)]))
         total = self.room(builder)
         builder.store(self.zeros(), total)
-        with count(builder, begin, end, TILE_TOKENS) as key:
+        with count(builder, *seen, TILE_TOKENS) as key:
             score = builder.load(self._lane(builder, scratch, keys, number, key, 4), typ=self.floats, align=4)
             weight = self.exp(builder, builder.fsub(score, top))
             builder.store(builder.fadd(builder.load(total, typ=self.floats), weight), total)
             size = self._form.item_bytes
             rounded = weight if self._form.is_float32 else self.round(builder, weight)
             builder.store(rounded, self._lane(builder, weights, keys, number, key, size), align=size)
-        zero = self._ir.Constant(float_type, 0.0)
-        added = builder.call(self._sum, [zero, builder.load(total, typ=self.floats)])
+        first = self._ir.Constant(float_type, 0.0)
+        if sink is not None:
+            first = builder.extract_element(self.exp(builder, builder.fsub(sink, top)), self.small(0))
+        added = builder.call(self._sum, [first, builder.load(total, typ=self.floats)])
         return self.spread(builder, builder.fdiv(self._ir.Constant(float_type, 1.0), added))
 
     def _emit_outputs(

@@ -29,6 +29,7 @@ class Form(NamedTuple):
         variants: numbers of queries that there is code for; the last query is computed again to make up the next.
         chunk: numbers of a head that are accumulated at a time.
         caps_scores: whether scores become cap * tanh(score / cap).
+        has_sinks: whether heads have sinks.
     """
 
     multiplies_bfloat16: bool
@@ -36,6 +37,7 @@ class Form(NamedTuple):
     variants: tuple[int, ...] = (1, 2, TILE_QUERIES)
     chunk: int = 64
     caps_scores: bool = False
+    has_sinks: bool = False
 
     @property
     def together(self) -> int:
@@ -62,7 +64,7 @@ def form_for(kind: str, *, is_float32: bool) -> Form:
 class Arguments(ctypes.Structure):
     """What the kernel gets for one segment of `rows` rows with `queries` positions each. Strides are in bytes.
 
-    Without `key` nothing is stored. `soft_cap` counts where the form caps scores.
+    Without `key` nothing is stored. `soft_cap` counts where the form caps scores, and `sinks` where it has some.
     """
 
     _fields_: ClassVar = [
@@ -74,6 +76,7 @@ class Arguments(ctypes.Structure):
         ("tables", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("query_stride", ctypes.c_int64),
         ("key_stride", ctypes.c_int64),
         ("value_stride", ctypes.c_int64),

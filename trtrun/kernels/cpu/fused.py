@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 
 import torch
 
@@ -79,8 +80,11 @@ def square_sums(x: torch.Tensor) -> torch.Tensor:
     return _run(SQUARE_SUMS, arguments, output, x)
 
 
-def activate_and_multiply(fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor."""
+def activate_and_multiply(
+    fused: torch.Tensor, activation: Activation = "silu", limit: float = math.inf
+) -> torch.Tensor:
+    """fused [rows, 2 * size], gates before factors → [rows, size], as `TorchOperations.activate_and_multiply` has
+    it."""
     rows, size = fused.shape[0], fused.shape[1] // 2
     output = torch.empty((rows, size), dtype=fused.dtype)
     arguments = Arguments(
@@ -90,6 +94,7 @@ def activate_and_multiply(fused: torch.Tensor, activation: Activation = "silu") 
         rows=rows,
         parts=1,
         size=size,
+        limit=limit,
     )
     return _run(ACTIVATIONS[activation], arguments, output)
 

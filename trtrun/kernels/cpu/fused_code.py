@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, Activation
+from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, SWIGLU_SLOPE, Activation
 from trtrun.kernels.cpu.emitter import LANES, Emitter, count
 from trtrun.kernels.cpu.machine import NUM_THREADS, THREAD_NUMBER
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from llvmlite import ir
 
 NORMALISE, SQUARE_SUMS, ROTATE, XIELU = "normalise", "square_sums", "rotate", "xielu"
-ACTIVATIONS: dict[Activation, str] = {"silu": "silu_and_multiply", "gelu_tanh": "gelu_tanh_and_multiply"}
+ACTIVATIONS: dict[Activation, str] = {
+    "silu": "silu_and_multiply",
+    "gelu_tanh": "gelu_tanh_and_multiply",
+    "clamped_swiglu": "clamped_swiglu",
+}
 """Kernels of gates, by what these go through."""
 
 
@@ -23,8 +27,9 @@ class Arguments(ctypes.Structure):
     """What each of the kernels gets, for `rows` rows of `parts` vectors of `size` numbers. Strides are in bytes.
 
     normalise: x (overwritten where delta is not null), delta, weight [parts, size], epsilon. square_sums: x, with a
-    float32 a row as output. ACTIVATIONS: x with `size` gates and as many factors a row. xielu: x, and four float32 as
-    weight. rotate: x, and for each row cosine (as weight) and sine [size]. delta and output have no gaps between rows.
+    float32 a row as output. ACTIVATIONS: x with `size` gates and as many factors a row, and the limit of
+    clamped_swiglu. xielu: x, and four float32 as weight. rotate: x, and for each row cosine (as weight) and sine
+    [size]. delta and output have no gaps between rows.
     """
 
     _fields_: ClassVar = [
@@ -38,6 +43,7 @@ class Arguments(ctypes.Structure):
         ("parts", ctypes.c_int64),
         ("size", ctypes.c_int64),
         ("epsilon", ctypes.c_float),
+        ("limit", ctypes.c_float),
     ]
 
 
@@ -62,6 +68,7 @@ class _FusedCode(Emitter):
         self._emit(SQUARE_SUMS, self._emit_square_sums)
         self._emit(ACTIVATIONS["silu"], partial(self._emit_gates, lambda builder, gate: gate))
         self._emit(ACTIVATIONS["gelu_tanh"], partial(self._emit_gates, self._emit_gelu_argument))
+        self._emit(ACTIVATIONS["clamped_swiglu"], self._emit_clamped_gates)
         self._emit(ROTATE, self._emit_rotate)
         self._emit(XIELU, self._emit_xielu)
 
@@ -181,21 +188,49 @@ class _FusedCode(Emitter):
         row: ir.Value,
     ) -> None:
         """Gates times the sigmoid of their `argument`, times factors."""
-        size, one = field["size"], self.spread_constant(1.0)
+
+        def activate(gate: ir.Value, factor: ir.Value) -> ir.Value:
+            share = self._sigmoid(builder, argument(builder, gate))
+            return builder.fmul(self._rounded(builder, builder.fmul(gate, share)), factor)
+
+        self._emit_activated(builder, field, row, activate)
+
+    def _emit_clamped_gates(self, builder: ir.IRBuilder, field: dict[str, ir.Value], row: ir.Value) -> None:
+        """Gates and factors within the limit: gates times their sigmoid, times factors plus one."""
+        limit = self.spread(builder, field["limit"])
+        least = builder.fneg(limit)
+
+        def activate(gate: ir.Value, factor: ir.Value) -> ir.Value:
+            gate = builder.select(builder.fcmp_ordered(">", gate, limit), limit, gate)
+            factor = builder.select(builder.fcmp_ordered(">", factor, limit), limit, factor)
+            factor = builder.select(builder.fcmp_ordered("<", factor, least), least, factor)
+            share = self._sigmoid(builder, builder.fmul(self.spread_constant(SWIGLU_SLOPE), gate))
+            return builder.fmul(builder.fmul(gate, share), builder.fadd(factor, self.spread_constant(1.0)))
+
+        self._emit_activated(builder, field, row, activate)
+
+    def _sigmoid(self, builder: ir.IRBuilder, inner: ir.Value) -> ir.Value:
+        one, is_negative = self.spread_constant(1.0), builder.fcmp_ordered("<", inner, self.zeros())
+        power = self.exp(builder, builder.select(is_negative, inner, builder.fneg(inner)))  # of -|inner|
+        return builder.fdiv(builder.select(is_negative, power, one), builder.fadd(power, one))
+
+    def _emit_activated(
+        self,
+        builder: ir.IRBuilder,
+        field: dict[str, ir.Value],
+        row: ir.Value,
+        activate: Callable[[ir.Value, ir.Value], ir.Value],
+    ) -> None:
+        """What `activate` makes of sixteen gates and their factors, for a row of them."""
+        size = field["size"]
         gates = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
         factors = self.at(builder, gates, self._bytes(builder, size))
         output = self.at(builder, field["output"], self._bytes(builder, row, size))
 
         def multiply(at: ir.Value, mask: ir.Value | None) -> None:
             offset = self._bytes(builder, at)
-            gate = self._load(builder, gates, offset, mask)
-            inner = argument(builder, gate)
-            is_negative = builder.fcmp_ordered("<", inner, self.zeros())
-            power = self.exp(builder, builder.select(is_negative, inner, builder.fneg(inner)))  # of -|inner|
-            share = builder.fdiv(builder.select(is_negative, power, one), builder.fadd(power, one))
-            activated = self._rounded(builder, builder.fmul(gate, share))
-            product = builder.fmul(activated, self._load(builder, factors, offset, mask))
-            self._write(builder, product, output, offset, mask)
+            gate, factor = (self._load(builder, base, offset, mask) for base in (gates, factors))
+            self._write(builder, activate(gate, factor), output, offset, mask)
 
         self._each(builder, size, multiply)
 

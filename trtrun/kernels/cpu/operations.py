@@ -7,6 +7,7 @@ the same bits in any company.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,10 +117,12 @@ class CpuOperations(TorchOperations):
         return kernels.square_sums(x) if kernels.fuses(x.dtype, x.device, x.shape[1]) else super().square_sums(x)
 
     @override
-    def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    def activate_and_multiply(
+        self, fused: torch.Tensor, activation: Activation = "silu", limit: float = math.inf
+    ) -> torch.Tensor:
         if kernels.fuses(fused.dtype, fused.device, fused.shape[1] // 2):
-            return kernels.activate_and_multiply(fused, activation)
-        return super().activate_and_multiply(fused, activation)
+            return kernels.activate_and_multiply(fused, activation, limit)
+        return super().activate_and_multiply(fused, activation, limit)
 
     @override
     def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

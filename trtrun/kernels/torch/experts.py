@@ -11,6 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of all experts of a layer on one device, contiguous.
+
+    Attributes:
+        gate_up: [experts, 2 * features, hidden]: rows of gates, then of factors.
+        down: [experts, hidden, features].
+        gate_up_bias: [experts, 2 * features]; None without.
+        down_bias: [experts, hidden]; None without.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → [rows, out]."""
@@ -31,8 +49,9 @@ class Choice(NamedTuple):
 def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool) -> Choice:
     """The `num_chosen` likeliest experts of logits [tokens, experts], by softmax in float32 over all of them; shares of
     those that are chosen sum to 1 where `renormalises`."""
-    shares, experts = torch.softmax(logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
-    shares, experts = shares[:, :num_chosen], experts[:, :num_chosen]
+    # By logits: shares of those that are far behind may be equal where these are not.
+    experts = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    shares = torch.softmax(logits.float(), dim=-1).gather(1, experts)
     if renormalises:
         # One by one: how torch groups a sum may depend on the number of rows.
         total = shares[:, 0]
@@ -79,21 +98,21 @@ class MaskedExperts:
     nothing better for a dtype.
 
     Args:
-        gate_up: [experts, 2 * features, hidden].
-        down: [experts, hidden, features].
+        weights: of all experts.
         activate: gates and factors [rows, 2 * features] → [rows, features].
     """
 
-    def __init__(
-        self, gate_up: torch.Tensor, down: torch.Tensor, activate: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        self._gate_up, self._down, self._activate = gate_up, down, activate
+    def __init__(self, weights: ExpertWeights, activate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._weights, self._activate = weights, activate
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
         made = x.new_zeros((*choice.experts.shape, x.shape[1]))
-        for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            result = self._activate(x @ gate_up.T) @ down.T
+        gate_up, down, gate_up_bias, down_bias = self._weights
+        for expert in range(len(gate_up)):
+            gated = functional.linear(x, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            of_down = None if down_bias is None else down_bias[expert]
+            result = functional.linear(self._activate(gated), down[expert], of_down)
             made = torch.where((choice.experts == expert).unsqueeze(2), result.unsqueeze(1), made)
         return add_up(made, choice.shares)
 

@@ -6,6 +6,7 @@ device gets is chosen in chooser.py. It knows tensors. It does not know layers, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
+from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
-from trtrun.kernels.torch.experts import Experts, MaskedExperts, choose_experts
+from trtrun.kernels.torch.experts import Experts, ExpertWeights, MaskedExperts, choose_experts
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
@@ -25,18 +26,23 @@ from trtrun.tensors import cached_range, cached_tensor
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
 
-GatheredAttention = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None", "float | None"], torch.Tensor
-]
+GatheredAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 """Queries [rows, queries, heads, head], contexts [2, rows, kv_heads, tokens, head] of keys and values, positions [rows,
-queries] int64, the factor of scores, the window in tokens or None, and the scores' soft cap or None → outputs like the
-queries."""
+queries] int64, and the call, of which what scores become and meet counts → outputs like the queries."""
 
 
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+def _clamped_swiglu(gate: torch.Tensor, factor: torch.Tensor, limit: float) -> torch.Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    upper, size = gate.to(wide).clamp(max=limit), factor.to(wide).clamp(-limit, limit)
+    return upper.mul(SWIGLU_SLOPE).sigmoid_().mul_(upper).mul_(size.add_(1)).to(gate.dtype)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "silu": lambda gate, factor, _: functional.silu(gate).mul_(factor),
+    "gelu_tanh": lambda gate, factor, _: functional.gelu(gate, approximate="tanh").mul_(factor),
+    "clamped_swiglu": _clamped_swiglu,
 }
+"""Gates, factors of the same shape, and the limit → what comes of them."""
 
 _NUMBERS_AT_ONCE = 1 << 20
 """Of a large tensor that is computed with by many small operations."""
@@ -100,10 +106,13 @@ class TorchOperations:
             sums[:, : rest.shape[1]] += rest
         return sums[:, 0]
 
-    def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor."""
+    def activate_and_multiply(
+        self, fused: torch.Tensor, activation: Activation = "silu", limit: float = math.inf
+    ) -> torch.Tensor:
+        """fused [rows, 2 * size], gates before factors → [rows, size]: activation(gate) * factor. The limit is that of
+        "clamped_swiglu"."""
         size = fused.shape[1] // 2
-        return _ACTIVATIONS[activation](fused[:, :size]).mul_(fused[:, size:])
+        return _ACTIVATIONS[activation](fused[:, :size], fused[:, size:], limit)
 
     def activate_and_multiply_rounded(
         self, fused: torch.Tensor, rounding: Rounding, activation: Activation = "silu"
@@ -129,10 +138,9 @@ class TorchOperations:
 
     choose_experts = staticmethod(choose_experts)
 
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> Experts:
-        """What experts make of the tokens that chose them, with weights gate_up [experts, 2 * features, hidden] and
-        down [experts, hidden, features]."""
-        return MaskedExperts(gate_up, down, partial(self.activate_and_multiply, activation=activation))
+    def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
+        """What experts make of the tokens that chose them; the limit as in `activate_and_multiply`."""
+        return MaskedExperts(weights, partial(self.activate_and_multiply, activation=activation, limit=limit))
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""

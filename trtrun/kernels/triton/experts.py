@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.arguments import Activation
-from trtrun.kernels.torch.experts import Choice
+from trtrun.kernels.torch.experts import Choice, ExpertWeights
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.expert_tiles import lay_out
-from trtrun.kernels.triton.fused import activated
+from trtrun.kernels.triton.fused import GATES, gated
 
 _NO_ROW = tl.constexpr(-1)
 
@@ -50,15 +50,16 @@ def _choose_kernel(
     inside = number < num_experts
     value = tl.load(logits + row * num_experts + number, mask=inside, other=-float("inf")).to(tl.float32)
     power = tl.exp(value - tl.max(value, axis=0))
-    left = tl.where(inside, power / tl.sum(power, axis=0), -1.0)
+    every, left = power / tl.sum(power, axis=0), value
     places = tl.arange(0, PLACES)
     chosen, of_chosen, total = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32), 0.0
     for place in tl.static_range(CHOSEN):
-        share, expert = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        _, expert = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        share = tl.sum(tl.where(number == expert, every, 0.0), axis=0)
         chosen = tl.where(places == place, expert.to(tl.int64), chosen)
         of_chosen = tl.where(places == place, share, of_chosen)
         total += share
-        left = tl.where(number == expert, -1.0, left)
+        left = tl.where(number == expert, -float("inf"), left)
     if RENORMALISES:
         of_chosen = of_chosen / total
     tl.store(experts + row * CHOSEN + places, chosen, mask=places < CHOSEN)
@@ -81,9 +82,9 @@ def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool)
 
 @triton.jit
 def _gate_up_kernel(
-    x, weight, output, pairs, experts, features, inputs,
+    x, weight, bias, output, pairs, experts, features, inputs,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    GELU: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
     begin(EARLY)
@@ -117,15 +118,20 @@ def _gate_up_kernel(
             )
         gate = tl.dot(values, of_gate, gate)
         factor = tl.dot(values, of_factor, factor)
-    made = activated(gate.to(kind).to(tl.float32), kind, GELU) * factor.to(kind).to(tl.float32)
+    if HAS_BIAS:
+        of_gates = bias + expert * 2 * features + feature
+        gate += tl.load(of_gates, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+        factor += tl.load(of_gates + features, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+    made = gated(gate.to(kind).to(tl.float32), factor.to(kind).to(tl.float32), kind, GATE, LIMIT)
     place = output + pair[:, None] * features + feature[None, :]
-    tl.store(place, made.to(kind), mask=is_pair[:, None] & is_feature[None, :])
+    tl.store(place, made, mask=is_pair[:, None] & is_feature[None, :])
 
 
 @triton.jit
 def _down_kernel(
-    x, weight, output, pairs, experts, features, inputs,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, bias, output, pairs, experts, features, inputs,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of the pairs of a tile, x [pairs, inputs], with their expert: output [pairs, features]."""
     begin(EARLY)
@@ -151,6 +157,8 @@ def _down_kernel(
                 start[None, :] + number[:, None], mask=known[:, None], other=0.0, eviction_policy="evict_first"
             )
         total = tl.dot(values, weights, total)
+    if HAS_BIAS:
+        total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
     place = output + pair[:, None] * features + feature[None, :]
     tl.store(place, total.to(output.dtype.element_ty), mask=is_pair[:, None] & is_feature[None, :])
 
@@ -173,13 +181,13 @@ class TritonExperts:
     """Experts with weights of half precision.
 
     Args:
-        gate_up: [experts, 2 * features, hidden], contiguous.
-        down: [experts, hidden, features], contiguous.
+        weights: of all experts.
         activation: what gates go through.
+        limit: of the activation, where it has one.
     """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> None:
-        self._gate_up, self._down, self._is_gelu = gate_up, down, activation == "gelu_tanh"
+    def __init__(self, weights: ExpertWeights, activation: Activation, limit: float) -> None:
+        self._weights, self._gate, self._limit = weights, GATES[activation], limit
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
@@ -188,21 +196,23 @@ class TritonExperts:
         output = torch.empty_like(x)
         if not tokens:
             return output
-        num_experts, _, features = self._down.shape
+        gate_up, down, gate_up_bias, down_bias = self._weights
+        num_experts, _, features = down.shape
         rows = tokens * num_chosen // num_experts
         tile = _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
         pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
-        gated = x.new_empty((tokens * num_chosen, features))
+        gates = x.new_empty((tokens * num_chosen, features))
         made = x.new_empty((tokens * num_chosen, hidden))
         sizes = {"ROWS": tile.rows, "FEATURES": tile.features, "INPUTS": tile.inputs}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **early(x)}
         _gate_up_kernel[(len(experts), triton.cdiv(features, tile.features))](
-            x, self._gate_up, gated, pairs, experts, features, hidden,
-            CHOSEN=num_chosen, IS_EVEN=hidden % tile.inputs == 0, GELU=self._is_gelu, **sizes, **options,
+            x, gate_up, x if gate_up_bias is None else gate_up_bias, gates, pairs, experts, features, hidden,
+            CHOSEN=num_chosen, IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=gate_up_bias is not None,
+            GATE=self._gate, LIMIT=self._limit, **sizes, **options,
         )  # fmt: skip
         _down_kernel[(len(experts), triton.cdiv(hidden, tile.features))](
-            gated, self._down, made, pairs, experts, hidden, features,
-            IS_EVEN=features % tile.inputs == 0, **sizes, **options,
+            gates, down, x if down_bias is None else down_bias, made, pairs, experts, hidden, features,
+            IS_EVEN=features % tile.inputs == 0, HAS_BIAS=down_bias is not None, **sizes, **options,
         )  # fmt: skip
         block = min(1024, triton.next_power_of_2(hidden))
         _add_kernel[(tokens, triton.cdiv(hidden, block))](

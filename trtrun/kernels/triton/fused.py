@@ -7,11 +7,13 @@ but for the order of sums. Rounding to E4M3 has the bits of trtrun.kernels.torch
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, GROUP, Activation, RoundedRows, Rounding
+from trtrun.kernels.arguments import GELU_CUBIC, GELU_LINEAR, GROUP, SWIGLU_SLOPE, Activation, RoundedRows, Rounding
 from trtrun.kernels.torch import fp8 as torch_fp8
 from trtrun.kernels.triton.early_launch import begin, early
 
@@ -24,6 +26,7 @@ _BLOCK = 1024
 
 _GROUP = tl.constexpr(GROUP)
 _GELU_LINEAR, _GELU_CUBIC = tl.constexpr(GELU_LINEAR), tl.constexpr(GELU_CUBIC)
+_SWIGLU_SLOPE = tl.constexpr(SWIGLU_SLOPE)
 _LARGEST = tl.constexpr(torch_fp8.LARGEST)
 _SMALLEST_SCALE = tl.constexpr(torch_fp8.SMALLEST_SCALE)
 
@@ -206,57 +209,75 @@ def add_and_normalise_rounded(
     return made
 
 
-@triton.jit
-def activated(gate, kind: tl.constexpr, GELU: tl.constexpr):
-    """silu or gelu_tanh of numbers in float32, rounded to the dtype `kind`, in float32."""
-    inner = gate
-    if GELU:
-        inner = _GELU_LINEAR * (gate + _GELU_CUBIC * gate * gate * gate)
-    return (gate / (1.0 + tl.exp(-inner))).to(kind).to(tl.float32)
+GATES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+"""Numbers of activations, which kernels are compiled for."""
+
+_GELU_TANH, _CLAMPED_SWIGLU = tl.constexpr(GATES["gelu_tanh"]), tl.constexpr(GATES["clamped_swiglu"])
 
 
 @triton.jit
-def _gated(fused, row, element, inside, FEATURES: tl.constexpr, GELU: tl.constexpr):
-    """silu or gelu_tanh of a row's gates times its factors, in the dtype of `fused`, which is rounded to on the way,
-    too."""
+def gated(gate, factor, kind: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr):
+    """Activated gates times factors, all in float32, rounded to the dtype `kind`; where factors are multiplied as they
+    are, on the way, too."""
+    if GATE == _CLAMPED_SWIGLU:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        factor = tl.where(factor > LIMIT, LIMIT, tl.where(factor < -LIMIT, -LIMIT, factor))
+        inner = gate * _SWIGLU_SLOPE
+        made = gate / (1.0 + tl.exp(-inner)) * (factor + 1.0)
+    else:
+        inner = gate
+        if GATE == _GELU_TANH:
+            inner = _GELU_LINEAR * (gate + _GELU_CUBIC * gate * gate * gate)
+        made = (gate / (1.0 + tl.exp(-inner))).to(kind).to(tl.float32) * factor
+    return made.to(kind)
+
+
+@triton.jit
+def _gated(fused, row, element, inside, FEATURES: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr):
+    """Activated gates of a row times its factors, in the dtype of `fused`."""
     kind = fused.dtype.element_ty
     gate = tl.load(fused + row * 2 * FEATURES + element, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(fused + row * 2 * FEATURES + FEATURES + element, mask=inside, other=0.0).to(tl.float32)
-    return (activated(gate, kind, GELU) * up).to(kind)
+    return gated(gate, up, kind, GATE, LIMIT)
 
 
 @triton.jit
 def _activate_and_multiply_kernel(
-    fused, output, FEATURES: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr
-):
+    fused, output,
+    FEATURES: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < FEATURES
-    tl.store(output + row * FEATURES + element, _gated(fused, row, element, inside, FEATURES, GELU), mask=inside)
+    tl.store(output + row * FEATURES + element, _gated(fused, row, element, inside, FEATURES, GATE, LIMIT), mask=inside)
 
 
-def activate_and_multiply(fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """The activated first half of the features times the second: [tokens, 2 * features] dense → [tokens, features]."""
+def activate_and_multiply(
+    fused: torch.Tensor, activation: Activation = "silu", limit: float = math.inf
+) -> torch.Tensor:
+    """The activated first half of the features times the second: [tokens, 2 * features] dense → [tokens, features];
+    see `Activation` for the limit."""
     tokens, features = fused.shape[0], fused.shape[1] // 2
     output = fused.new_empty((tokens, features))
     _activate_and_multiply_kernel[(tokens, triton.cdiv(features, _FEATURES))](
-        fused, output, FEATURES=features, BLOCK=_FEATURES, GELU=activation == "gelu_tanh", num_warps=4, **early(fused)
-    )
+        fused, output, FEATURES=features, BLOCK=_FEATURES, GATE=GATES[activation], LIMIT=limit,
+        num_warps=4, **early(fused),
+    )  # fmt: skip
     return output
 
 
 @triton.jit
 def _activate_and_multiply_rounded_kernel(
     fused, codes, scales, code_stride, scale_stride,
-    FEATURES: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
+    FEATURES: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where it is not in groups that a row is rounded, BLOCK has all of it, for its largest number."""
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < FEATURES
-    value = _gated(fused, row, element, inside, FEATURES, GELU).to(tl.float32)
+    value = _gated(fused, row, element, inside, FEATURES, GATE, float("inf")).to(tl.float32)
     if ROUNDS == _BY_ROW:
         value, scale = round_row(value, BLOCK)
         tl.store(scales + row, scale)
@@ -275,7 +296,7 @@ def activate_and_multiply_rounded(
     block = triton.next_power_of_2(features) if rounding == "row" else _FEATURES
     _activate_and_multiply_rounded_kernel[(tokens, triton.cdiv(features, block))](
         fused, made.codes, made.scale, made.codes.stride(0), made.scale.stride(-1),
-        FEATURES=features, BLOCK=block, ROUNDS=_ROUNDS[rounding], GELU=activation == "gelu_tanh",
+        FEATURES=features, BLOCK=block, ROUNDS=_ROUNDS[rounding], GATE=GATES[activation],
         num_warps=warps_for(block), **early(fused),
     )  # fmt: skip
     return made

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
-from trtrun.kernels.torch.experts import Experts
+from trtrun.kernels.torch.experts import Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
 from trtrun.kernels.triton import experts as expert_kernels
@@ -60,8 +61,10 @@ class TritonOperations(TorchOperations):
         return row_functions.square_sums(x)
 
     @override
-    def activate_and_multiply(self, fused: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        return fused_kernels.activate_and_multiply(fused, activation)
+    def activate_and_multiply(
+        self, fused: torch.Tensor, activation: Activation = "silu", limit: float = math.inf
+    ) -> torch.Tensor:
+        return fused_kernels.activate_and_multiply(fused, activation, limit)
 
     @override
     def activate_and_multiply_rounded(
@@ -82,10 +85,10 @@ class TritonOperations(TorchOperations):
     choose_experts = staticmethod(expert_kernels.choose_experts)
 
     @override
-    def experts(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> Experts:
-        if gate_up.dtype in (torch.bfloat16, torch.float16):
-            return expert_kernels.TritonExperts(gate_up, down, activation)
-        return super().experts(gate_up, down, activation)
+    def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
+        if weights.gate_up.dtype in (torch.bfloat16, torch.float16):
+            return expert_kernels.TritonExperts(weights, activation, limit)
+        return super().experts(weights, activation, limit)
 
     @override
     def fp8_product(

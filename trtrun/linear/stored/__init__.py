@@ -2,13 +2,14 @@
 Importing this package registers every method."""
 
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations
-from trtrun.linear.stored import byte_layouts, compressed_tensors, group_layouts, modelopt
+from trtrun.linear.stored import byte_layouts, compressed_tensors, expert_layouts, group_layouts, modelopt
 
 __all__ = [
     "STORED_QUANTIZATIONS",
     "StoredQuantizations",
     "byte_layouts",
     "compressed_tensors",
+    "expert_layouts",
     "group_layouts",
     "modelopt",
 ]

@@ -155,17 +155,22 @@ class Fp4Layout:
         return found
 
     def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> Fp4Weight:
-        import torch
-
         from trtrun.linear.stored.forms import Fp4Weight
 
         scale = tensors["scale"]
         if self.whole is None:
-            bits = torch.where(scale > 0, scale.int() << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))
-            return Fp4Weight(tensors["codes"], bits.int().view(torch.float32), self.group_size)
+            return Fp4Weight(tensors["codes"], power_of_two(scale), self.group_size)
         whole = tensors["whole"].float().reshape(())
         scale = scale.float() / whole if self.divides else scale.float() * whole
         return Fp4Weight(tensors["codes"], scale, self.group_size)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """float32 of exponents plus 127, uint8 (E8M0); infinite for 255, which stands for no number."""
+    import torch
+
+    bits = torch.where(exponents > 0, exponents.int() << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))
+    return bits.int().view(torch.float32)
 
 
 @STORED_QUANTIZATIONS.register("fp8")

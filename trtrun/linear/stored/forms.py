@@ -33,6 +33,44 @@ class StoredForm(Protocol):
 
 
 @dataclass(frozen=True)
+class PlainWeight:
+    """W as it is.
+
+    Attributes:
+        values: [out, in] of any float dtype.
+    """
+
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+        return self.values[rows].float()
+
+
+@dataclass(frozen=True)
+class SomeColumns:
+    """Some columns of a weight whose groups end elsewhere.
+
+    Attributes:
+        form: the weight.
+        columns: of it.
+    """
+
+    form: StoredForm
+    columns: range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.form.shape[0], len(self.columns)
+
+    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+        return self.form.dequantize(rows)[:, self.columns.start : self.columns.stop]
+
+
+@dataclass(frozen=True)
 class Fp8Weight:
     """W = codes * scale, of 8 bits with an exponent.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trtrun.kernels.triton.attention.attention_steps import lift, merge, step, step_of_codes
+from trtrun.kernels.triton.attention.attention_steps import lift, merge, merge_sinks, step, step_of_codes
 from trtrun.kernels.triton.attention.kv_codes import PLAIN
 from trtrun.kernels.triton.early_launch import begin
 
@@ -19,12 +19,13 @@ _VARYING = ["queries", "position_row", "position_query", "table_row"]
 @triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["tables", "positions"])
 def attend_kernel(
     query, store, scales, value_offset, layer_scales, tables, positions, output,
-    partial_sum, partial_peak, partial_output, scale,
+    partial_sum, partial_peak, partial_output, sinks, scale,
     query_token, query_head, position_row, position_query, table_row,
     queries, kv_heads, group, window, shares, tiles,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr, EARLY: tl.constexpr,
+    CODES: tl.constexpr, HAS_LAYER_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one.
     Where the store has codes, elements are dealt with in two halves, of which `odd` is the second (attention_steps.py);
@@ -84,6 +85,12 @@ def attend_kernel(
     else:
         all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
         all_even, all_odd = _fold(all_even, all_odd, even, odd, fade, factor, CODES)
+        if HAS_SINKS:
+            of_heads = tl.load(sinks + head, mask=real, other=float("-inf"))
+            all_total, fade = merge_sinks(all_peak, all_total, of_heads)
+            all_even = all_even * fade[:, None]
+            if CODES != PLAIN:
+                all_odd = all_odd * fade[:, None]
         all_total = tl.where(all_total == 0.0, 1.0, all_total)[:, None]
         even = all_even / all_total
         if CODES != PLAIN:

@@ -7,7 +7,7 @@ what is gathered is kept in halves. Scales of keys multiply scores, and those of
 place of one a code.
 
 The results of shares are put together in their order, as in Flash-Decoding (Dao et al., "Flash-Decoding for
-long-context inference", October 2023), with peaks that are whole numbers.
+long-context inference", October 2023), with peaks that are whole numbers. The sinks of heads come behind the last one.
 """
 
 from __future__ import annotations
@@ -36,14 +36,27 @@ def merge(peak, total, more_peak, more_total):
     return higher, total * fade + more_total * factor, fade, factor
 
 
+@triton.jit
+def merge_sinks(peak, total, sinks):
+    """The total with sinks, scores without values, as one more share; and how what was gathered fades."""
+    # Rounded by itself: a compiler might make one of the product and the difference behind it, and not in every kernel.
+    nothing = tl.zeros_like(sinks)
+    stretched = tl.fma(sinks, nothing + 1.4426950408889634, nothing)  # log2(e)
+    of_sinks = tl.ceil(stretched)
+    weights = tl.exp2(stretched - tl.where(of_sinks == float("-inf"), 0.0, of_sinks))
+    _, total, fade, _ = merge(peak, total, of_sinks, weights)
+    return total, fade
+
+
 @triton.jit(
     do_not_specialize=["position_row", "position_query", "queries", "heads", "shares", "window"],
     do_not_specialize_on_alignment=["partial_sum", "partial_peak", "positions"],
 )
 def combine_kernel(
-    partial_sum, partial_peak, partial_output, positions, output,
+    partial_sum, partial_peak, partial_output, positions, output, sinks,
     position_row, position_query, queries, heads, shares, window,
-    SHARE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    SHARE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: its shares, one after the other."""
     begin(EARLY)
@@ -71,6 +84,9 @@ def combine_kernel(
             own_part = tl.sum(tl.where(lane[:, None] == share, parts, 0.0), axis=0)
             peak, total, fade, factor = merge(peak, total, own_peak, own_total)
             gathered = gathered * fade + own_part * factor
+    if HAS_SINKS:
+        total, fade = merge_sinks(peak, total, tl.load(sinks + result % heads))
+        gathered = gathered * fade
     gathered = gathered / tl.where(total == 0.0, 1.0, total)
     tl.store(output + result.to(tl.int64) * HEAD + element, gathered.to(output.dtype.element_ty), mask=inside)
 

@@ -86,7 +86,8 @@ class PagedAttention:
         places, lines = segment.queries * (heads // kv_heads), segment.rows * kv_heads
         units = multiprocessors(query.device)
         if kept.codes == PLAIN.value:
-            suits = call.soft_cap is None and is_chosen(store_layer, _SHARE, _attend_rows)  # that kernel caps nothing
+            is_usual = call.soft_cap is None and call.sinks is None  # that kernel knows neither
+            suits = is_usual and is_chosen(store_layer, _SHARE, _attend_rows)
             tiling = choose_tiling(places, lines, shares, units, suits)
         else:
             tiling = tiling_of_codes(places, lines, shares, units)
@@ -103,7 +104,7 @@ class PagedAttention:
             out = output[tokens]
             _attend_rows(
                 query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split, kept,
-                call.soft_cap,
+                call.soft_cap, call.sinks,
             )  # fmt: skip
 
 
@@ -126,10 +127,11 @@ def _attend_rows(
     is_split: bool = False,
     kept: KeptNumbers | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend for some rows; see `prompt_attention.attend`. A program has at most `tile` queries of a KV head, heads
     counted. With `is_split` shares have programs of their own. The store has keys and values as `kept` says; None: as
-    they are. For `soft_cap` see AttentionCall: each one has a kernel of its own."""
+    they are. For `soft_cap` and `sinks` see AttentionCall: each cap has a kernel of its own."""
     kept = kept or KeptNumbers.of(PLAIN_KV, store_layer, None)
     kv_heads, block_size = store_layer.shape[2:4]
     rows, queries = positions.shape
@@ -149,20 +151,21 @@ def _attend_rows(
     partial = query.new_empty((slots, head_dim), dtype=torch.float32)
     attend_kernel[(rows, kv_heads, tiles * at_once)](
         query, kept.numbers, kept.token_scales, store_layer.stride(0), kept.layer_scales,
-        tables, positions, output, sums, peaks, partial, scale,
+        tables, positions, output, sums, peaks, partial, sums if sinks is None else sinks, scale,
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
         queries, kv_heads, group, window, shares, tiles,
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32", CODES=kept.codes,
         HAS_LAYER_SCALES=kept.has_layer_scales, SOFT_CAP=soft_cap,
-        **_options(tile, kept.codes), **early(query),
+        HAS_SINKS=sinks is not None, **_options(tile, kept.codes), **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
-            sums, peaks, partial, positions, output,
+            sums, peaks, partial, positions, output, sums if sinks is None else sinks,
             positions.stride(0), positions.stride(1), queries, heads, shares, window,
-            SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1, **early(query),
+            SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8,
+            HAS_SINKS=sinks is not None, num_warps=1, **early(query),
         )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.config import ModelFamily, read_flag
 from trtrun.models.experts_plan import ExpertsPlan
+from trtrun.models.families.mixtures import read_experts
+from trtrun.models.families.olmo import WholeNormAttentionPlan
 from trtrun.models.layer_plan import DecoderPlan, LayerPlan, ModelShape
-from trtrun.models.mixtures import read_experts
-from trtrun.models.olmo import WholeNormAttentionPlan
 from trtrun.registry import MODEL_FAMILIES
 
 

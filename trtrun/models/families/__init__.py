@@ -1,0 +1,17 @@
+"""The product's own families, one file each, or one for a few that are alike. Importing this package registers them."""
+
+from trtrun.models.families import apertus, dense, gemma, glm, gpt_oss, granite, mixtures, olmo, olmoe, phi3, smollm3
+
+__all__ = [
+    "apertus",
+    "dense",
+    "gemma",
+    "glm",
+    "gpt_oss",
+    "granite",
+    "mixtures",
+    "olmo",
+    "olmoe",
+    "phi3",
+    "smollm3",
+]
