@@ -92,7 +92,7 @@ def check_split(
     weights = held_weights(config, share, default)
     for weight, held in weights:
         held.stored(weight)
-        if weight.use == "expert" and device_type != "cpu" and not _becomes_dense(weight, held):
+        if weight.use == "expert" and device_type != "cpu" and not _is_held_on_gpus(weight, held):
             raise ConfigError(
                 "experts are held as they are on GPUs: leave quantization out, and take a plain checkpoint"
             )
@@ -101,9 +101,10 @@ def check_split(
     return weights
 
 
-def _becomes_dense(weight: HeldWeight, held: Quantization) -> bool:
+def _is_held_on_gpus(weight: HeldWeight, held: Quantization) -> bool:
+    """Whether experts on GPUs may be held so: dense, or in MXFP4."""
     if isinstance(held, StoredLinear):
-        return all(held.layout.codes(part) is None for part in weight.parts)
+        return all(held.layout.codes(part) in (None, "mxfp4") for part in weight.parts)
     return held == QUANTIZATIONS.get("none")
 
 

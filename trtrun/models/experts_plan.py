@@ -148,7 +148,6 @@ class ExpertsPlan:
         return ExpertsMLP(router, choose, experts, reader.communicator, self._build_shared(reader))
 
     def _build_experts(self, reader: WeightReader) -> Experts:
-        import torch
 
         from trtrun.kernels.chooser import operations_of
         from trtrun.kernels.torch.experts import ExpertWeights, HostExperts
@@ -163,19 +162,19 @@ class ExpertsPlan:
             activate = partial(operations.activate_and_multiply, activation=self.activation, limit=self.limit)
             return HostExperts(gate_up, down, activate)
 
-        def together(weights: Iterator[Weight], shape: tuple[int, ...]) -> torch.Tensor:
-            held = torch.empty((self.num_experts, *shape), dtype=reader.dtype, device=reader.device)
-            for place, weight in zip(held, weights, strict=True):
-                place.copy_(reader.dense(weight))
-            return held
+        def together(weights: Iterator[Weight]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            """All experts' weights, or codes and scales."""
+            held: dict[str, torch.Tensor] = {}
+            for expert, weight in enumerate(weights):
+                for name, part in reader.expert(weight).items():
+                    if name not in held:
+                        held[name] = part.new_empty((self.num_experts, *part.shape))
+                    held[name][expert].copy_(part)
+            return (held["weight"], None) if "weight" in held else (held["codes"], held["scales"])
 
-        share = reader.share
-        weights = ExpertWeights(
-            together(map(self.gate_up, numbers), self.gate_up(0).cut(share).shape),
-            together(map(self.down, numbers), self.down(0).cut(share).shape),
-            gate_up_bias,
-            down_bias,
-        )
+        gates, gate_scales = together(map(self.gate_up, numbers))
+        outputs, output_scales = together(map(self.down, numbers))
+        weights = ExpertWeights(gates, outputs, gate_up_bias, down_bias, gate_scales, output_scales)
         return operations.experts(weights, self.activation, self.limit)
 
     def _read_biases(self, reader: WeightReader) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -8,7 +8,10 @@ import torch
 from norms import difference
 
 from trtrun.kernels.torch.experts import Choice, ExpertWeights, MaskedExperts, choose_experts
+from trtrun.kernels.torch.mxfp4 import quantize_mxfp4
 from trtrun.kernels.torch.operations import TorchOperations
+from trtrun.linear.stored.byte_layouts import power_of_two
+from trtrun.linear.stored.forms import Fp4Weight
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 HAS_GPU = torch.cuda.is_available()
@@ -28,8 +31,6 @@ def made(shape: tuple[int, int, int, int], tokens: int) -> tuple[torch.Tensor, t
     gate_up = torch.randn(count, 2 * features, hidden, device=DEVICE).mul_(hidden**-0.5).to(DTYPE)
     down = torch.randn(count, hidden, features, device=DEVICE).mul_(features**-0.5).to(DTYPE)
     x = torch.randn(tokens, hidden, device=DEVICE).to(DTYPE)
-    if not HAS_GPU:  # numpy adds a step of a tile as one: here sums have the same bits in steps of any length
-        gate_up, x = ((16 * values).round().clamp(-32, 32) / 16 for values in (gate_up, x))
     logits = torch.randn(tokens, count, device=DEVICE)
     if count > chosen:
         logits[:, -1] = -100.0
@@ -59,6 +60,32 @@ def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int
         part = Choice(choice.experts[first:last], choice.shares[first:last])
         assert torch.equal(experts(x[first:last], part), whole[first:last]), (first, last)
     assert experts(x[:0], Choice(choice.experts[:0], choice.shares[:0])).shape == (0, shape[1])
+
+
+CODED_SHAPES = [(5, 96, 64, 2), (3, 160, 32, 3), *([(32, 2880, 2880, 4), (128, 2048, 768, 8)] if HAS_GPU else [])]
+
+
+@pytest.mark.parametrize("shape", CODED_SHAPES, ids=str)
+def test_experts_of_4_bits_are_those_of_the_numbers_that_these_stand_for(shape: tuple[int, int, int, int]) -> None:
+    """To the bit, as each is a number of the dtype, in tiles of all sizes; the smallest and largest numbers, too."""
+    from trtrun.kernels.triton.experts import TritonExperts
+
+    gate_up, down, x, choice = made(shape, 700 if HAS_GPU else 40)
+    gate_up[:, 0, :16] = torch.arange(-8, 8, device=DEVICE) / 2  # all codes; in others the last power is the largest
+    coded = [[quantize_mxfp4(matrix) for matrix in weight] for weight in (gate_up, down)]
+    plain = [
+        torch.stack([Fp4Weight(one["codes"], power_of_two(one["scales"]), 32).dequantize() for one in of_weight])
+        for of_weight in coded
+    ]
+    for weight, widened in zip((gate_up, down), plain, strict=True):
+        assert (weight - widened).abs().max() < 0.3 * weight.abs().max()
+    codes, scales = ([torch.stack([one[name] for one in part]) for part in coded] for name in ("codes", "scales"))
+    biases = [torch.randn(shape[0], size, device=DEVICE).to(DTYPE) for size in (2 * shape[2], shape[1])]
+    packed = TritonExperts(ExpertWeights(*codes, *biases, *scales), "clamped_swiglu", 7.0)  # type: ignore[arg-type]
+    dense = TritonExperts(ExpertWeights(*(it.to(DTYPE) for it in plain), *biases), "clamped_swiglu", 7.0)  # type: ignore[arg-type]
+    for count in (1, 3, 40, len(x)):
+        part = Choice(choice.experts[:count], choice.shares[:count])
+        assert torch.equal(packed(x[:count], part), dense(x[:count], part)), count
 
 
 @pytest.mark.parametrize("renormalises", [True, False])

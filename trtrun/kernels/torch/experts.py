@@ -18,16 +18,19 @@ class ExpertWeights(NamedTuple):
     """Weights of all experts of a layer on one device, contiguous.
 
     Attributes:
-        gate_up: [experts, 2 * features, hidden]: rows of gates, then of factors.
-        down: [experts, hidden, features].
+        gate_up: [experts, 2 * features, hidden]: rows of gates, then of factors; or two of their numbers a byte.
+        down: [experts, hidden, features], or likewise.
         gate_up_bias: [experts, 2 * features]; None without.
         down_bias: [experts, hidden]; None without.
+        gate_up_scales, down_scales: of both in MXFP4 (kernels/torch/mxfp4.py); None where they are dense.
     """
 
     gate_up: torch.Tensor
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_scales: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -108,7 +111,7 @@ class MaskedExperts:
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
         made = x.new_zeros((*choice.experts.shape, x.shape[1]))
-        gate_up, down, gate_up_bias, down_bias = self._weights
+        gate_up, down, gate_up_bias, down_bias, *_ = self._weights
         for expert in range(len(gate_up)):
             gated = functional.linear(x, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
             of_down = None if down_bias is None else down_bias[expert]

@@ -18,11 +18,13 @@ import triton.language as tl
 
 from trtrun.kernels.arguments import Activation
 from trtrun.kernels.torch.experts import Choice, ExpertWeights
+from trtrun.kernels.torch.mxfp4 import BLOCK
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.expert_tiles import lay_out
 from trtrun.kernels.triton.fused import GATES, gated
 
 _NO_ROW = tl.constexpr(-1)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 class _Tile(NamedTuple):
@@ -37,6 +39,9 @@ class _Tile(NamedTuple):
 
 _NARROW, _WIDE, _LARGE = _Tile(16, 32, 256, 4, 3), _Tile(64, 64, 64, 4, 4), _Tile(128, 128, 64, 8, 3)
 """For few rows an expert, which memory bounds, for more, and for prompts."""
+
+_CODED_NARROW, _CODED_WIDE = _Tile(16, 32, 128, 4, 3), _Tile(64, 64, 64, 4, 3)
+"""The same for codes of 4 bits, which are widened in registers."""
 
 
 @triton.jit
@@ -81,10 +86,48 @@ def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool)
 
 
 @triton.jit
+def _numbers_of(nibble):
+    """E2M1 numbers, uint8 below 16, as float32."""
+    half = (nibble & 7).to(tl.int32)
+    # From 1 on they have float32's form with two bits of exponent and one of mantissa; below they are halves.
+    normal = ((half << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(half < 2, half.to(tl.float32) * 0.5, normal)
+    return tl.where(nibble > 7, -number, number)
+
+
+@triton.jit
+def _weights_of(
+    weight, scales, row, first, inputs, kind: tl.constexpr,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, IS_CODED: tl.constexpr,
+):  # fmt: skip
+    """Weights [INPUTS, FEATURES] of rows [FEATURES] int64 of all experts' rows, from an input on."""
+    if IS_CODED:
+        byte = first // 2 + tl.arange(0, INPUTS // 2)
+        place = weight + row[:, None] * (inputs // 2) + byte[None, :]
+        block = first // _BLOCK + tl.arange(0, INPUTS // _BLOCK)
+        of_block = scales + row[:, None] * (inputs // _BLOCK) + block[None, :]
+        if IS_EVEN:
+            codes = tl.load(place, eviction_policy="evict_first")
+            exponent = tl.load(of_block, eviction_policy="evict_first").to(tl.int32)
+        else:
+            codes = tl.load(place, mask=(byte < inputs // 2)[None, :], other=0, eviction_policy="evict_first")
+            exponent = tl.load(of_block, mask=(block < inputs // _BLOCK)[None, :], other=127).to(tl.int32)
+        power = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
+        numbers = tl.interleave(_numbers_of(codes & 15), _numbers_of(codes >> 4))
+        scaled = tl.reshape(numbers, (FEATURES, INPUTS // _BLOCK, _BLOCK)) * power[:, :, None]
+        return tl.trans(tl.reshape(scaled, (FEATURES, INPUTS)).to(kind))
+    number = first + tl.arange(0, INPUTS)
+    place = weight + row[None, :] * inputs + number[:, None]
+    if IS_EVEN:
+        return tl.load(place, eviction_policy="evict_first")
+    return tl.load(place, mask=(number < inputs)[:, None], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _gate_up_kernel(
-    x, weight, bias, output, pairs, experts, features, inputs,
+    x, weight, scales, bias, output, pairs, experts, features, inputs,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
+    IS_CODED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Activated gates times factors of the pairs of a tile: output [pairs, features]."""
     begin(EARLY)
@@ -97,25 +140,17 @@ def _gate_up_kernel(
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < features
     # The last tile computes some features again instead of reading behind the expert.
-    start = tl.where(is_feature, feature, 0).to(tl.int64) * inputs
-    gates = weight + expert * 2 * features * inputs + start
-    factors = gates + features.to(tl.int64) * inputs
+    gates = expert * 2 * features + tl.where(is_feature, feature, 0).to(tl.int64)
     token = x + (pair // CHOSEN) * inputs
     gate, factor = tl.zeros((ROWS, FEATURES), tl.float32), tl.zeros((ROWS, FEATURES), tl.float32)
     for first in range(0, inputs, INPUTS):
         number = first + tl.arange(0, INPUTS)
         known = number < inputs
         values = tl.load(token[:, None] + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0)
-        if IS_EVEN:
-            of_gate = tl.load(gates[None, :] + number[:, None], eviction_policy="evict_first")
-            of_factor = tl.load(factors[None, :] + number[:, None], eviction_policy="evict_first")
-        else:
-            of_gate = tl.load(
-                gates[None, :] + number[:, None], mask=known[:, None], other=0.0, eviction_policy="evict_first"
-            )
-            of_factor = tl.load(
-                factors[None, :] + number[:, None], mask=known[:, None], other=0.0, eviction_policy="evict_first"
-            )
+        of_gate = _weights_of(weight, scales, gates, first, inputs, kind, FEATURES, INPUTS, IS_EVEN, IS_CODED)
+        of_factor = _weights_of(
+            weight, scales, gates + features, first, inputs, kind, FEATURES, INPUTS, IS_EVEN, IS_CODED
+        )
         gate = tl.dot(values, of_gate, gate)
         factor = tl.dot(values, of_factor, factor)
     if HAS_BIAS:
@@ -129,8 +164,8 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x, weight, bias, output, pairs, experts, features, inputs,
-    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+    x, weight, scales, bias, output, pairs, experts, features, inputs,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, IS_CODED: tl.constexpr,
     HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of the pairs of a tile, x [pairs, inputs], with their expert: output [pairs, features]."""
@@ -142,7 +177,7 @@ def _down_kernel(
     is_pair = pair != _NO_ROW
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < features
-    start = weight + expert * features * inputs + tl.where(is_feature, feature, 0).to(tl.int64) * inputs
+    row = expert * features + tl.where(is_feature, feature, 0).to(tl.int64)
     total = tl.zeros((ROWS, FEATURES), tl.float32)
     for first in range(0, inputs, INPUTS):
         number = first + tl.arange(0, INPUTS)
@@ -150,12 +185,9 @@ def _down_kernel(
         values = tl.load(
             x + pair[:, None] * inputs + number[None, :], mask=is_pair[:, None] & known[None, :], other=0.0
         )
-        if IS_EVEN:
-            weights = tl.load(start[None, :] + number[:, None], eviction_policy="evict_first")
-        else:
-            weights = tl.load(
-                start[None, :] + number[:, None], mask=known[:, None], other=0.0, eviction_policy="evict_first"
-            )
+        weights = _weights_of(
+            weight, scales, row, first, inputs, output.dtype.element_ty, FEATURES, INPUTS, IS_EVEN, IS_CODED
+        )
         total = tl.dot(values, weights, total)
     if HAS_BIAS:
         total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
@@ -178,7 +210,7 @@ def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.cons
 
 
 class TritonExperts:
-    """Experts with weights of half precision.
+    """Experts with weights of half precision, or of 4 bits.
 
     Args:
         weights: of all experts.
@@ -196,23 +228,28 @@ class TritonExperts:
         output = torch.empty_like(x)
         if not tokens:
             return output
-        gate_up, down, gate_up_bias, down_bias = self._weights
-        num_experts, _, features = down.shape
-        rows = tokens * num_chosen // num_experts
-        tile = _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
+        gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales = self._weights
+        num_experts, features = len(down), gate_up.shape[1] // 2
+        rows, is_coded = tokens * num_chosen // num_experts, gate_up_scales is not None
+        if is_coded:
+            tile = _CODED_NARROW if rows < 16 else _CODED_WIDE
+        else:
+            tile = _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
         pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
         gates = x.new_empty((tokens * num_chosen, features))
         made = x.new_empty((tokens * num_chosen, hidden))
         sizes = {"ROWS": tile.rows, "FEATURES": tile.features, "INPUTS": tile.inputs}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **early(x)}
         _gate_up_kernel[(len(experts), triton.cdiv(features, tile.features))](
-            x, gate_up, x if gate_up_bias is None else gate_up_bias, gates, pairs, experts, features, hidden,
-            CHOSEN=num_chosen, IS_EVEN=hidden % tile.inputs == 0, HAS_BIAS=gate_up_bias is not None,
+            x, gate_up, x if gate_up_scales is None else gate_up_scales, x if gate_up_bias is None else gate_up_bias,
+            gates, pairs, experts, features, hidden, CHOSEN=num_chosen, IS_EVEN=hidden % tile.inputs == 0,
+            IS_CODED=is_coded, HAS_BIAS=gate_up_bias is not None,
             GATE=self._gate, LIMIT=self._limit, **sizes, **options,
         )  # fmt: skip
         _down_kernel[(len(experts), triton.cdiv(hidden, tile.features))](
-            gates, down, x if down_bias is None else down_bias, made, pairs, experts, hidden, features,
-            IS_EVEN=features % tile.inputs == 0, HAS_BIAS=down_bias is not None, **sizes, **options,
+            gates, down, x if down_scales is None else down_scales, x if down_bias is None else down_bias,
+            made, pairs, experts, hidden, features,
+            IS_EVEN=features % tile.inputs == 0, IS_CODED=is_coded, HAS_BIAS=down_bias is not None, **sizes, **options,
         )  # fmt: skip
         block = min(1024, triton.next_power_of_2(hidden))
         _add_kernel[(tokens, triton.cdiv(hidden, block))](

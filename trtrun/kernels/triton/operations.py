@@ -86,7 +86,7 @@ class TritonOperations(TorchOperations):
 
     @override
     def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
-        if weights.gate_up.dtype in (torch.bfloat16, torch.float16):
+        if weights.gate_up.dtype in (torch.bfloat16, torch.float16, torch.uint8):
             return expert_kernels.TritonExperts(weights, activation, limit)
         return super().experts(weights, activation, limit)
 

@@ -70,6 +70,16 @@ def has_int4_products(device_type: str) -> bool:
     return device_type == "cuda" and (not torch.cuda.is_available() or is_hopper(torch.device("cuda")))
 
 
+def has_expert_codes(device_type: str) -> bool:
+    """Whether experts of 4 bits are multiplied with as they are: on GPUs with Triton. Where there is no GPU, as where a
+    plan is made for another host, one like that is meant."""
+    import torch
+
+    from trtrun.kernels.triton.support import triton_works
+
+    return device_type == "cuda" and (not torch.cuda.is_available() or triton_works(device_type))
+
+
 def int4_group(group_size: int) -> int | None:
     """Inputs of the groups that a rank holds where a checkpoint's have `group_size`; None where it cannot hold them."""
     return next((size for size in _GROUP_SIZES if not group_size % size), None)
@@ -234,6 +244,41 @@ class Int4(Coded):
 
         words = tensors["words"]
         return operations_of(words.device.type).int4_product(words, tensors["scales"], bias)
+
+
+class Mxfp4(Coded):
+    """Weights of experts of 4 bits with an exponent, activations as they are: "codes" and "scales", both uint8
+    (trtrun.kernels.torch.mxfp4). Only checkpoints that are quantized so are held so, on GPUs with Triton, where all
+    experts of a layer are multiplied with together. Dummy weights are rounded to nearest."""
+
+    def __init__(self) -> None:
+        super().__init__("mxfp4")
+
+    @override
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
+        import torch
+
+        from trtrun.kernels.torch.mxfp4 import BLOCK
+
+        features, inputs = weight.shape
+        return {
+            "codes": TensorSpec((features, inputs // 2), torch.uint8),
+            "scales": TensorSpec((features, inputs // BLOCK), torch.uint8),
+        }
+
+    @override
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        return 0
+
+    @override
+    def load(self, source: WeightSource) -> Tensors:
+        from trtrun.kernels.torch.mxfp4 import quantize_mxfp4
+
+        return quantize_mxfp4(source.dense())
+
+    @override
+    def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        raise NotImplementedError("experts are multiplied with together")
 
 
 class Fp8(Coded):

@@ -5,8 +5,8 @@ As gpt-oss has them: gates and the factors that they are multiplied with lie in 
 bytes of two numbers each (E2M1, the even column in the lower bits), and a power of two for each block (E8M0, OCP
 Microscaling Formats 1.0). Every such number is one of bfloat16.
 
-Everything becomes dense as it is read, an expert at a time. A layout that keeps codes says so in `codes`, and `Layout`
-has a form for them. It knows names and numbers. It does not know models.
+On GPUs codes stay as they are where ranks hold whole blocks; everything else becomes dense as it is read, an expert at
+a time. It knows names and numbers. It does not know models.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Mxfp4Experts:
     rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
-        return None
+        """None where a rank begins or ends within a block."""
+        columns = part.ranges[1]
+        return None if columns.start % _BLOCK or columns.stop % _BLOCK else "mxfp4"
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """Whole blocks, also where ranks share one."""
@@ -109,8 +111,11 @@ class Mxfp4Experts:
 
         _, matrix, _ = _place(part)
         codes, scales = tensors["blocks"][0].flatten(1), tensors["scales"][0]
-        whole = Fp4Weight(_in_order(codes, matrix), power_of_two(_in_order(scales, matrix)), _BLOCK)
+        exponents = _in_order(scales, matrix)
+        whole = Fp4Weight(_in_order(codes, matrix), power_of_two(exponents), _BLOCK, exponents)
         columns, first = part.ranges[1], part.ranges[1].start // _BLOCK * _BLOCK
+        if len(columns) == whole.shape[1]:
+            return whole
         return SomeColumns(whole, range(columns.start - first, columns.stop - first))
 
 

@@ -133,11 +133,13 @@ class Fp4Weight:
         codes: [out, in / 2] uint8, the even column in the lower bits.
         scale: [out, groups] float32.
         group_size: columns of a group, one behind the other.
+        exponents: [out, groups] uint8, where scales are powers of two: exponents plus 127; else None.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     group_size: int
+    exponents: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -30,6 +30,8 @@ from trtrun.linear.quantization.quantizations import (
     FEATURES,
     INPUTS,
     Int4,
+    Mxfp4,
+    has_expert_codes,
     has_fp8_products,
     has_int4_products,
     int4_group,
@@ -40,9 +42,9 @@ if TYPE_CHECKING:
 
     from trtrun.linear.stored.forms import StoredForm
 
-Codes = Literal["fp8", "fp8_block"] | int
-"""What GPUs hold as it is: an Fp8Weight without blocks, or in blocks of 128 by 128; or a PackedWeight of 4 bits, then
-how many columns have a scale of their own."""
+Codes = Literal["fp8", "fp8_block", "mxfp4"] | int
+"""What GPUs hold as it is: an Fp8Weight without blocks, or in blocks of 128 by 128; experts' Fp4Weight with powers of
+two; or a PackedWeight of 4 bits, then how many columns have a scale of their own."""
 
 
 class Layout(Protocol):
@@ -106,6 +108,8 @@ class StoredLinear(Quantization):
         (codes,) = found if len(found) == 1 else (None,)
         if isinstance(codes, int) and (weight.shape[0] % FEATURES or not has_int4_products(device_type)):
             return None
+        if codes == "mxfp4":
+            return codes if has_expert_codes(device_type) else None
         if codes == "fp8_block" and not (has_fp8_products(device_type) and _cut_block(parts) is None):
             return None
         return codes
@@ -123,6 +127,8 @@ class StoredLinear(Quantization):
         codes = self.codes(weight, dtype, device_type)
         if codes is None:
             return QUANTIZATIONS.get("none")
+        if codes == "mxfp4":
+            return Mxfp4()
         return Int4(codes) if isinstance(codes, int) else self._held_codes(in_blocks=codes == "fp8_block")
 
     def _held_codes(self, *, in_blocks: bool) -> Quantization:
@@ -156,6 +162,8 @@ class StoredLinear(Quantization):
             return self._load_dense(source)
         if isinstance(codes, int):
             return self._load_groups(source, codes)
+        if codes == "mxfp4":
+            return self._load_expert(source)
         return self._load_blocks(source) if codes == "fp8_block" else self._load_codes(source)
 
     @override
@@ -191,6 +199,15 @@ class StoredLinear(Quantization):
             row += rows
         destination[row:].zero_()  # vocabulary padding
         return {"weight": destination}
+
+    def _load_expert(self, source: WeightSource) -> Tensors:
+        """One expert's codes, as they are."""
+        from trtrun.linear.stored.forms import Fp4Weight
+
+        (part,) = source.weight.parts
+        form = self._read(source, part)
+        assert isinstance(form, Fp4Weight) and form.exponents is not None
+        return {"codes": form.codes, "scales": form.exponents}
 
     def _load_codes(self, source: WeightSource) -> Tensors:
         """Load codes as they are; the scale of a whole tensor becomes that of each of its output features."""
