@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event, Reasoning, Text, joined
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 
@@ -208,7 +208,7 @@ QWEN3_CODER += [
     (f"{BEGIN_F}<parameter=city>\na\n<parameter=days>", call("f", '{"city": "a\\n<parameter=days>')),
     (f"{BEGIN_F}<parameter=city>\na </function>", call("f", '{"city": "a </function>')),
 ]
-CALLS, END_CALLS, CALL, SEP, END = deepseek.CALLS, deepseek.END_CALLS, deepseek.CALL, deepseek.SEPARATOR, deepseek.END
+CALLS, CALL, SEP, END, END_CALLS = marked.DEEPSEEK
 DEEPSEEK: list[tuple[str, list[Event]]] = [
     ("hello <｜  \n", [Text("hello <｜  \n")]),
     (

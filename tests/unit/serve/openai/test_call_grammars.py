@@ -12,10 +12,10 @@ import pytest
 from chat_server import MARKS
 from checkpoints import make_tokenizer
 
-from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.api.openai.output.grammar_parts import without_notes
-from launch.serve.api.openai.output.grammars import Wanted, as_lark, write_grammar
+from launch.serve.api.openai.output.grammar_parts import Wanted, without_notes
+from launch.serve.api.openai.output.grammars import as_lark, write_grammar
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, Reasoning
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 from trtrun.api.prompts import PromptReader
@@ -53,7 +53,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         folder,
         special=()
         if request.param == "text"
-        else (*MARKS, *deepseek.MARKS, *TOOL_FORMATS["llama_nemotron_json"].marks),
+        else (*MARKS, *marked.DEEPSEEK, *TOOL_FORMATS["llama_nemotron_json"].marks),
     )
     if request.param == "added":
         file = folder / "tokenizer.json"

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from checkpoints import make_tokenizer
 
-from launch.serve.api.openai.output.grammar_parts import Lark, parameter_rules
-from launch.serve.api.openai.output.grammars import Wanted, write_grammar
+from launch.serve.api.openai.output.grammar_parts import Lark, Wanted
+from launch.serve.api.openai.output.grammars import write_grammar
 from launch.serve.api.openai.output.machine import Arguments
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
-from launch.serve.api.openai.output.qwen3_coder import ALL_TYPES, as_json, types_of
+from launch.serve.api.openai.output.tagged_grammars import ParameterRules
+from launch.serve.api.openai.output.tags import QWEN3_CODER
+from launch.serve.api.openai.output.text_values import ALL_TYPES, as_json, types_of
 from trtrun.chats.tools import Choice, read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
@@ -56,7 +58,7 @@ def test_alternatives_that_many_name_are_looked_at_once() -> None:
     assert types_of({"$ref": "#/$defs/a0"}, schema) == {"string", "null"}
     [tool] = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}).tools
     lark = Lark({})
-    parameter_rules(lark, tool)
+    ParameterRules(lark, QWEN3_CODER).of_tool(tool)
     assert lark.size < 200
 
 
