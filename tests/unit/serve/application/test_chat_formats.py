@@ -7,7 +7,8 @@ from typing import Literal
 
 import pytest
 
-from launch.serve.application.parts import _formats, _say_unseen_tools
+from launch.serve.application.chat_formats import describe_formats, told_formats
+from launch.serve.application.parts import _say_unseen_tools
 from trtrun.chats.chat_template import ChatTemplate
 from trtrun.configuration.process_sections import ServerSection
 from trtrun.errors import ConfigError
@@ -31,7 +32,7 @@ def test_a_form_that_is_not_known_is_told_at_the_start(
     caplog: pytest.LogCaptureFixture, template: ChatTemplate | None, asked: str | None, found: str, is_told: bool
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert _formats(ServerSection(tool_parser=asked), template) == (found, "")
+        assert told_formats(ServerSection(tool_parser=asked), template) == (found, "")
     assert ["server.tool_parser" in line for line in caplog.messages] == [True] * is_told
 
 
@@ -48,4 +49,21 @@ def test_a_template_that_shows_no_tools_is_told_at_the_start(
 
 def test_a_form_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"server.tool_parser: there is no 'qwen3_code'.*qwen3_coder"):
-        _formats(ServerSection(tool_parser="qwen3_code"), None)
+        told_formats(ServerSection(tool_parser="qwen3_code"), None)
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "line"),
+    [
+        (
+            "{{ tools }}<tool_call><arg_key></arg_key>\n<arg_value></arg_value></think>",
+            None,
+            "calls glm45, thoughts qwen3",
+        ),
+        (UNKNOWN, None, "calls of an unknown form (server.tool_parser), thoughts not told apart"),
+        (UNKNOWN, "none", "calls not looked for, thoughts not told apart"),
+        ("{{ messages }}", None, "calls not looked for, thoughts not told apart"),
+    ],
+)
+def test_a_line_says_which_forms_there_are(template: str, asked: str | None, line: str) -> None:
+    assert describe_formats(ServerSection(tool_parser=asked), ChatTemplate(template, {})) == f"chats: {line}"
