@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from launch.serve.api.openai.output import formats
 from launch.serve.application.chat_formats import describe_formats, told_formats
 from launch.serve.application.parts import _say_unseen_tools
 from trtrun.chats.chat_template import ChatTemplate
@@ -67,3 +70,22 @@ def test_a_form_that_there_is_not_is_refused() -> None:
 )
 def test_a_line_says_which_forms_there_are(template: str, asked: str | None, line: str) -> None:
     assert describe_formats(ServerSection(tool_parser=asked), ChatTemplate(template, {})) == f"chats: {line}"
+
+
+@pytest.mark.parametrize(
+    ("key", "known", "aliases"),
+    [
+        ("tool", formats.TOOL_FORMATS, formats._TOOL_ALIASES),
+        ("reasoning", formats.REASONING_FORMATS, formats._REASONING_ALIASES),
+    ],
+)
+def test_the_docs_table_and_the_key_name_every_form(
+    key: str, known: dict[str, object], aliases: dict[str, str]
+) -> None:
+    docs = Path(__file__).parents[4] / "docs"
+    table = (docs / "tools.md").read_text(encoding="utf-8").split(f"| `server.{key}_parser` |")[1].split("\n\n")[0]
+    first = " ".join(line.split(" | ")[0] for line in table.splitlines()[2:])
+    unnamed = {"qwen", "llama3", "deepseek-r1"}  # older names
+    assert set(re.findall(r"`([^`]+)`", first)) == {*known, *aliases, formats.NONE} - unnamed
+    of_key = (docs / "configuration.md").read_text(encoding="utf-8").split(f"`server.{key}_parser`")[1].split("\n")[0]
+    assert all(re.search(rf"\b{name}\b", of_key) for name in known)

@@ -71,6 +71,12 @@ MISTRAL: list[tuple[str, list[Event]]] = [
     ),
     (f"[TOOL_CALLS]f[ARGS]{OBJECT}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{{}}", [*call("f", OBJECT), *call("g")]),
     ('[TOOL_CALLS]f{"a": 2}', call("f", '{"a": 2}')),
+    (
+        '[TOOL_CALLS]f{"a": "[TOOL_CALLS]g"}[TOOL_CALLS]g.x-1[ARGS] {} so',
+        [*call("f", '{"a": "[TOOL_CALLS]g"}'), *call("g.x-1"), Text("so")],
+    ),
+    ('[TOOL_CALLS] [{"arguments": {"name": "Bob"}, "name": "f"}]', call("f", '{"name": "Bob"}')),
+    ('[TOOL_CALLS]f[ARGS]{"a": "b', call("f", '{"a": "b')),
     ('[TOOL_CALLS]{"name": "f"}', call("f")),
     ('[TOOL_CALLS][{"bad": 1}] x', [Text('[TOOL_CALLS][{"bad": 1}] x')]),
     ("[TOOL_CALLS][]", [Text("[TOOL_CALLS][]")]),
@@ -128,6 +134,16 @@ HARMONY: list[tuple[str, list[Event]]] = [
         [Reasoning("By <|channel|> I "), *call("f", '{"a": 1}')],
     ),
     (f"{ANALYSIS}So<|channel|>final<|message|>x", [Reasoning("So<|channel|>final<|message|>x")]),
+    # As OpenAI's page on the format has them: words before a call, several calls, kinds of bodies, built-in tools.
+    (
+        "<|channel|>commentary<|message|>**Plan**:\n1. f<|end|><|start|>assistant<|channel|>commentary to=functions.f"
+        ' <|constrain|>json<|message|>{"a": 1}<|call|><|start|>assistant to=functions.a.g<|channel|>commentary code'
+        "<|message|>{}<|call|>",
+        [Text("**Plan**:\n1. f"), *call("f", '{"a": 1}'), *call("a.g")],
+    ),
+    (f"{ANALYSIS.replace('<|m', ' to=functions.f<|m')}{{}}<|call|>", call("f")),
+    ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', [Text('{"a": 1}')]),
+    (f"{ANALYSIS.replace('<|m', ' to=python code<|m')}print(1)<|call|>", [Reasoning("print(1)")]),
     ("plain <| text", [Text("plain <| text")]),
     ("<|channel|>analysis", [Text("<|channel|>analysis")]),
     ("<|channel|>" + "x" * 2000, [Text("<|channel|>" + "x" * 2000)]),
