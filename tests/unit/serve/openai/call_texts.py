@@ -235,6 +235,11 @@ DEEPSEEK: list[tuple[str, list[Event]]] = [
     (f"{CALLS}{CALL}f{SEP}{OBJECT}{END}{CALL}g{SEP}{{}}{END}{END_CALLS}", [*call("f", OBJECT), *call("g")]),
     (f"{CALLS}{CALL}function{SEP}{{}}{END}{END_CALLS}", call("function")),
     (f"so {CALL} f {SEP} {{}} ``` x", [Text("so"), *call("f"), Text("``` x")]),
+    (f"{CALL}function{SEP}f\n```json\n{{}}\n``` ``` x", [*call("f"), Text("``` x")]),
+    (
+        f"{CALL}function{SEP}f\n```json\n{{}} so {CALL}g{SEP}{{}} ```",
+        [*call("f"), Text("so"), *call("g"), Text("```")],
+    ),
     (f'{CALL}f{SEP}{{"a": [1{END} b', [*call("f", '{"a": [1'), Text("b")]),
     (f'{CALL}f{SEP}{{"a": 1 <｜tool▁c', call("f", '{"a": 1 <｜tool▁c')),
     (f"{CALL}f{SEP}{{}}<｜tool▁calls▁e", call("f")),

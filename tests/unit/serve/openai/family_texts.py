@@ -181,7 +181,17 @@ KIMI: Cases = [
         )
     ),
 ]
+_DSML = FORMS["deepseek_v32"]
+# What a parameter says of itself, where its schema leaves both open.
+DSML_KINDS: Cases = [
+    (_DSML.calls(_DSML.one("g", _DSML.argument("x", value, is_text))), call("g", f'{{"x": {told}}}'))
+    for value, is_text, told in (
+        *(("5", True, '"5"'), ("5", False, "5"), ('"a"', True, '"\\"a\\""'), ('"a"', False, '"a"')),
+        *(("null", True, '"null"'), ("null", False, "null"), ("word", False, '"word"')),
+    )
+]
 FAMILY_TEXTS = [
+    *(("deepseek_v32", "", text, found) for text, found in DSML_KINDS),
     *((name, "", text, found) for name in FORMS for text, found in tagged_cases(name)),
     *(("kimi_k2", "", text, found) for text, found in KIMI),
 ]

@@ -251,6 +251,8 @@ def test_a_call_ends_thoughts_that_are_not_ended(tokenizer: Tokenizer, form: str
             assert not allows(tokenizer, grammar, f"{begin}so it is\n{wrong}")
             assert allows(tokenizer, grammar, f"{whole}text") == (not asked.must_call and asked.other is None)
             assert allows(tokenizer, grammar, f"{whole}1") == (not asked.must_call)
+            if form in TAGGED and TAGGED[form].opening:  # within which all calls are
+                assert not asked.must_call or not allows(tokenizer, grammar, f"{begin}so it is\n{call}{call}")
             # What is allowed is found.
             parsing = Parsing(form, reasoning, is_thinking, ("f", "g"))
             found = ChoiceParser(parsing).feed(f"{begin}so it is\n{call}", True)
@@ -258,7 +260,7 @@ def test_a_call_ends_thoughts_that_are_not_ended(tokenizer: Tokenizer, form: str
 
 
 def test_a_text_holds_nothing_that_is_read_as_the_next_parameter(tokenizer: Tokenizer) -> None:
-    named = {name: {"type": "string", "maxLength": 40} for name in ("a", "b")}
+    named = {name: {"type": "string", "maxLength": 90} for name in ("a", "b")}
     schema = {"type": "object", "properties": named, "required": ["a"]}
     function = {"name": "f", "parameters": schema, "strict": True}
     use = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
@@ -269,7 +271,8 @@ def test_a_text_holds_nothing_that_is_read_as_the_next_parameter(tokenizer: Toke
         assert allows(tokenizer, grammar, CODER_F.replace("\n1\n", f"\n{text}\n")) == (not is_read), text
     for name, form in TAGGED.items():
         grammar = write(tokenizer, name, "", False, Wanted(use.callable, must_call=True))
-        for text, is_right in (("x </ <b>\n", True), ("x" * 41, False), (f"x{form.argument('b', 'y', True)}", False)):
+        next_one = form.argument("b", "|", True).split("|")[0]
+        for text, is_right in (("x </ <b>\n", True), ("x" * 91, False), (f"x\n{next_one}y", False)):
             call = form.calls(form.one("f", form.argument("a", text, True)))
             assert allows(tokenizer, grammar, call) == is_right, (name, text)
 

@@ -131,6 +131,16 @@ def test_a_value_with_many_marks_that_do_not_end_it_is_looked_at_once(
     assert looked_at < 100 * len(text)
 
 
+def test_text_behind_what_may_end_a_call_does_not_wait_for_ever() -> None:
+    """Nor do blanks."""
+    parser = ChoiceParser(
+        Parsing("minimax_m2", names=("f",), schemas={"f": '{"properties": {"a": {"type": "string"}}}'})
+    )
+    parser.feed('<minimax:tool_call><invoke name="f"><parameter name="a">x</invoke>', False)
+    found = [event for _ in range(200) for event in parser.feed(" ", False)]
+    assert "".join(event.text for event in found if isinstance(event, Arguments)).startswith("</invoke>   ")
+
+
 @pytest.mark.parametrize("size", [1, 10, 1 << 20])
 def test_after_many_long_failures_all_is_text_wherever_it_is_cut(size: int) -> None:
     failing = f'<tool_call>{{"a": "{"x" * 1100}", 5}} '

@@ -191,6 +191,15 @@ def read(form: str, called: str, parameters: dict[str, Any]) -> object:
     return json.loads("".join(event.text for event in events if isinstance(event, Arguments)))
 
 
+def test_a_kind_that_a_parameter_says_is_that_of_its_value(allows: Callable[[str, str], bool]) -> None:
+    """In DeepSeek V3.2's form, where a value may be a text or another one."""
+    schema = {"type": ["string", "integer"]}
+    grammar = grammar_of({"type": "object", "properties": {"a": schema}, "required": ["a"]}, form="deepseek_v32")
+    calls = WRITTEN["deepseek_v32"]
+    for text, kinds in (("5", {True, False}), ("x", {True}), ("true", {True})):
+        assert {kind for kind, called in calls(text).items() if allows(grammar, called)} == kinds, text
+
+
 def test_parameters_are_in_order_and_those_that_are_not_required_may_be_left_out(
     allows: Callable[[str, str], bool],
 ) -> None:
