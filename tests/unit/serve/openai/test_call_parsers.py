@@ -263,6 +263,7 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ),
         ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>", "glm47", ""),
         ("<tool_call><arg_key>", "", ""),
+        ("{% set mark = ']<]minimax[>[' %}{{ mark }}<tool_call></think>", "", "qwen3"),
         ('<minimax:tool_call>\n<invoke name="{{ name }}"> <think> </think>', "minimax_m2", "qwen3"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }} <think></think>", "kimi_k2", "qwen3"),
         ("<|start|><|channel|>", "gpt-oss", "gpt-oss"),

@@ -241,11 +241,13 @@ def _named_by_tool_call(template: str) -> str:
     if all(mark in template for mark in (tags.QWEN3_CODER.call, tags.QWEN3_CODER.parameter)):
         return "qwen3_coder"
     if all(mark in template for mark in (tags.GLM45.parameter, tags.GLM45.end_parameter)):
-        return "glm45" if _GLM_LINES.search(template) else "glm47"
-    return "" if any(mark in template for mark in ("<function=", "<arg_key>", "<tool_calls>")) else "hermes"
+        return "glm47" if tags.GLM47.text_opening in template else "glm45"
+    return "" if any(mark in template for mark in _NOT_HERMES) else "hermes"
 
 
-_GLM_LINES = re.compile(r"</arg_key>\s+<arg_value>")
+_NOT_HERMES = ("<function=", "<arg_key>", "<tool_calls>", "]<]minimax[>[")
+"""Marks of forms that have Hermes' mark and no object in it; the last one is MiniMax M3's."""
+
 _THINKING = re.compile(r"\b(enable_)?thinking\b")
 
 
