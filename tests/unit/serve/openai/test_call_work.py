@@ -79,7 +79,7 @@ NONE = "<tool_call>{x<function= "
 def test_what_is_moved_for_calls_that_are_none_is_in_proportion(tools: str, reasoning: str, part: str) -> None:
     """An answer that comes whole: what is taken off its frontend, or handed to a parser of one call and taken back,
     must not be all of the rest each time."""
-    text = part * 4000
+    text = part * 2000
     moved, take, feed = 0, Machine._take, CallObject.feed
 
     def counted_take(machine: Machine, count: int) -> str:
@@ -114,7 +114,7 @@ def test_a_value_with_many_marks_that_do_not_end_it_is_looked_at_once(
     tools: str, head: str, part: str, size: int
 ) -> None:
     """A text of a call that never ends: what was told of it is not looked at again."""
-    text, looked_at, find = part * 4000, 0, tagged_calls.find_mark
+    text, looked_at, find = part * 800, 0, tagged_calls.find_mark
 
     def counted(searched: str, marks: Sequence[str]) -> tuple[int, str]:
         nonlocal looked_at
