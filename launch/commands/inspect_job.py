@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from launch.commands.common import load, with_config
+from trtrun.configuration.config import RuntimeConfig
 
 
 @click.command()
@@ -84,6 +85,7 @@ def check(
 
         if not has_parent():  # else it has said so
             check_job(job.spec)
+            _tell_formats(job.spec.config, as_json)
 
     status = job.enter(preflight)
     if status is not None:
@@ -91,3 +93,15 @@ def check(
     from launch.jobs.check.rank_check import play_check
 
     return play_check(job.spec, as_json)
+
+
+def _tell_formats(config: RuntimeConfig, as_json: bool) -> None:
+    """Say in which forms a model that has chats writes calls and thoughts, which a server reads."""
+    from launch.serve.application.chat_formats import describe_formats, find_formats
+    from trtrun.chats.chat_template import read_chat_template
+
+    template = read_chat_template(config.tokenizer or config.target.model)
+    if template is None or as_json:
+        find_formats(config.server, template)
+    else:
+        print(describe_formats(config.server, template), flush=True)

@@ -19,8 +19,8 @@ from launch.serve.api.kserve.grpc_servicer import KServeServicer
 from launch.serve.api.kserve.http_api import KServeHttpApi
 from launch.serve.api.kserve.service import KServeService
 from launch.serve.api.openai.api import OpenAIApi
-from launch.serve.api.openai.output.formats import find_reasoning_format, find_tool_format
 from launch.serve.api.openai.vllm_api import AdapterApi, TokenApi
+from launch.serve.application.chat_formats import told_formats
 from launch.serve.application.request_parser import RequestParser
 from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.engine.adapters import AdapterRegistry
@@ -89,7 +89,7 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
     metrics = FrontendMetrics(name, config.draft_len)
     template = read_chat_template(directory) if tokenizer is not None else None
     defaults = sampling_defaults(config)
-    tool_format, reasoning_format = _formats(section, template)
+    tool_format, reasoning_format = told_formats(section, template)
     _say_unseen_tools(section, template)
     facts = Facts(
         tokenizer=None if tokenizer is None else str(directory),
@@ -136,30 +136,6 @@ def make_parts(spec: JobSpec, keys: Keys, engine: EngineClient) -> Parts:
         metrics_route(frontend, keys),
     )
     return Parts(frontend, parsers, routes, KServeServicer(kserve, keys, bodies), defaults)
-
-
-def _formats(section: ServerSection, template: ChatTemplate | None) -> tuple[str, str]:
-    """Formats of calls and thoughts in chats' texts, as the section says, or the template shows.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    source = None if template is None else template.tool_source or template.source
-    found = []
-    for key, asked, find in (
-        ("tool_parser", section.tool_parser, find_tool_format),
-        ("reasoning_parser", section.reasoning_parser, find_reasoning_format),
-    ):
-        try:
-            found.append(find(asked, source))
-        except ValueError as error:
-            raise ConfigError(f"server.{key}: {error}") from None
-    if section.tool_parser is None and not found[0] and template is not None and template.looks_at_tools:
-        logger.warning(
-            "the chat template shows tools, but how the model writes calls is not known by it: those that it makes by "
-            "itself stay text; name their form in server.tool_parser, or none to be spared this line"
-        )
-    return found[0], found[1]
 
 
 def _say_unseen_tools(section: ServerSection, template: ChatTemplate | None) -> None:

@@ -124,6 +124,19 @@ def test_a_job_of_one_process_is_checked_without_mpi(config: Configs, trtrun: Ru
     assert "the largest round needs " in error_line(small)
 
 
+def test_forms_of_calls_and_thoughts_are_named(config: Configs, trtrun: Run, pair: Path, tmp_path: Path) -> None:
+    """By the chat template; and a name that there is not is refused before a server has it."""
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(pair / "target", tokenizer, ignore=shutil.ignore_patterns("*.safetensors"))
+    template = "{{ tools }}<tool_call><arg_key></arg_key>\n<arg_value></arg_value></think>"
+    (tokenizer / "chat_template.jinja").write_text(template, encoding="utf-8")
+    done = trtrun("check", "--config", config(ONE_PROCESS, tokenizer=str(tokenizer)))
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "chats: calls glm45, thoughts qwen3")
+    wrong = trtrun("check", "--config", config(ONE_PROCESS, server={"tool_parser": "kimi_k3"}), "--json")
+    assert wrong.returncode == 2
+    assert "server.tool_parser: there is no 'kimi_k3' (did you mean 'kimi_k2'" in error_line(wrong)
+
+
 def test_devices_too_small_are_told_for_every_rank(config: Configs, trtrun: Run, beyond: dict[str, Any]) -> None:
     done = trtrun("check", "--config", config(THREE_RANKS, **beyond), "--json")
     report = json.loads(done.stdout)

@@ -62,7 +62,7 @@ class Blocks:
         told: list[Told] = []
         if isinstance(event, CallBegin):
             self.has_calls = True
-            block = {"type": "tool_use", "id": self._new_id(), "name": event.name, "input": {}}
+            block = {"type": "tool_use", "id": event.call_id or self._new_id(), "name": event.name, "input": {}}
             return [*self.close(), self._begin(Arguments, block)]
         if not isinstance(event, self._kind or CallBegin):
             told += self.close()

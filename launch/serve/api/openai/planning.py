@@ -13,8 +13,8 @@ from typing import Any
 from launch.serve.admission.refusals import Kind, Refusal, wrap_errors
 from launch.serve.api.openai.calls import Answering, ChatCall
 from launch.serve.api.openai.output.formats import JSON, REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.api.openai.output.grammar_parts import arguments_schema
-from launch.serve.api.openai.output.grammars import Wanted, as_lark, is_free, write_grammar
+from launch.serve.api.openai.output.grammar_parts import Wanted, arguments_schema
+from launch.serve.api.openai.output.grammars import as_lark, is_free, write_grammar
 from launch.serve.api.openai.output.named_calls import ARGS
 from launch.serve.api.openai.output.parsing import Parsing
 from trtrun.api.prompts import PromptReader
@@ -129,7 +129,7 @@ class AnswerPlanner:
             return Parsing(reasoning=reasoning, is_thinking=is_thinking)
         tools = self._tools or (JSON if _must_call(use) else "")
         names = tuple(tool.name for tool in use.tools)
-        reads_schemas = bool(tools) and TOOL_FORMATS[tools].reads_schemas
+        reads_schemas = bool(tools) and TOOL_FORMATS[tools].tags is not None
         schemas = {tool.name: json.dumps(tool.parameters) for tool in use.tools} if reads_schemas else {}
         return Parsing(tools, reasoning, is_thinking, names, keeps_one=not use.in_parallel, schemas=schemas)
 

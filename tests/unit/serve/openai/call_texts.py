@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event, Reasoning, Text, joined
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 
@@ -71,6 +71,12 @@ MISTRAL: list[tuple[str, list[Event]]] = [
     ),
     (f"[TOOL_CALLS]f[ARGS]{OBJECT}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{{}}", [*call("f", OBJECT), *call("g")]),
     ('[TOOL_CALLS]f{"a": 2}', call("f", '{"a": 2}')),
+    (
+        '[TOOL_CALLS]f{"a": "[TOOL_CALLS]g"}[TOOL_CALLS]g.x-1[ARGS] {} so',
+        [*call("f", '{"a": "[TOOL_CALLS]g"}'), *call("g.x-1"), Text("so")],
+    ),
+    ('[TOOL_CALLS] [{"arguments": {"name": "Bob"}, "name": "f"}]', call("f", '{"name": "Bob"}')),
+    ('[TOOL_CALLS]f[ARGS]{"a": "b', call("f", '{"a": "b')),
     ('[TOOL_CALLS]{"name": "f"}', call("f")),
     ('[TOOL_CALLS][{"bad": 1}] x', [Text('[TOOL_CALLS][{"bad": 1}] x')]),
     ("[TOOL_CALLS][]", [Text("[TOOL_CALLS][]")]),
@@ -128,6 +134,16 @@ HARMONY: list[tuple[str, list[Event]]] = [
         [Reasoning("By <|channel|> I "), *call("f", '{"a": 1}')],
     ),
     (f"{ANALYSIS}So<|channel|>final<|message|>x", [Reasoning("So<|channel|>final<|message|>x")]),
+    # As OpenAI's page on the format has them: words before a call, several calls, kinds of bodies, built-in tools.
+    (
+        "<|channel|>commentary<|message|>**Plan**:\n1. f<|end|><|start|>assistant<|channel|>commentary to=functions.f"
+        ' <|constrain|>json<|message|>{"a": 1}<|call|><|start|>assistant to=functions.a.g<|channel|>commentary code'
+        "<|message|>{}<|call|>",
+        [Text("**Plan**:\n1. f"), *call("f", '{"a": 1}'), *call("a.g")],
+    ),
+    (f"{ANALYSIS.replace('<|m', ' to=functions.f<|m')}{{}}<|call|>", call("f")),
+    ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', [Text('{"a": 1}')]),
+    (f"{ANALYSIS.replace('<|m', ' to=python code<|m')}print(1)<|call|>", [Reasoning("print(1)")]),
     ("plain <| text", [Text("plain <| text")]),
     ("<|channel|>analysis", [Text("<|channel|>analysis")]),
     ("<|channel|>" + "x" * 2000, [Text("<|channel|>" + "x" * 2000)]),
@@ -208,7 +224,7 @@ QWEN3_CODER += [
     (f"{BEGIN_F}<parameter=city>\na\n<parameter=days>", call("f", '{"city": "a\\n<parameter=days>')),
     (f"{BEGIN_F}<parameter=city>\na </function>", call("f", '{"city": "a </function>')),
 ]
-CALLS, END_CALLS, CALL, SEP, END = deepseek.CALLS, deepseek.END_CALLS, deepseek.CALL, deepseek.SEPARATOR, deepseek.END
+CALLS, CALL, SEP, END, END_CALLS = marked.DEEPSEEK
 DEEPSEEK: list[tuple[str, list[Event]]] = [
     ("hello <｜  \n", [Text("hello <｜  \n")]),
     (
@@ -219,6 +235,11 @@ DEEPSEEK: list[tuple[str, list[Event]]] = [
     (f"{CALLS}{CALL}f{SEP}{OBJECT}{END}{CALL}g{SEP}{{}}{END}{END_CALLS}", [*call("f", OBJECT), *call("g")]),
     (f"{CALLS}{CALL}function{SEP}{{}}{END}{END_CALLS}", call("function")),
     (f"so {CALL} f {SEP} {{}} ``` x", [Text("so"), *call("f"), Text("``` x")]),
+    (f"{CALL}function{SEP}f\n```json\n{{}}\n``` ``` x", [*call("f"), Text("``` x")]),
+    (
+        f"{CALL}function{SEP}f\n```json\n{{}} so {CALL}g{SEP}{{}} ```",
+        [*call("f"), Text("so"), *call("g"), Text("```")],
+    ),
     (f'{CALL}f{SEP}{{"a": [1{END} b', [*call("f", '{"a": [1'), Text("b")]),
     (f'{CALL}f{SEP}{{"a": 1 <｜tool▁c', call("f", '{"a": 1 <｜tool▁c')),
     (f"{CALL}f{SEP}{{}}<｜tool▁calls▁e", call("f")),

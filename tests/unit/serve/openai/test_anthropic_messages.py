@@ -108,7 +108,7 @@ def test_what_a_stop_sequence_ends_says_which(server: ChatServer) -> None:
     assert without_ids(put_together(events_of(server, **asked))) == without_ids(told)
 
 
-@pytest.mark.parametrize("template", [templates.QWEN3, templates.LLAMA, templates.MISTRAL])
+@pytest.mark.parametrize("template", [templates.QWEN3, templates.LLAMA, templates.MISTRAL, templates.KIMI])
 @pytest.mark.parametrize(
     "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}]
 )
@@ -118,7 +118,8 @@ def test_a_tool_is_called_and_its_result_goes_back(server: ChatServer, template:
     call = told["content"][-1]
     assert (call["type"], call["name"], told["stop_reason"]) == ("tool_use", "weather", "tool_use")
     assert call["input"]["city"] in ("Paris", "Rome")
-    assert len(call["id"]) == 9 if template == templates.MISTRAL else call["id"].startswith("toolu_")
+    begins = {templates.MISTRAL: "", templates.KIMI: "functions.weather:"}.get(template, "toolu_")
+    assert call["id"].startswith(begins) and (len(call["id"]) == 9 or template != templates.MISTRAL)
     assert without_ids(put_together(events_of(server, template, **asked))) == without_ids(told)
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sunny"}]}
     behind = [USER, {"role": "assistant", "content": told["content"]}, {"role": "user", "content": [result]}]

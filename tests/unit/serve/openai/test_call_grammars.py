@@ -4,6 +4,7 @@ and that parsers find in them what they were asked for."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 from chat_server import MARKS
 from checkpoints import make_tokenizer
+from family_texts import BEGIN, END, kimi_call
+from family_texts import FORMS as TAGGED
 
-from launch.serve.api.openai.output import named_calls as deepseek
 from launch.serve.api.openai.output.formats import REASONING_FORMATS, TOOL_FORMATS
-from launch.serve.api.openai.output.grammar_parts import without_notes
-from launch.serve.api.openai.output.grammars import Wanted, as_lark, write_grammar
+from launch.serve.api.openai.output.grammar_parts import Wanted, without_notes
+from launch.serve.api.openai.output.grammars import as_lark, write_grammar
 from launch.serve.api.openai.output.machine import Arguments, CallBegin, Reasoning
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
 from trtrun.api.prompts import PromptReader
@@ -38,6 +40,7 @@ V3_G = V3_F.replace("sep｜>f", "sep｜>g").replace(ARGUMENTS, '{"free": 1}')
 V31_F = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
 V31_G = V31_F.replace(">f<", ">g<").replace(ARGUMENTS, '{"free": 1}')
 ALL, END_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+KIMI_F, KIMI_G = kimi_call("functions.f:0", ARGUMENTS), kimi_call("functions.g:12", '{"free": 1}')
 HEAD, CALL = "<|channel|>", " <|constrain|>json<|message|>"
 HARMONY_F = f"{HEAD}commentary to=functions.f{CALL}{ARGUMENTS}"
 HARMONY_G = f'{HEAD}commentary to=functions.g{CALL}{{"free": 1}}'
@@ -53,7 +56,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         folder,
         special=()
         if request.param == "text"
-        else (*MARKS, *deepseek.MARKS, *TOOL_FORMATS["llama_nemotron_json"].marks),
+        else tuple(dict.fromkeys([*MARKS, *(mark for form in TOOL_FORMATS.values() for mark in form.marks)])),
     )
     if request.param == "added":
         file = folder / "tokenizer.json"
@@ -113,12 +116,37 @@ FORMS: list[tuple[str, list[str], list[str], list[str]]] = [
     ("deepseek_v31", [f"{ALL}{V31_F}{END_ALL}", f"{ALL}{V31_F}{V31_G}{END_ALL}"],
      ["", "text", f"text{ALL}{V31_F}{END_ALL}"],
      [f"{ALL}{V31_F.replace(ARGUMENTS, WRONG)}{END_ALL}", ALL, V31_F, f"{ALL}{V3_F}{END_ALL}"]),
+    ("kimi_k2", [f"{BEGIN}{KIMI_F}{END}", f"{BEGIN}{KIMI_F}{KIMI_G}{END}"], ["", "text", f"text{BEGIN}{KIMI_F}{END}"],
+     [f"{BEGIN}{KIMI_F.replace(ARGUMENTS, WRONG)}{END}", BEGIN, KIMI_F, f"{BEGIN}{KIMI_F}",
+      f"{BEGIN}{KIMI_F.replace(':0', '')}{END}", f"{BEGIN}{KIMI_F.replace('.f', '.h')}{END}"]),
     ("json", [f"[{LLAMA_F}]", f"[{LLAMA_F}, {LLAMA_G}]"], ["", "text [1]", ARGUMENTS],
      ["[]", f"[{LLAMA_F}", f"[{LLAMA_F}] text", f"[{LLAMA_F.replace(ARGUMENTS, WRONG)}]"]),
     ("gpt-oss", [HARMONY_F, ANALYSIS + HARMONY_F, f"{COMMENTARY}{HARMONY_G}"],
      [f"{HEAD}final<|message|>text", f"{ANALYSIS}{HEAD}final<|message|>"],
      [HARMONY_F.replace(ARGUMENTS, WRONG), "text", f"{HEAD}analysis<|message|>so", HARMONY_F.replace("s.f", "s.h")]),
 ]  # fmt: skip
+
+
+def tagged(name: str) -> tuple[str, list[str], list[str], list[str]]:
+    """The same of a form whose arguments are texts between marks."""
+    form = TAGGED[name]
+    between = "" if form.opening else form.argument("", "", True)[-1:].replace(">", "")
+    f, g = form.one("f", form.argument("a", "1", False)), form.one("g", form.argument("free", " <b>\n\n", True))
+    one, two = form.calls(f), f"{form.opening}{f}{between}{g}{form.closing}"
+    wrong = [
+        form.calls(form.one("f", form.argument("a", "x", False))),
+        form.calls(form.one("f", form.argument("b", "1", False))),
+        form.calls(form.one("h", form.argument("a", "1", False))),
+        form.calls(form.one("f")),
+        form.opening or "<tool_call>",
+        one[:-5],
+    ]
+    if form.opening:
+        wrong += [f, f"{form.one('g')}{one}"]
+    return name, [one, two, form.calls(form.one("g"))], ["", "text < ", f"text\n{one}", f"text{two} text"], wrong
+
+
+FORMS += [tagged(name) for name in TAGGED]
 
 
 @pytest.mark.parametrize("form", [form for form, *_ in FORMS])
@@ -151,13 +179,15 @@ def test_what_may_be_written_in_a_form(
         assert not allows(tokenizer, may, text), text
     # What is allowed is found.
     for text in [*calls, *free]:
-        events = ChoiceParser(Parsing(form, names=("f", "g"))).feed(text, True)
+        schemas = {"f": json.dumps(SCHEMA), "g": "{}"}
+        events = ChoiceParser(Parsing(form, names=("f", "g"), schemas=schemas)).feed(text, True)
         assert [event.name for event in events if isinstance(event, CallBegin)] == [
             name
             for name in ("f", "g")
             if any(mark in text for mark in (f'"{name}"', f"functions.{name}", f"<function={name}>", f"｜>{name}"))
+            or re.search(rf"<tool_call>{name}[\n<]", text)
         ]
-        assert all(json.loads(event.text) for event in events if isinstance(event, Arguments))
+        assert all(type(json.loads(event.text)) is dict for event in events if isinstance(event, Arguments))
 
 
 def test_mistrals_newer_form(tokenizer: Tokenizer) -> None:
@@ -202,13 +232,15 @@ CUT = [
     ("mistral", f"[TOOL_CALLS][{F}]", "mistral"),
     ("llama_nemotron_json", f"<TOOLCALL>[{F}]</TOOLCALL>", "qwen3"),
     ("llama3_json", f"<|python_tag|>{LLAMA_F}", "qwen3"),
+    ("kimi_k2", f"{BEGIN}{KIMI_F}{END}", "qwen3"),
+    *((name, calls[0], "qwen3") for name, calls, *_ in FORMS if name in TAGGED),
 ]
 
 
 @pytest.mark.parametrize(("form", "call", "reasoning"), CUT, ids=[form for form, *_ in CUT])
 def test_a_call_ends_thoughts_that_are_not_ended(tokenizer: Tokenizer, form: str, call: str, reasoning: str) -> None:
     marks, other = REASONING_FORMATS[reasoning], as_lark(Guide("json", '{"const":1}'))
-    wrong = call.replace(ARGUMENTS, WRONG).replace("\n1\n", "\nx\n")
+    wrong = call.replace(ARGUMENTS, WRONG).replace("\n1\n", "\nx\n").replace(">1<", ">x<")
     for asked in (wanted("required"), wanted(), wanted(other=other), wanted("required", in_parallel=False)):
         for is_thinking in (True, False):
             grammar = write(tokenizer, form, reasoning, is_thinking, asked)
@@ -219,14 +251,17 @@ def test_a_call_ends_thoughts_that_are_not_ended(tokenizer: Tokenizer, form: str
             assert not allows(tokenizer, grammar, f"{begin}so it is\n{wrong}")
             assert allows(tokenizer, grammar, f"{whole}text") == (not asked.must_call and asked.other is None)
             assert allows(tokenizer, grammar, f"{whole}1") == (not asked.must_call)
+            if form in TAGGED and TAGGED[form].opening:  # within which all calls are
+                assert not asked.must_call or not allows(tokenizer, grammar, f"{begin}so it is\n{call}{call}")
             # What is allowed is found.
             parsing = Parsing(form, reasoning, is_thinking, ("f", "g"))
             found = ChoiceParser(parsing).feed(f"{begin}so it is\n{call}", True)
             assert [type(event) for event in found] == [Reasoning, CallBegin, Arguments]
 
 
-def test_a_text_holds_no_line_that_is_read_as_the_next_parameter(tokenizer: Tokenizer) -> None:
-    schema = {"type": "object", "properties": {name: {"type": "string"} for name in ("a", "b")}, "required": ["a"]}
+def test_a_text_holds_nothing_that_is_read_as_the_next_parameter(tokenizer: Tokenizer) -> None:
+    named = {name: {"type": "string", "maxLength": 90} for name in ("a", "b")}
+    schema = {"type": "object", "properties": named, "required": ["a"]}
     function = {"name": "f", "parameters": schema, "strict": True}
     use = read_tools({"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
     assert use is not None
@@ -234,6 +269,12 @@ def test_a_text_holds_no_line_that_is_read_as_the_next_parameter(tokenizer: Toke
     for text in ("x\n<parameter=c>\ny", "x <parameter=b> y", "x\n<parameter=b>\ny"):
         is_read = text.startswith("x\n<parameter=b")
         assert allows(tokenizer, grammar, CODER_F.replace("\n1\n", f"\n{text}\n")) == (not is_read), text
+    for name, form in TAGGED.items():
+        grammar = write(tokenizer, name, "", False, Wanted(use.callable, must_call=True))
+        next_one = form.argument("b", "|", True).split("|")[0]
+        for text, is_right in (("x </ <b>\n", True), ("x" * 91, False), (f"x\n{next_one}y", False)):
+            call = form.calls(form.one("f", form.argument("a", text, True)))
+            assert allows(tokenizer, grammar, call) == is_right, (name, text)
 
 
 def test_rules_of_parameters_are_put_down_once(tokenizer: Tokenizer) -> None:

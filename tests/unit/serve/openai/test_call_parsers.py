@@ -7,8 +7,9 @@ import random
 
 import pytest
 from call_texts import CALL, CALLS, CITY, CITY_JSON, END, END_CALLS, SCHEMAS_AS_JSON, SEP, TEXTS, call, parse
+from family_texts import FAMILY_TEXTS, FORMS, kimi_call
 
-from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -19,7 +20,7 @@ from launch.serve.api.openai.output.machine import Arguments, CallBegin, Event, 
 from launch.serve.api.openai.output.parsing import ChatText, ChoiceParser, Parsing
 
 
-@pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)
+@pytest.mark.parametrize(("tools", "reasoning", "text", "found"), [*TEXTS, *FAMILY_TEXTS])
 def test_what_is_found_does_not_depend_on_where_the_text_is_cut(
     tools: str, reasoning: str, text: str, found: list[Event]
 ) -> None:
@@ -30,22 +31,61 @@ def test_what_is_found_does_not_depend_on_where_the_text_is_cut(
         assert parse(parsing, [text[:place], text[place:]]) == found, place
 
 
+OF_ALL = ["]", "{", "[", '"', "\\", ": ", ", ", " ", "\n", ";", "<think>", "</think>", "{}", '"a": 1', "x", "é"]
+OF_FAMILY = {
+    "glm45": [
+        "<tool_call>",
+        "</tool_call>",
+        "f",
+        "\n",
+        "<arg_key>",
+        "city",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    ],
+    "minimax_m2": [
+        *(
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            '<invoke name="f">',
+            "</invoke>",
+            '<parameter name="',
+            'city">',
+        ),
+        *("</parameter>", '<parameter name="days">', "\n"),
+    ],
+    "deepseek_v32": [
+        *(
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            '<｜DSML｜invoke name="f">',
+            "</｜DSML｜invoke>",
+            "\n",
+        ),
+        *('<｜DSML｜parameter name="city"', ' string="true">', ' string="false">', "</｜DSML｜parameter>"),
+    ],
+    "kimi_k2": [*marked.KIMI, "functions.f:0", '{"a": ', "{}", "}", " "],
+}
 PIECES = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
     "<|start|>", "analysis", "commentary to=functions.f", "f", '{"name": "f", "arguments": {', '{"name": "g"}', "}",
     "<function=", "<function=f>", "</function>", "<parameter=", "<parameter=city>", "<parameter=days>", "</parameter>",
-    "<TOOLCALL>", "</TOOLCALL>", *deepseek.MARKS, "```json", "```", "function", f"{deepseek.CALL}f{deepseek.SEPARATOR}",
-    "]", "{", "[", '"', "\\", ": ", ", ", " ", "\n", ";", "<think>", "</think>", "{}", '"a": 1', "x", "é",
+    "<TOOLCALL>", "</TOOLCALL>", *marked.DEEPSEEK, "```json", "```", "function", f"{CALL}f{SEP}", *OF_ALL,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "tools", ["hermes", "llama3_json", "mistral", "json", "gpt-oss", "qwen3_coder", "deepseek_v3", ""]
+    "tools",
+    [
+        *("hermes", "llama3_json", "mistral", "json", "gpt-oss", "qwen3_coder", "deepseek_v3", ""),
+        *OF_FAMILY,
+    ],
 )
 def test_nonsense_is_the_same_wherever_it_is_cut_and_nothing_of_it_is_lost(tools: str) -> None:
     for seed in range(150):
         draw = random.Random(seed)
-        text = "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
+        text = _damaged(draw, tools) if tools in OF_FAMILY else "".join(draw.choices(PIECES, k=draw.randrange(1, 25)))
         reasoning = "gpt-oss" if tools == "gpt-oss" else draw.choice(["", "qwen3", "deepseek_r1"])
         parsing = Parsing(
             tools, reasoning, draw.random() < 0.5, ("f", "g"), draw.random() < 0.2, schemas=SCHEMAS_AS_JSON
@@ -60,6 +100,15 @@ def test_nonsense_is_the_same_wherever_it_is_cut_and_nothing_of_it_is_lost(tools
             left = text.replace("<think>", "").replace("</think>", "") if reasoning else text
             told = told.replace("<think>", "").replace("</think>", "") if reasoning else told
             assert "".join(told.split()) == "".join(left.split()), (seed, text)
+
+
+def _damaged(draw: random.Random, tools: str) -> str:
+    """A text with calls, in which pieces are put in or are missing."""
+    text = draw.choice([text for name, _, text, _ in FAMILY_TEXTS if name == tools and len(text) < 300])
+    for _ in range(draw.randrange(5)):
+        begin, most = draw.randrange(len(text) + 1), draw.choice([0, 0, 1, 3, 12])
+        text = text[:begin] + draw.choice([*OF_FAMILY[tools], *OF_ALL, ""]) + text[begin + most :]
+    return text
 
 
 THOUGHTS = [
@@ -94,6 +143,11 @@ CALLED = [
     ("mistral", "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', '{"a": 1}'),
     ("llama_nemotron_json", "qwen3", '<TOOLCALL>[{"name": "f"}]</TOOLCALL>', "{}"),
     ("llama3_json", "qwen3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', '{"a": 1}'),
+    ("kimi_k2", "qwen3", f"{marked.KIMI.calls}{kimi_call('f', '{}')}{marked.KIMI.end_calls}", "{}"),
+    *(
+        (name, "qwen3", form.calls(form.one("f", form.argument("city", "Rome", True))), '{"city": "Rome"}')
+        for name, form in FORMS.items()
+    ),
 ]
 
 
@@ -118,7 +172,7 @@ def test_a_call_ends_thoughts_that_are_not_ended(tools: str, reasoning: str, tex
         assert whole == [Reasoning(f"I look with `{mark}`.\n{text}")]
 
 
-@pytest.mark.parametrize(("tools", "reasoning", "text", "found"), TEXTS)
+@pytest.mark.parametrize(("tools", "reasoning", "text", "found"), [*TEXTS, *FAMILY_TEXTS])
 def test_deltas_join_to_the_whole_message(tools: str, reasoning: str, text: str, found: list[Event]) -> None:
     parsing = Parsing(tools, reasoning, names=("f", "g"), schemas=SCHEMAS_AS_JSON)
     whole, streamed = ChatText(parsing), ChatText(parsing)
@@ -195,6 +249,23 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜> \n```json <｜Assistant｜></think>", "deepseek_v3", "deepseek_r1"),
         ("<TOOLCALL>[{{", "llama_nemotron_json", ""),
         ("<｜tool▁call▁begin｜>name<｜tool▁sep｜>", "deepseek_v31", ""),
+        ("<｜tool▁call▁begin｜> {% if not thinking is defined %} <｜Assistant｜></think>", "deepseek_v31", "qwen3"),
+        (
+            "{% set token = '｜DSML｜' %} <{{ token }}function_calls> <｜Assistant｜> enable_thinking </think>",
+            "deepseek_v32",
+            "qwen3",
+        ),
+        ("<｜DSML｜tool_calls>", "deepseek_v4", ""),
+        (
+            "<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value> </think>",
+            "glm45",
+            "qwen3",
+        ),
+        ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>", "glm47", ""),
+        ("<tool_call><arg_key>", "", ""),
+        ("{% set mark = ']<]minimax[>[' %}{{ mark }}<tool_call></think>", "", "qwen3"),
+        ('<minimax:tool_call>\n<invoke name="{{ name }}"> <think> </think>', "minimax_m2", "qwen3"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }} <think></think>", "kimi_k2", "qwen3"),
         ("<|start|><|channel|>", "gpt-oss", "gpt-oss"),
         ("{{ messages }}", "", ""),
         (None, "", ""),
@@ -204,8 +275,9 @@ def test_forms_are_found_by_name_and_by_template() -> None:
     assert (find_tool_format("openai", ""), find_tool_format("mistral", "<tool_call>")) == ("gpt-oss", "mistral")
     with pytest.raises(ValueError, match="there is no 'hermse' \\(did you mean 'hermes'"):
         find_tool_format("hermse", None)
+    assert find_reasoning_format("glm45", None) == "qwen3"
     with pytest.raises(ValueError, match="deepseek_r1"):
-        find_reasoning_format("deepseek", None)
+        find_reasoning_format("deepseek_r", None)
 
 
 def test_long_arguments_take_time_in_proportion() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 
+from launch.serve.api.openai.output import tagged_calls
 from launch.serve.api.openai.output.json_values import CallObject, ValueEnd
 from launch.serve.api.openai.output.machine import (
+    Arguments,
     CallBegin,
     Event,
     Machine,
@@ -28,6 +31,8 @@ NEAR_CALLS = [
     ("mistral", "[TOOL_CALLS]f[ARGS]{ "),
     ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ "),
     ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{ "),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>f "),
 ]
 
 
@@ -55,11 +60,26 @@ def test_calls_in_calls_that_do_not_end_are_looked_at_a_few_times(tools: str, pa
     assert num_read < 40 * len(text)
 
 
-@pytest.mark.parametrize(("tools", "reasoning"), [("hermes", ""), ("hermes", "qwen3"), ("qwen3_coder", "qwen3")])
-def test_what_is_moved_for_calls_that_are_none_is_in_proportion(tools: str, reasoning: str) -> None:
+NONE = "<tool_call>{x<function= "
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "part"),
+    [
+        ("hermes", "", NONE),
+        ("hermes", "qwen3", NONE),
+        ("qwen3_coder", "qwen3", NONE),
+        ("glm45", "qwen3", "<tool_call>f <arg_key"),
+        ("glm47", "", "<tool_call>f<tool_call>"),
+        ("minimax_m2", "qwen3", '<minimax:tool_call><invoke name="f'),
+        ("deepseek_v32", "", "<｜DSML｜function_calls> <｜DSML｜invoke name="),
+        ("kimi_k2", "qwen3", "<|tool_calls_section_begin|><|tool_call_begin|>f "),
+    ],
+)
+def test_what_is_moved_for_calls_that_are_none_is_in_proportion(tools: str, reasoning: str, part: str) -> None:
     """An answer that comes whole: what is taken off its frontend, or handed to a parser of one call and taken back,
     must not be all of the rest each time."""
-    text = "<tool_call>{x<function= " * 4000
+    text = part * 2000
     moved, take, feed = 0, Machine._take, CallObject.feed
 
     def counted_take(machine: Machine, count: int) -> str:
@@ -78,6 +98,47 @@ def test_what_is_moved_for_calls_that_are_none_is_in_proportion(tools: str, reas
     assert [type(event) for event in told] == [Reasoning if reasoning else Text]
     assert "".join(told[0].text.split()) == "".join(text.split())  # type: ignore[union-attr]
     assert moved < 500 * len(text)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("tools", "head", "part"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", "\n<arg_key>b</arg_key>"),
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>", "<tool_call></arg_key>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">', '\n<parameter name="a">'),
+        ("deepseek_v32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">', "</｜DSML｜invoke>\nx"),
+    ],
+)
+def test_a_value_with_many_marks_that_do_not_end_it_is_looked_at_once(
+    tools: str, head: str, part: str, size: int
+) -> None:
+    """A text of a call that never ends: what was told of it is not looked at again."""
+    text, looked_at, find = part * 800, 0, tagged_calls.find_mark
+
+    def counted(searched: str, marks: Sequence[str]) -> tuple[int, str]:
+        nonlocal looked_at
+        looked_at += len(searched)
+        return find(searched, marks)
+
+    parser = ChoiceParser(Parsing(tools, names=("f",), schemas={"f": '{"properties": {"a": {"type": "string"}}}'}))
+    with mock.patch.object(tagged_calls, "find_mark", counted):
+        found = parser.feed(head, False)
+        found += [e for begin in range(0, len(text), size) for e in parser.feed(text[begin : begin + size], False)]
+        found += parser.feed("", True)
+    told = json.loads("".join(event.text for event in found if isinstance(event, Arguments)) + '"}')
+    assert told == {"a": text}
+    assert looked_at < 100 * len(text)
+
+
+def test_text_behind_what_may_end_a_call_does_not_wait_for_ever() -> None:
+    """Nor do blanks."""
+    parser = ChoiceParser(
+        Parsing("minimax_m2", names=("f",), schemas={"f": '{"properties": {"a": {"type": "string"}}}'})
+    )
+    parser.feed('<minimax:tool_call><invoke name="f"><parameter name="a">x</invoke>', False)
+    found = [event for _ in range(200) for event in parser.feed(" ", False)]
+    assert "".join(event.text for event in found if isinstance(event, Arguments)).startswith("</invoke>   ")
 
 
 @pytest.mark.parametrize("size", [1, 10, 1 << 20])

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 from checkpoints import make_tokenizer
+from family_texts import FORMS
 
-from launch.serve.api.openai.output.grammar_parts import Lark, parameter_rules
-from launch.serve.api.openai.output.grammars import Wanted, write_grammar
+from launch.serve.api.openai.output.grammar_parts import Lark, Wanted
+from launch.serve.api.openai.output.grammars import write_grammar
 from launch.serve.api.openai.output.machine import Arguments
 from launch.serve.api.openai.output.parsing import ChoiceParser, Parsing
-from launch.serve.api.openai.output.qwen3_coder import ALL_TYPES, as_json, types_of
+from launch.serve.api.openai.output.tagged_grammars import ParameterRules
+from launch.serve.api.openai.output.tags import QWEN3_CODER
+from launch.serve.api.openai.output.text_values import ALL_TYPES, as_json, types_of
 from trtrun.chats.tools import Choice, read_tools
 from trtrun.core.guide import Guide
 from trtrun.errors import InvalidRequestError
@@ -56,7 +59,7 @@ def test_alternatives_that_many_name_are_looked_at_once() -> None:
     assert types_of({"$ref": "#/$defs/a0"}, schema) == {"string", "null"}
     [tool] = read_tools({"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}).tools
     lark = Lark({})
-    parameter_rules(lark, tool)
+    ParameterRules(lark, QWEN3_CODER).of_tool(tool)
     assert lark.size < 200
 
 
@@ -116,11 +119,11 @@ def allows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], boo
     return answer
 
 
-def grammar_of(parameters: dict[str, Any], is_strict: bool = True) -> str:
+def grammar_of(parameters: dict[str, Any], is_strict: bool = True, form: str = "qwen3_coder") -> str:
     function = {"name": "f", "parameters": parameters, "strict": is_strict}
     use = read_tools({"tools": [{"type": "function", "function": function}]})
     assert use is not None and use.choice is Choice.AUTO
-    return write_grammar("qwen3_coder", "", False, Wanted(use.callable, must_call=True), {})
+    return write_grammar(form, "", False, Wanted(use.callable, must_call=True), {})
 
 
 def call(**values: str) -> str:
@@ -153,15 +156,48 @@ def test_values_are_what_their_schemas_allow_and_are_read_so(
     allows: Callable[[str, str], bool], schema: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], **ROOT}
-    grammar = grammar_of(parameters)
-    for text in right:
-        assert allows(grammar, call(a=text)), text
-        events = ChoiceParser(Parsing("qwen3_coder", schemas={"f": json.dumps(parameters)})).feed(call(a=text), True)
-        told = json.loads("".join(event.text for event in events if isinstance(event, Arguments)))
-        assert told == {"a": json.loads(as_json(text, types_of(schema, ROOT)))}
-    for text in wrong:
-        assert not allows(grammar, call(a=text)), text
-    assert not allows(grammar, call())
+    types = types_of(schema, ROOT)
+    for form, calls in WRITTEN.items():
+        grammar = grammar_of(parameters, form=form)
+        for text in right:
+            allowed = {kind: called for kind, called in calls(text).items() if allows(grammar, called)}
+            assert allowed, (form, text)
+            for is_text, called in allowed.items():
+                told = read(form, called, parameters)
+                is_string = is_text and "string" in types
+                assert told == {"a": text if is_string else json.loads(as_json(text, types))}, (form, text)
+        for text in wrong:
+            end = "</parameter>" if form == "qwen3_coder" else FORMS[form].end_argument.strip()
+            for called in calls(text.replace("</parameter>", end)).values():
+                assert not allows(grammar, called), (form, text)
+    assert not allows(grammar_of(parameters), call())
+
+
+def of_form(name: str) -> Callable[[str], dict[bool | None, str]]:
+    """Calls with a value: one, or where the form tells texts from others, one of each kind."""
+    form, kinds = FORMS[name], (True, False) if name == "deepseek_v32" else (None,)
+    return lambda text: {kind: form.calls(form.one("f", form.argument("a", text, bool(kind)))) for kind in kinds}
+
+
+WRITTEN: dict[str, Callable[[str], dict[bool | None, str]]] = {
+    "qwen3_coder": lambda text: {None: call(a=text)},
+    **{name: of_form(name) for name in ("glm45", "glm47", "minimax_m2", "deepseek_v32")},
+}
+
+
+def read(form: str, called: str, parameters: dict[str, Any]) -> object:
+    """The arguments of a call."""
+    events = ChoiceParser(Parsing(form, schemas={"f": json.dumps(parameters)})).feed(called, True)
+    return json.loads("".join(event.text for event in events if isinstance(event, Arguments)))
+
+
+def test_a_kind_that_a_parameter_says_is_that_of_its_value(allows: Callable[[str, str], bool]) -> None:
+    """In DeepSeek V3.2's form, where a value may be a text or another one."""
+    schema = {"type": ["string", "integer"]}
+    grammar = grammar_of({"type": "object", "properties": {"a": schema}, "required": ["a"]}, form="deepseek_v32")
+    calls = WRITTEN["deepseek_v32"]
+    for text, kinds in (("5", {True, False}), ("x", {True}), ("true", {True})):
+        assert {kind for kind, called in calls(text).items() if allows(grammar, called)} == kinds, text
 
 
 def test_parameters_are_in_order_and_those_that_are_not_required_may_be_left_out(

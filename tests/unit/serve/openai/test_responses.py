@@ -114,15 +114,23 @@ def test_events_tell_of_a_text(server: ChatServer) -> None:
     assert len(scores) == 12 and all(len(score.top_logprobs) == 2 for score in scores)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-def test_a_tool_is_called_and_its_output_goes_back(server: ChatServer, choice: Any) -> None:
+@pytest.mark.parametrize(
+    ("template", "choice"),
+    [
+        (templates.QWEN3, "required"),
+        (templates.QWEN3, {"type": "function", "name": "weather"}),
+        (templates.KIMI, "required"),
+    ],
+)
+def test_a_tool_is_called_and_its_output_goes_back(server: ChatServer, template: str, choice: Any) -> None:
     asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
     asked |= {"max_output_tokens": 200, "extra_body": {"seed": 3, "logit_bias": CLOSE_THOUGHTS}}
-    answer = ask(server, templates.QWEN3, **asked)
+    answer = ask(server, template, **asked)
     call = answer.output[-1]
     assert (call.type, call.name, call.status, answer.status) == ("function_call", "weather", "completed", "completed")
     assert json.loads(call.arguments)["city"] in ("Paris", "Rome") and call.call_id != call.id
-    events = events_of(server, templates.QWEN3, **asked)
+    assert call.call_id.startswith("functions.weather:") == (template == templates.KIMI)
+    events = events_of(server, template, **asked)
     assert events[-1].type == "response.completed"
     last = check_events(events)
     assert without_ids(last.model_dump()["output"]) == without_ids(answer.model_dump()["output"])
@@ -133,7 +141,7 @@ def test_a_tool_is_called_and_its_output_goes_back(server: ChatServer, choice: A
         *answer.output,
         {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
     ]
-    last = ask(server, templates.QWEN3, input=behind, tools=[TOOL])
+    last = ask(server, template, input=behind, tools=[TOOL])
     assert last.usage.input_tokens > answer.usage.input_tokens
 
 

@@ -13,9 +13,13 @@ import templates
 from chat_server import MARKS, ChatServer
 from tool_chats import ASKED, COMPACT, MESSAGES, NAMED, STRICT, TOOLS, WEATHER, ask, joined, stream, whole
 
+from trtrun.chats.chat_template import ChatTemplate
+
 pytestmark = pytest.mark.timeout(240)
 CLOSE_THOUGHTS = {str(1 + MARKS.index("</think>")): 100.0}
 FAMILIES = ["PLAIN", "HERMES", "QWEN3", "LLAMA", "MISTRAL", "MISTRAL_NEW", "QWEN3_CODER", "DEEPSEEK_V3", "NEMOTRON"]
+NEWER = ["GLM45", "MINIMAX", "DSML", "KIMI"]
+FAMILIES += NEWER
 
 
 def check_call(name: str, arguments: str) -> None:
@@ -28,7 +32,7 @@ def check_call(name: str, arguments: str) -> None:
 )
 def test_a_call_that_is_wanted_is_made_as_its_schema_says(server: ChatServer, family: str, choice: str) -> None:
     template = getattr(templates, family)
-    asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 200}
+    asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 400}
     asked["tool_choice"] = NAMED if choice == "named" else choice
     answer = ask(server, template, **asked)
     content, thoughts, ((name, arguments),), reason = whole(answer)
@@ -141,6 +145,38 @@ def test_arguments_that_are_written_as_text_are_told_as_json_of_their_schema(ser
         ask(server, templates.QWEN3_CODER, tools=wrong, tool_choice="required")
     wrong[0]["function"]["strict"] = False  # type: ignore[index]
     assert ask(server, templates.QWEN3_CODER, tools=wrong, tool_choice="required", max_tokens=2)
+
+
+@pytest.mark.parametrize("family", [*NEWER, "GLM47"])
+def test_an_answer_goes_back_as_its_template_writes_it(server: ChatServer, family: str) -> None:
+    """A call that is read stands in the next prompt as the model wrote it, and is read from a stream alike."""
+    template = getattr(templates, family)
+    note = {"type": "object", "properties": {"text": {"type": "string"}, "days": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": note}} for name in ("note", "other")]
+    first = {"text": 'a "b" <c>\nd', "days": 3}
+    calls = [
+        {"id": f"functions.{name}:{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for place, (name, arguments) in enumerate([("note", first), ("other", {"text": "5"})])
+    ]
+    rendered = ChatTemplate(template, {}).render([{"role": "assistant", "content": "", "tool_calls": calls}], False)
+    text = f"So: {rendered.removeprefix('# assistant').strip()}"
+    asked: dict[str, Any] = {"tools": tools, "extra_body": written(text), "max_tokens": 600}
+    answer = ask(server, template, **asked)
+    told = answer.choices[0].message
+    assert whole(answer)[0] == "So:" and whole(answer)[3] == "tool_calls"
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in told.tool_calls] == [
+        ("note", first),
+        ("other", {"text": "5"}),
+    ]
+    assert joined(stream(server, template, **asked)) == whole(answer)
+    if family == "KIMI":  # whose template shows a call's name in its id alone
+        assert [call.id for call in told.tool_calls] == ["functions.note:0", "functions.other:1"]
+    back = [
+        {"id": call.id, "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)}}
+        for call in told.tool_calls
+    ]
+    again = {"role": "assistant", "content": "", "tool_calls": back}
+    assert ChatTemplate(template, {}).render([again], False) == rendered
 
 
 def test_where_no_tool_may_be_called_a_text_is_told_as_it_is(server: ChatServer) -> None:

@@ -5,18 +5,21 @@ What grammars make a model write them is in `grammars`.
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.serve.api.openai.output import harmony, qwen3_coder
-from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import harmony, tags
+from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output import named_calls as mistral
 from launch.serve.api.openai.output import object_calls as hermes
 from launch.serve.api.openai.output import object_calls as llama3
 from launch.serve.api.openai.output.machine import Machine
+from launch.serve.api.openai.output.tagged_calls import TaggedParser
+from launch.serve.api.openai.output.tags import Tags
 from trtrun.errors import nearest
 
 NONE = "none"
@@ -51,10 +54,10 @@ class ToolFormat:
         call_texts: what a call begins with, where that is more than its mark: text that only talks of the mark has not
             that.
         argument_key: of arguments in a call that is an object.
-        new_id: of a call.
+        new_id: of a call, where the model gives it none.
         is_harmony: messages with heads; thoughts are in some of them.
-        has_bare_names: of tools, without quotes: they end at a blank, a bracket or a quote.
-        reads_schemas: what an argument is, its schema says.
+        has_bare_names: of tools, which end at a blank, a bracket or a quote, and have none of these.
+        tags: of a form whose arguments are texts: what each is, its schema says.
     """
 
     make_parser: Callable[[Collection[str], Schemas], Machine]
@@ -64,8 +67,8 @@ class ToolFormat:
     new_id: Callable[[], str] = new_id
     is_harmony: bool = False
     has_bare_names: bool = False
-    reads_schemas: bool = False
     call_texts: tuple[str, ...] = ()
+    tags: Tags | None = None
 
     @property
     def call_beginnings(self) -> tuple[str, ...]:
@@ -104,12 +107,26 @@ _HARMONY_MARKS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONST
 JSON = "json"
 """A list of calls alone: what a model without a family's form is made to write."""
 
-_DEEPSEEK = ToolFormat(
-    lambda names, schemas: deepseek.DeepSeekParser(),
-    deepseek.MARKS,
-    (deepseek.CALLS, deepseek.CALL),
-    has_bare_names=True,
-)
+
+def _marked(make_parser: Callable[[], Machine], marks: marked.Marks) -> ToolFormat:
+    """A form of calls between marks of their own."""
+    return ToolFormat(lambda names, schemas: make_parser(), marks, (marks.calls, marks.call), has_bare_names=True)
+
+
+def _tagged(of: Tags) -> ToolFormat:
+    """A form of calls whose arguments are texts between marks."""
+    return ToolFormat(
+        lambda names, schemas: TaggedParser(of, schemas),
+        of.marks,
+        of.call_marks,
+        has_bare_names=True,
+        # Behind GLM's mark is a name at once, which may be any.
+        call_texts=(f"{of.open}\n{of.call}", f"{of.open}{of.call}") if of.call else (),
+        tags=of,
+    )
+
+
+_DEEPSEEK = _marked(marked.DeepSeekParser, marked.DEEPSEEK)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(
@@ -130,14 +147,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gpt-oss": ToolFormat(
         lambda names, schemas: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True
     ),
-    "qwen3_coder": ToolFormat(
-        lambda names, schemas: qwen3_coder.Qwen3CoderParser(schemas),
-        (hermes.OPEN, hermes.CLOSE),
-        (hermes.OPEN, qwen3_coder.FUNCTION),
-        has_bare_names=True,
-        reads_schemas=True,
-        call_texts=(f"{hermes.OPEN}\n{qwen3_coder.FUNCTION}", f"{hermes.OPEN}{qwen3_coder.FUNCTION}"),
-    ),
+    "qwen3_coder": _tagged(tags.QWEN3_CODER),
+    "glm45": _tagged(tags.GLM45),
+    "glm47": _tagged(tags.GLM47),
+    "minimax_m2": _tagged(tags.MINIMAX_M2),
+    "kimi_k2": _marked(marked.KimiParser, marked.KIMI),
     "llama_nemotron_json": ToolFormat(
         lambda names, schemas: mistral.MarkedListParser(mistral.NEMOTRON, mistral.END_NEMOTRON),
         (mistral.NEMOTRON, mistral.END_NEMOTRON),
@@ -145,6 +159,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     ),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": _tagged(tags.DEEPSEEK_V32),
+    "deepseek_v4": _tagged(tags.DEEPSEEK_V4),
     JSON: ToolFormat(lambda names, schemas: mistral.ListParser(names), argument_key="parameters"),
 }
 
@@ -156,7 +172,11 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 }
 
 _TOOL_ALIASES = {"openai": "gpt-oss", "qwen": "hermes", "llama3": "llama3_json", "qwen3_xml": "qwen3_coder"}
-_REASONING_ALIASES = {"openai_gptoss": "gpt-oss", "deepseek-r1": "deepseek_r1"}
+_REASONING_ALIASES = {
+    "openai_gptoss": "gpt-oss",
+    "deepseek-r1": "deepseek_r1",
+    **dict.fromkeys(("glm45", "kimi_k2", "minimax_m2", "deepseek_v3", "deepseek_v31", "deepseek_v32"), "qwen3"),
+}
 
 
 def find_tool_format(asked: str | None, template: str | None) -> str:
@@ -195,12 +215,16 @@ def _tools_of(template: str) -> str:
     marks, with something else between them than an object."""
     if harmony.CHANNEL in template and harmony.START in template:
         return "gpt-oss"
-    if deepseek.CALL in template:
-        return "deepseek_v3" if deepseek.FENCE in template else "deepseek_v31"
-    if all(mark in template for mark in (hermes.OPEN, qwen3_coder.FUNCTION, qwen3_coder.PARAMETER)):
-        return "qwen3_coder"
-    if hermes.OPEN in template and not any(mark in template for mark in ("<function=", "<arg_key>", "<tool_calls>")):
-        return "hermes"
+    if marked.DEEPSEEK.call in template:
+        return "deepseek_v3" if marked.FENCE in template else "deepseek_v31"
+    if tags.DSML in template:
+        return "deepseek_v32" if "function_calls" in template else "deepseek_v4"
+    if marked.KIMI.call in template:
+        return "kimi_k2"
+    if tags.MINIMAX_M2.open in template and tags.MINIMAX_M2.call in template:
+        return "minimax_m2"
+    if hermes.OPEN in template and (found := _named_by_tool_call(template)):
+        return found
     if mistral.MARK in template:
         return "mistral"
     if mistral.NEMOTRON in template:
@@ -212,6 +236,21 @@ def _tools_of(template: str) -> str:
     return ""
 
 
+def _named_by_tool_call(template: str) -> str:
+    """Name the format of calls between `<tool_call>` and `</tool_call>`."""
+    if all(mark in template for mark in (tags.QWEN3_CODER.call, tags.QWEN3_CODER.parameter)):
+        return "qwen3_coder"
+    if all(mark in template for mark in (tags.GLM45.parameter, tags.GLM45.end_parameter)):
+        return "glm47" if tags.GLM47.text_opening in template else "glm45"
+    return "" if any(mark in template for mark in _NOT_HERMES) else "hermes"
+
+
+_NOT_HERMES = ("<function=", "<arg_key>", "<tool_calls>", "]<]minimax[>[")
+"""Marks of forms that have Hermes' mark and no object in it; the last one is MiniMax M3's."""
+
+_THINKING = re.compile(r"\b(enable_)?thinking\b")
+
+
 def _reasoning_of(template: str) -> str:
     if harmony.CHANNEL in template and harmony.START in template:
         return "gpt-oss"
@@ -219,4 +258,5 @@ def _reasoning_of(template: str) -> str:
         return "mistral"
     if "</think>" not in template:
         return ""
-    return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
+    # A template that has a word for it begins thoughts itself, or does not.
+    return "deepseek_r1" if "<｜Assistant｜>" in template and not _THINKING.search(template) else "qwen3"

@@ -1,23 +1,44 @@
-"""Parts of grammars in llguidance's Lark: rules, JSON schemas, and parameters that are written one by one as text.
+"""Parts of grammars in llguidance's Lark: rules and JSON schemas, and what is wanted of an answer.
 
-Marks that are special tokens stand in a grammar as their ids. A parameter's value is text within its lengths and
-pattern, one of several constants, or JSON of its schema; parameters stand in the order of the tool's schema.
+Marks that are special tokens, or hold one, stand in a grammar with its id.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from launch.serve.api.openai.output.qwen3_coder import END_PARAMETER, PARAMETER, resolved, types_of
 from trtrun.chats.tools import Tool
 from trtrun.core.guide import MOST_GUIDE_CHARACTERS, OPTIONS_KEY
-from trtrun.core.values import show_value
 from trtrun.errors import InvalidRequestError
-from trtrun.guiding.json_schemas import alternatives_of, close, patterns_of
+from trtrun.guiding.json_schemas import close, patterns_of
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a text may be.
+
+    Attributes:
+        tools: that may be called.
+        must_call: it is calls, and nothing else.
+        in_parallel: several calls are allowed.
+        other: what it must be otherwise, in Lark; None for any text.
+        other_schema: the same, where it is JSON of a schema.
+        has_arguments_in_brackets: a call is a name and its arguments, in Mistral's newer form.
+        open_mark: of thoughts that it may begin with; empty where it may not.
+    """
+
+    tools: Sequence[Tool] = ()
+    must_call: bool = False
+    in_parallel: bool = True
+    other: str | None = None
+    other_schema: Any = None
+    has_arguments_in_brackets: bool = False
+    open_mark: str = ""
 
 
 class Lark:
@@ -25,6 +46,7 @@ class Lark:
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
+        self._tokens = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
         self._rules: dict[str, str] = {"TEXT": r"/(.|\n)*/", "BLANKS": r"/\s*/"}
         self._characters = 0
 
@@ -53,15 +75,34 @@ class Lark:
         return name
 
     def mark(self, text: str) -> str:
-        """A mark."""
-        return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
+        """A text with the special tokens in it."""
+        return " ".join(self._part(piece) for piece in self._pieces(text))
+
+    def _part(self, piece: str) -> str:
+        return f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece, ensure_ascii=False)
+
+    def _pieces(self, text: str) -> list[str]:
+        """A text cut into special tokens and what is between them."""
+        if self._tokens is None:
+            return [text]
+        found = list(self._tokens.finditer(text))
+        cuts = [0, *(place for one in found for place in one.span()), len(text)]
+        return [text[begin:end] for begin, end in pairwise(cuts) if begin < end]
 
     def until(self, text: str, *absent: str) -> str:
         """Any text that does not hold some others, and a mark, which it does not hold."""
-        before = self.without(*absent) if absent else "TEXT"
-        if text in self._special:
+        return self.ended(self.without(*absent) if absent else "TEXT", text)
+
+    def ended(self, before: str, text: str) -> str:
+        """Text of a terminal, and a mark, which it does not hold."""
+        first, *others = self._pieces(text)
+        if first in self._special:
             return f"{before} {self.mark(text)}"
-        name = f"until_{len(self._rules)}"
+        number = len(self._rules)
+        if others:  # no text goes on with the special token: so what precedes that is the end of this one
+            head = self.put(f"HEAD_{number}", f"{before} {self._part(first)}")
+            return " ".join([head, *map(self._part, others)])
+        name = f"until_{number}"
         return self.put(f"{name}[lazy]", f"{before} {self.mark(text)}").removesuffix("[lazy]")
 
     def without(self, *texts: str) -> str:
@@ -72,8 +113,10 @@ class Lark:
         return self.put(f"PLAIN_{len(self._rules)}", " & ".join(parts)) if len(parts) > 1 else "TEXT"
 
     def escaped(self, text: str) -> str:
-        """A text as a regular expression has it; nothing for a special token, which no text holds."""
-        return "" if text in self._special else re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+        """A text as a regular expression has it; nothing for one with a special token, which no text holds."""
+        if self._tokens is not None and self._tokens.search(text):
+            return ""
+        return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
     def whole(self, start: str) -> str:
         """All of it."""
@@ -85,6 +128,11 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 _NOTES = ("title", "description", "$comment", "examples", "default", "deprecated", "readOnly", "writeOnly")
 _VALUES = ("enum", "const")
 ANY: Mapping[str, Any] = {"type": "object"}
+
+
+def repeated(rule: str, between: str, wanted: Wanted) -> str:
+    """One of a rule, or several where these are wanted, with another rule between them."""
+    return f"{rule} ({between} {rule})*" if wanted.in_parallel else rule
 
 
 def arguments_schema(tool: Tool) -> Any:
@@ -142,140 +190,3 @@ def moved(schema: Any, root: str) -> Any:
         if isinstance(told.get(key), str) and told[key].startswith("#"):
             told[key] = root + told[key].removeprefix("#")
     return told
-
-
-_KNOWN = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
-_OF_TEXT = ("type", "enum", "const", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "$ref")
-_KEY = re.compile(r"[^\s<>]{1,256}")
-_CLOSED = json.dumps(f"\n{END_PARAMETER}\n")
-_ANY_TEXT = r"/(.|\n)*/"
-_MOST_DEEP = 8
-
-
-def free_parameters(lark: Lark) -> str:
-    """Any parameters."""
-    lark.put("KEY", r"/[^\s<>]{1,256}/")
-    return lark.put("free_parameter", f'"{PARAMETER}" KEY ">\\n" {_text(lark, _ANY_TEXT, {})}') + "*"
-
-
-def parameter_rules(lark: Lark, tool: Tool) -> str:
-    """The parameters of a tool, in the order that its schema has. Others than it names are not written, unless it
-    names none. Of a tool that is not strict, what cannot be followed is left out.
-
-    Raises:
-        InvalidRequestError: its schema says something that calls in this form cannot be held to.
-    """
-    parameters, is_strict = arguments_schema(tool), tool.is_strict
-    where = f"{tool.place}.function.parameters"
-    for key in parameters:
-        if is_strict and key not in _KNOWN and not key.startswith("x-"):
-            raise _unfollowed(where, f"has {key} at its root")
-    properties = parameters.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    required = parameters.get("required", ())
-    if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
-        raise InvalidRequestError(f"{where}.required must be a list of names, not {show_value(required)}")
-    if not properties and not required and parameters.get("additionalProperties", True) is True:
-        return free_parameters(lark)
-    for name in required:
-        if is_strict and name not in properties:
-            raise _unfollowed(where, f"requires {name!r}, which is not among its properties")
-    rules: list[str] = []
-    choices: dict[int, str] = {}
-    for name, schema in properties.items():
-        if not _KEY.fullmatch(name):
-            raise _unfollowed(where, f"has a name with blanks or brackets, {name!r}")
-        opening = json.dumps(f"{PARAMETER}{name}>\n", ensure_ascii=False)
-        value = _value(lark, f"{where}.properties.{name}", schema, parameters, is_strict, choices)
-        rule = f"{opening} {value}"
-        rules.append(rule if name in required else f"({rule})?")
-    return " ".join(rules)
-
-
-def _value(
-    lark: Lark,
-    where: str,
-    schema: Any,
-    root: Mapping[str, Any],
-    is_strict: bool,
-    known: dict[int, str],
-    depth: int = 0,
-) -> str:
-    """A value, and the mark behind it. `known`: rules of alternatives, put down once, as many others may name them."""
-    if depth > _MOST_DEEP:
-        raise _unfollowed(where, f"has anyOf within anyOf, {_MOST_DEEP} deep or within itself")
-    types = types_of(schema, root)
-    if "string" not in types:
-        return f"{_json(lark, schema, root)} {_CLOSED}"
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return _text(lark, _ANY_TEXT, root)
-    for key in schema:
-        if is_strict and key not in _OF_TEXT and types == {"string"}:
-            raise _unfollowed(where, f"has {key}")
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(choices, list):
-        told = [choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False) for choice in choices]
-        if any(END_PARAMETER in choice for choice in told):
-            raise _unfollowed(where, f"has a value with {END_PARAMETER}")
-        return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in told)}) {_CLOSED}"
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            if id(schema) not in known:
-                items = [_value(lark, where, item, root, is_strict, known, depth + 1) for item in schema[key]]
-                known[id(schema)] = lark.put(f"choice_{lark.size}", " | ".join(items))
-            return known[id(schema)]
-    if types != {"string"} and set(schema) & {"minLength", "maxLength", "pattern"}:
-        if is_strict:
-            raise _unfollowed(where, "is a text among others, with lengths or a pattern")
-        return _text(lark, _ANY_TEXT, root)
-    return _text(lark, _pattern(schema), root)
-
-
-def _pattern(schema: Mapping[str, Any]) -> str:
-    """What a text is, as an intersection of regular expressions."""
-    parts = [_ANY_TEXT]
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if least or most != "":
-        parts.append(rf"/(.|\n){{{least},{most}}}/")
-    pattern = schema.get("pattern")
-    for inner in (patterns_of(pattern) or [pattern]) if isinstance(pattern, str) else ():
-        parts.append(f"/{'|'.join(map(_whole, alternatives_of(inner)))}/")
-    return " & ".join(parts)
-
-
-def _whole(inner: str) -> str:
-    """A regular expression that a whole text matches, of one of which it has a match somewhere."""
-    begin = "" if inner.startswith("^") else r"(.|\n)*"
-    end = "" if inner.endswith(("$", r"\z")) and not inner.endswith(r"\$") else r"(.|\n)*"
-    inner = inner.removeprefix("^") if begin == "" else inner
-    inner = inner.removesuffix("$").removesuffix(r"\z") if end == "" else inner
-    inner = re.sub(r"(\\.)|/|\n", lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], inner)
-    return f"{begin}({inner}){end}"
-
-
-def _text(lark: Lark, pattern: str, root: Mapping[str, Any]) -> str:
-    """Text that a pattern allows, up to the mark behind it, which it does not hold; nor a line that parsers take for
-    the next parameter."""
-    number = lark.size
-    text = lark.put(f"VALUE_{number}", f"{pattern} & {lark.without(END_PARAMETER)} & {_without_names(lark, root)}")
-    return lark.put(f"value_{number}[lazy]", f"{text} {_CLOSED}").removesuffix("[lazy]")
-
-
-def _without_names(lark: Lark, root: Mapping[str, Any]) -> str:
-    properties = root.get("properties")
-    if not isinstance(properties, Mapping) or len(properties) < 2:
-        return "TEXT"
-    names = "|".join(map(lark.escaped, properties))
-    rule = rf"~/(.|\n)*\n{PARAMETER}({names})>\n(.|\n)*/"
-    return lark.put(f"NO_NAMES_{zlib.crc32(rule.encode())}", rule)
-
-
-def _json(lark: Lark, schema: Any, root: Mapping[str, Any]) -> str:
-    parts = {key: root[key] for key in ("$defs", "definitions", OPTIONS_KEY) if key in root}
-    whole = {**schema, **parts} if isinstance(schema, Mapping) else schema
-    return lark.put(f"json_{lark.size}", as_part(whole))
-
-
-def _unfollowed(where: str, line: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {line}: this model's calls, whose arguments are texts, cannot be held to that")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from launch.serve.api.openai.output import harmony
-from launch.serve.api.openai.output import named_calls as deepseek
+from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output import named_calls as mistral
 from launch.serve.api.openai.output import object_calls as hermes
 from launch.serve.api.openai.output import object_calls as llama3
@@ -21,41 +21,18 @@ from launch.serve.api.openai.output.formats import JSON, REASONING_FORMATS, TOOL
 from launch.serve.api.openai.output.grammar_parts import (
     ANY,
     Lark,
+    Wanted,
     arguments_schema,
     as_part,
-    free_parameters,
     moved,
-    parameter_rules,
+    repeated,
     without_notes,
 )
-from launch.serve.api.openai.output.qwen3_coder import END, FUNCTION
+from launch.serve.api.openai.output.tagged_grammars import tagged_behind, tagged_calls, tagged_free
 from trtrun.chats.tools import Tool
 from trtrun.core.guide import OPTIONS_KEY, Guide
 
-_Rule = Callable[[Lark, "Wanted"], str]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a text may be.
-
-    Attributes:
-        tools: that may be called.
-        must_call: it is calls, and nothing else.
-        in_parallel: several calls are allowed.
-        other: what it must be otherwise, in Lark; None for any text.
-        other_schema: the same, where it is JSON of a schema.
-        has_arguments_in_brackets: a call is a name and its arguments, in Mistral's newer form.
-        open_mark: of thoughts that it may begin with; empty where it may not.
-    """
-
-    tools: Sequence[Tool] = ()
-    must_call: bool = False
-    in_parallel: bool = True
-    other: str | None = None
-    other_schema: Any = None
-    has_arguments_in_brackets: bool = False
-    open_mark: str = ""
+_Rule = Callable[[Lark, Wanted], str]
 
 
 def _arguments(lark: Lark, number: int, tool: Tool, must_call: bool) -> str:
@@ -90,10 +67,6 @@ def call_or_object(wanted: Wanted, other: Any) -> str:
     return as_part({**options, "anyOf": placed})
 
 
-def _repeated(rule: str, between: str, wanted: Wanted) -> str:
-    return f"{rule} ({between} {rule})*" if wanted.in_parallel else rule
-
-
 def _hermes_rest(lark: Lark, wanted: Wanted) -> str:
     """A call behind its opening mark."""
     call = _objects(lark, wanted, TOOL_FORMATS["hermes"].argument_key)
@@ -101,7 +74,7 @@ def _hermes_rest(lark: Lark, wanted: Wanted) -> str:
 
 
 def _hermes_calls(lark: Lark, wanted: Wanted) -> str:
-    return _repeated(f"{lark.mark(hermes.OPEN)} {_hermes_rest(lark, wanted)}", '"\\n"', wanted)
+    return repeated(f"{lark.mark(hermes.OPEN)} {_hermes_rest(lark, wanted)}", '"\\n"', wanted)
 
 
 def _hermes_free(lark: Lark, wanted: Wanted) -> str:
@@ -109,31 +82,8 @@ def _hermes_free(lark: Lark, wanted: Wanted) -> str:
     return f"({lark.until(hermes.OPEN)} marked){often} {lark.without(hermes.OPEN)}"
 
 
-def _qwen_rest(lark: Lark, wanted: Wanted) -> str:
-    """A call in Qwen3-Coder's form behind its opening mark: put down once, as each parameter has rules of its own."""
-    if lark.has("marked"):
-        return "marked"
-    rules = []
-    for number, tool in enumerate(wanted.tools):
-        is_bound = tool.is_strict or wanted.must_call
-        told = parameter_rules(lark, tool) if is_bound else free_parameters(lark)
-        head, end = json.dumps(f"\n{FUNCTION}{tool.name}>\n", ensure_ascii=False), json.dumps(f"{END}\n")
-        rules.append(lark.put(f"call_{number}", f"{head} {told} {end} {lark.mark(hermes.CLOSE)}"))
-    return lark.put("marked", " | ".join(rules))
-
-
-def _qwen_calls(lark: Lark, wanted: Wanted) -> str:
-    return _repeated(f"{lark.mark(hermes.OPEN)} {_qwen_rest(lark, wanted)}", '"\\n"', wanted)
-
-
-def _qwen_free(lark: Lark, wanted: Wanted) -> str:
-    """Without the outer mark there is no call: what stands in one would not be guided."""
-    marked, often = _qwen_rest(lark, wanted), "*" if wanted.in_parallel else "?"
-    return f"({lark.until(hermes.OPEN, FUNCTION)} {marked}){often} {lark.without(hermes.OPEN, FUNCTION)}"
-
-
 def _llama_calls(lark: Lark, wanted: Wanted) -> str:
-    return _repeated(_objects(lark, wanted, TOOL_FORMATS["llama3_json"].argument_key), '"; "', wanted)
+    return repeated(_objects(lark, wanted, TOOL_FORMATS["llama3_json"].argument_key), '"; "', wanted)
 
 
 def _no_thoughts(lark: Lark, wanted: Wanted) -> str:
@@ -155,7 +105,7 @@ def _mistral_rest(lark: Lark, wanted: Wanted) -> str:
     """What stands behind the first mark."""
     if not wanted.has_arguments_in_brackets:
         call = _objects(lark, wanted, TOOL_FORMATS["mistral"].argument_key)
-        items = _repeated(call, '", "', wanted)
+        items = repeated(call, '", "', wanted)
         return lark.put("listed", f'/ ?/ "[" {items} "]"')  # some tokenizers have a blank in the bracket's token
     call_id = f"({lark.mark(mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)?"
     rules = []
@@ -163,7 +113,7 @@ def _mistral_rest(lark: Lark, wanted: Wanted) -> str:
         arguments = _arguments(lark, number, tool, wanted.must_call)
         name = json.dumps(tool.name, ensure_ascii=False)
         rules.append(lark.put(f"call_{number}", f"{name} {call_id} {lark.mark(mistral.ARGS)} {arguments}"))
-    return lark.put("listed", _repeated(lark.put("call", " | ".join(rules)), lark.mark(mistral.MARK), wanted))
+    return lark.put("listed", repeated(lark.put("call", " | ".join(rules)), lark.mark(mistral.MARK), wanted))
 
 
 def _mistral_free(lark: Lark, wanted: Wanted) -> str:
@@ -177,7 +127,7 @@ def _nemotron_calls(lark: Lark, wanted: Wanted) -> str:
 def _nemotron_rest(lark: Lark, wanted: Wanted) -> str:
     """What stands behind the first mark."""
     call = _objects(lark, wanted, TOOL_FORMATS["llama_nemotron_json"].argument_key)
-    items = _repeated(call, '", "', wanted)
+    items = repeated(call, '", "', wanted)
     return lark.put("listed", f'"[" {items} "]" {lark.mark(mistral.END_NEMOTRON)}')
 
 
@@ -185,37 +135,42 @@ def _nemotron_free(lark: Lark, wanted: Wanted) -> str:
     return f"({lark.until(mistral.NEMOTRON)} listed | {lark.without(mistral.NEMOTRON)})"
 
 
-def _deepseek_calls(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
-    return f"{lark.mark(deepseek.CALLS)} {_deepseek_rest(lark, wanted, is_fenced)}"
+def _marked_calls(lark: Lark, wanted: Wanted, form: str) -> str:
+    return f"{lark.mark(_MARKS[form].calls)} {_marked_rest(lark, wanted, form)}"
 
 
-def _deepseek_rest(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+_MARKS = {"deepseek_v3": marked.DEEPSEEK, "deepseek_v31": marked.DEEPSEEK, "kimi_k2": marked.KIMI}
+"""Marks of forms whose calls stand between these."""
+
+
+def _marked_rest(lark: Lark, wanted: Wanted, form: str) -> str:
     """What stands behind the first mark."""
-    separator, rules = lark.mark(deepseek.SEPARATOR), []
+    marks, rules = _MARKS[form], []
+    separator, fence = lark.mark(marks.separator), json.dumps(f"\n{marked.END_FENCE}")
     for number, tool in enumerate(wanted.tools):
         arguments = _arguments(lark, number, tool, wanted.must_call)
-        name = json.dumps(tool.name, ensure_ascii=False)
-        if is_fenced:
-            head = json.dumps(f"{tool.name}\n{deepseek.FENCE}\n", ensure_ascii=False)
-            fence = json.dumps(f"\n{deepseek.END_FENCE}")
-            written = f'"{deepseek.KIND}" {separator} {head} {arguments} {fence}'
+        if form == "deepseek_v3":
+            head = lark.mark(f"{tool.name}\n{marked.FENCE}\n")
+            written = f'"{marked.KIND}" {separator} {head} {arguments} {fence}'
+        elif form == "kimi_k2":
+            written = f"{lark.mark(f'{marked.FUNCTIONS}{tool.name}:')} NUMBER {separator} {arguments}"
         else:
-            written = f"{name} {separator} {arguments}"
+            written = f"{lark.mark(tool.name)} {separator} {arguments}"
         rules.append(lark.put(f"call_{number}", written))
-    call = lark.put("call", f"{lark.mark(deepseek.CALL)} ({' | '.join(rules)}) {lark.mark(deepseek.END)}")
-    repeated = _repeated(call, '"\\n"' if is_fenced else "", wanted)
-    return lark.put("listed", f"{repeated} {lark.mark(deepseek.END_CALLS)}")
+    lark.put("NUMBER", "/[0-9]{1,4}/")
+    call = lark.put("call", f"{lark.mark(marks.call)} ({' | '.join(rules)}) {lark.mark(marks.end)}")
+    calls = repeated(call, '"\\n"' if form == "deepseek_v3" else "", wanted)
+    return lark.put("listed", f"{calls} {lark.mark(marks.end_calls)}")
 
 
-def _deepseek_free(lark: Lark, wanted: Wanted, is_fenced: bool) -> str:
+def _marked_free(lark: Lark, wanted: Wanted, form: str) -> str:
     """Without the mark in front of all there is no call: what stands in one would not be guided."""
-    listed = _deepseek_rest(lark, wanted, is_fenced)
-    marks = (deepseek.CALLS, deepseek.CALL)
+    listed, marks = _marked_rest(lark, wanted, form), _MARKS[form][:2]
     return f"({lark.until(*marks)} {listed} | {lark.without(*marks)})"
 
 
 def _list_calls(lark: Lark, wanted: Wanted) -> str:
-    items = _repeated(_objects(lark, wanted, TOOL_FORMATS[JSON].argument_key), '", "', wanted)
+    items = repeated(_objects(lark, wanted, TOOL_FORMATS[JSON].argument_key), '", "', wanted)
     return f'"[" {items} "]"'
 
 
@@ -224,47 +179,43 @@ def _list_free(lark: Lark, wanted: Wanted) -> str:
     return f"BLANKS (calls | {other}?)"
 
 
-def _marked_behind(lark: Lark, wanted: Wanted, form: str, rest: _Rule, free: _Rule) -> str:
-    """The rest of a call between marks, and what an answer may go on with: calls, and text where it may have that."""
-    first = rest(lark, wanted)
-    if not wanted.in_parallel:
-        is_alone = wanted.must_call or wanted.other is not None
-        return first if is_alone else f"{first} {lark.without(*TOOL_FORMATS[form].call_marks)}"
-    if wanted.must_call or wanted.other is not None:
-        return f'{first} ("\\n" {lark.mark(hermes.OPEN)} {first})*'
-    return f"{first} {free(lark, wanted)}"
+def _hermes_behind(lark: Lark, wanted: Wanted) -> str:
+    """The rest of a call behind its mark, and what an answer may go on with: calls, and text where it may have that."""
+    first, is_alone = _hermes_rest(lark, wanted), wanted.must_call or wanted.other is not None
+    if is_alone:
+        return f'{first} ("\\n" {lark.mark(hermes.OPEN)} {first})*' if wanted.in_parallel else first
+    return f"{first} {_hermes_free(lark, wanted) if wanted.in_parallel else lark.without(hermes.OPEN)}"
 
 
-CALLS: Mapping[str, Callable[[Lark, Wanted], str]] = {
+_TAGS = {name: form.tags for name, form in TOOL_FORMATS.items() if form.tags is not None}
+
+CALLS: Mapping[str, _Rule] = {
     "hermes": _hermes_calls,
     "llama3_json": _llama_calls,
     "mistral": _mistral_calls,
-    "qwen3_coder": _qwen_calls,
     "llama_nemotron_json": _nemotron_calls,
-    "deepseek_v3": partial(_deepseek_calls, is_fenced=True),
-    "deepseek_v31": partial(_deepseek_calls, is_fenced=False),
     JSON: _list_calls,
+    **{form: partial(_marked_calls, form=form) for form in _MARKS},
+    **{form: partial(tagged_calls, tags=tags) for form, tags in _TAGS.items()},
 }
-BEHIND: Mapping[str, Callable[[Lark, Wanted], str]] = {
-    "hermes": partial(_marked_behind, form="hermes", rest=_hermes_rest, free=_hermes_free),
+BEHIND: Mapping[str, _Rule] = {
+    "hermes": _hermes_behind,
     "llama3_json": lambda lark, wanted: "calls",
     "mistral": _mistral_rest,
-    "qwen3_coder": partial(_marked_behind, form="qwen3_coder", rest=_qwen_rest, free=_qwen_free),
     "llama_nemotron_json": _nemotron_rest,
-    "deepseek_v3": partial(_deepseek_rest, is_fenced=True),
-    "deepseek_v31": partial(_deepseek_rest, is_fenced=False),
+    **{form: partial(_marked_rest, form=form) for form in _MARKS},
+    **{form: partial(tagged_behind, tags=tags) for form, tags in _TAGS.items()},
 }
 """What stands behind a call's mark that has ended thoughts."""
 
-FREE: Mapping[str, Callable[[Lark, Wanted], str]] = {
+FREE: Mapping[str, _Rule] = {
     "hermes": _hermes_free,
     "llama3_json": _llama_free,
     "mistral": _mistral_free,
-    "qwen3_coder": _qwen_free,
     "llama_nemotron_json": _nemotron_free,
-    "deepseek_v3": partial(_deepseek_free, is_fenced=True),
-    "deepseek_v31": partial(_deepseek_free, is_fenced=False),
     JSON: _list_free,
+    **{form: partial(_marked_free, form=form) for form in _MARKS},
+    **{form: partial(tagged_free, tags=tags) for form, tags in _TAGS.items()},
 }
 
 

@@ -29,9 +29,10 @@ class Reasoning(NamedTuple):
 
 
 class CallBegin(NamedTuple):
-    """A call begins."""
+    """A call begins; with the id that the model gave it, if it did."""
 
     name: str
+    call_id: str = ""
 
 
 class Arguments(NamedTuple):

@@ -167,6 +167,7 @@ class ChoiceParser:
         self._parsing = parsing
         self._thoughts, self._calls = _machines(parsing)
         self.num_calls = 0
+        self._ids = set[str]()
 
     @property
     def is_thinking(self) -> bool:
@@ -180,7 +181,7 @@ class ChoiceParser:
         found: list[Event] = list(self._feed(text))
         if is_end:
             found += self._finish()
-        return [event for event in joined(found) if self._is_kept(event)]
+        return [self._with_own_id(event) for event in joined(found) if self._is_kept(event)]
 
     def _feed(self, text: str) -> Sequence[Event]:
         return self._pass(self._thoughts.feed(text)) if self._thoughts else self._look(text)
@@ -198,6 +199,15 @@ class ChoiceParser:
 
     def _look(self, text: str) -> list[Event]:
         return self._calls.feed(text) if self._calls else [Text(text)]
+
+    def _with_own_id(self, event: Event) -> Event:
+        """A call without the id that the model gave it, where another one has that."""
+        if not isinstance(event, CallBegin) or not event.call_id:
+            return event
+        if event.call_id in self._ids:
+            return event._replace(call_id="")
+        self._ids.add(event.call_id)
+        return event
 
     def _is_kept(self, event: Event) -> bool:
         if isinstance(event, Reasoning):
@@ -274,7 +284,7 @@ class ChatText:
 
     def _keep(self, event: Event) -> None:
         if isinstance(event, CallBegin):
-            self._calls.append(_Call(self._new_id(), event.name, []))
+            self._calls.append(_Call(event.call_id or self._new_id(), event.name, []))
         elif isinstance(event, Arguments):
             self._calls[-1].arguments.append(event.text)
         else:

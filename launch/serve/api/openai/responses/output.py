@@ -124,7 +124,7 @@ class OutputItems:
         """The events that tell of what was found, and of the log probabilities of a text's tokens."""
         told: list[Told] = []
         if isinstance(event, CallBegin):
-            told += [*self.close(), *self._open_call(event.name)]
+            told += [*self.close(), *self._open_call(event)]
         elif not isinstance(event, self._kind or CallBegin):
             told += [*self.close(), *self._open(type(event))]
         if isinstance(event, CallBegin):
@@ -177,11 +177,11 @@ class OutputItems:
         self.items[-1]["content"] = [part]
         return [*told, self._event("response.content_part.added", content_index=0, part=_copied(part))]
 
-    def _open_call(self, name: str) -> list[Told]:
+    def _open_call(self, begin: CallBegin) -> list[Told]:
         self._kind = Arguments
-        call = self._call_items.get(name) or CallItem("function", name)
+        call = self._call_items.get(begin.name) or CallItem("function", begin.name)
         prefix, own = _CALLS[call.kind]
-        item: Told = {"id": _id(prefix), **own, "call_id": self._new_id(), "status": "in_progress"}
+        item: Told = {"id": _id(prefix), **own, "call_id": begin.call_id or self._new_id(), "status": "in_progress"}
         if call.kind in ("function", "custom"):
             item["name"] = call.name
         if call.namespace is not None:
