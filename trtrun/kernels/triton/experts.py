@@ -96,31 +96,43 @@ def _numbers_of(nibble):
 
 
 @triton.jit
+def _widened(
+    weight, scales, row, first, inputs, kind: tl.constexpr,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes of rows [FEATURES] int64 of all experts' rows as numbers [INPUTS, FEATURES], from an input on."""
+    byte = first // 2 + tl.arange(0, INPUTS // 2)
+    place = weight + row[:, None] * (inputs // 2) + byte[None, :]
+    block = first // _BLOCK + tl.arange(0, INPUTS // _BLOCK)
+    of_block = scales + row[:, None] * (inputs // _BLOCK) + block[None, :]
+    if IS_EVEN:
+        codes = tl.load(place, eviction_policy="evict_first")
+        exponent = tl.load(of_block, eviction_policy="evict_first").to(tl.int32)
+    else:
+        codes = tl.load(place, mask=(byte < inputs // 2)[None, :], other=0, eviction_policy="evict_first")
+        exponent = tl.load(of_block, mask=(block < inputs // _BLOCK)[None, :], other=127).to(tl.int32)
+    power = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
+    numbers = tl.interleave(_numbers_of(codes & 15), _numbers_of(codes >> 4))
+    scaled = tl.reshape(numbers, (FEATURES, INPUTS // _BLOCK, _BLOCK)) * power[:, :, None]
+    return tl.trans(tl.reshape(scaled, (FEATURES, INPUTS)).to(kind))
+
+
+@triton.jit
 def _weights_of(
     weight, scales, row, first, inputs, kind: tl.constexpr,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr, IS_CODED: tl.constexpr,
 ):  # fmt: skip
     """Weights [INPUTS, FEATURES] of rows [FEATURES] int64 of all experts' rows, from an input on."""
     if IS_CODED:
-        byte = first // 2 + tl.arange(0, INPUTS // 2)
-        place = weight + row[:, None] * (inputs // 2) + byte[None, :]
-        block = first // _BLOCK + tl.arange(0, INPUTS // _BLOCK)
-        of_block = scales + row[:, None] * (inputs // _BLOCK) + block[None, :]
+        weights = _widened(weight, scales, row, first, inputs, kind, FEATURES, INPUTS, IS_EVEN)
+    else:
+        number = first + tl.arange(0, INPUTS)
+        place = weight + row[None, :] * inputs + number[:, None]
         if IS_EVEN:
-            codes = tl.load(place, eviction_policy="evict_first")
-            exponent = tl.load(of_block, eviction_policy="evict_first").to(tl.int32)
+            weights = tl.load(place, eviction_policy="evict_first")
         else:
-            codes = tl.load(place, mask=(byte < inputs // 2)[None, :], other=0, eviction_policy="evict_first")
-            exponent = tl.load(of_block, mask=(block < inputs // _BLOCK)[None, :], other=127).to(tl.int32)
-        power = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
-        numbers = tl.interleave(_numbers_of(codes & 15), _numbers_of(codes >> 4))
-        scaled = tl.reshape(numbers, (FEATURES, INPUTS // _BLOCK, _BLOCK)) * power[:, :, None]
-        return tl.trans(tl.reshape(scaled, (FEATURES, INPUTS)).to(kind))
-    number = first + tl.arange(0, INPUTS)
-    place = weight + row[None, :] * inputs + number[:, None]
-    if IS_EVEN:
-        return tl.load(place, eviction_policy="evict_first")
-    return tl.load(place, mask=(number < inputs)[:, None], other=0.0, eviction_policy="evict_first")
+            weights = tl.load(place, mask=(number < inputs)[:, None], other=0.0, eviction_policy="evict_first")
+    return weights
 
 
 @triton.jit
