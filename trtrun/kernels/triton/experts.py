@@ -40,8 +40,9 @@ class _Tile(NamedTuple):
 _NARROW, _WIDE, _LARGE = _Tile(16, 32, 256, 4, 3), _Tile(64, 64, 64, 4, 4), _Tile(128, 128, 64, 8, 3)
 """For few rows an expert, which memory bounds, for more, and for prompts."""
 
-_CODED_NARROW, _CODED_WIDE = _Tile(16, 32, 128, 4, 3), _Tile(64, 64, 64, 4, 3)
-"""The same for codes of 4 bits, which are widened in registers."""
+_CODED = _Tile(64, 64, 64, 4, 3)
+"""For codes of 4 bits, whatever the rows. With fewer rows Triton takes other instructions, whose operands it deals out
+by the width of codes, so that inputs are added in another order: texts of few rows and of many then differed (H200)."""
 
 
 @triton.jit
@@ -243,10 +244,7 @@ class TritonExperts:
         gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales = self._weights
         num_experts, features = len(down), gate_up.shape[1] // 2
         rows, is_coded = tokens * num_chosen // num_experts, gate_up_scales is not None
-        if is_coded:
-            tile = _CODED_NARROW if rows < 16 else _CODED_WIDE
-        else:
-            tile = _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
+        tile = _CODED if is_coded else _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
         pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
         gates = x.new_empty((tokens * num_chosen, features))
         made = x.new_empty((tokens * num_chosen, hidden))
