@@ -129,6 +129,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "attention_factor": 1.2,
         },
     },
+    "seed_oss": {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},
 }
 """By model_type, what of its config.json is not in COMMON."""

@@ -35,6 +35,7 @@ MODULES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj"),
     "qwen2_moe": ("q_proj", "k_proj", "o_proj"),
     "qwen3_moe": ("k_proj", "o_proj"),
+    "seed_oss": ("k_proj", "o_proj", "gate_proj"),
     "smollm3": ("q_proj", "up_proj", "down_proj"),
 }
 """What adapters change."""
@@ -113,6 +114,15 @@ def test_tools_refuse_what_they_do_not_know(tmp_path: Path, family: str) -> None
     with pytest.raises(TrtrunError, match=r"^trtrun convert does not know the .*: run the directory itself") as caught:
         write_ranks(open_source(source, None), tmp_path / "ranks", 1, lambda done, total: None)
     assert of_convert in str(caught.value) and config.architecture in str(caught.value)
+
+
+def test_layers_like_llamas_of_an_architecture_that_tensorrt_llm_does_not_know_are_not_converted(
+    tmp_path: Path,
+) -> None:
+    source = write_family(tmp_path / "source", "seed_oss")
+    with pytest.raises(TrtrunError, match="trtrun convert does not know the architecture of SeedOssForCausalLM"):
+        write_ranks(open_source(source, None), tmp_path, 1, lambda done, total: None)
+    assert known_plans(read_model_config(source))
 
 
 @pytest.mark.parametrize("family", ["ernie4_5", "glm4"])

@@ -1,6 +1,19 @@
 """The product's own families, one file each, or one for a few that are alike. Importing this package registers them."""
 
-from trtrun.models.families import apertus, dense, gemma, glm, gpt_oss, granite, mixtures, olmo, olmoe, phi3, smollm3
+from trtrun.models.families import (
+    apertus,
+    dense,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    mixtures,
+    olmo,
+    olmoe,
+    phi3,
+    seed_oss,
+    smollm3,
+)
 
 __all__ = [
     "apertus",
@@ -13,5 +26,6 @@ __all__ = [
     "olmo",
     "olmoe",
     "phi3",
+    "seed_oss",
     "smollm3",
 ]

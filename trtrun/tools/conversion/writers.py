@@ -107,6 +107,8 @@ def _hugging_face_config(source: Source) -> dict[str, object]:
 
 
 _FP8_MOST = 448.0
+_KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures that TensorRT-LLM has a word for."""
 
 
 def write_ranks(source: Source, output: Path, tp_size: int, progress: Progress) -> int:
@@ -125,6 +127,8 @@ def write_ranks(source: Source, output: Path, tp_size: int, progress: Progress) 
         raise source.refuse("ends")
     cut = [_RankPlan(source, Share(rank, tp_size)) for rank in range(tp_size)]
     plans = [rank.run() for rank in cut]
+    if source.config.architecture not in _KNOWN:  # which may have tensors that its config.json does not speak of
+        raise source.refuse("architecture")
     total = sum(plan.dtype.itemsize * torch.Size(plan.shape).numel() for rank in plans for plan in rank.values())
     done = 0
 
