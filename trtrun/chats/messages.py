@@ -164,6 +164,9 @@ _ASKS_FOR_NULL = re.compile(r"(?<![A-Za-z_])content['\"]?\]?\s+is\s+(?:not\s+)?n
 _WANTS_SHORT_IDS = re.compile(r"length\s*(?:!=|<)\s*9\b")
 """What a template holds that refuses other ids of calls, as Mistral's do."""
 
+_WRITES_IDS_AS_NAMES = "<|tool_call_argument_begin|>"
+"""What a template holds that writes a call's id and not its name, as Kimi K2's do: `functions.NAME:0`."""
+
 _FIRST_CALL = re.compile(r"tool_calls['\"]?\]?\s*(?:\[\s*0\s*\]|\|\s*first\b)")
 _EACH_CALL = re.compile(r"\bfor\s+[\w, ]+\s+in\s+[^%]*tool_calls")
 """What a template holds that looks at the first call of an answer, or at each. The first alone: it leaves others out
@@ -183,7 +186,7 @@ _MOST_LOOKED_AT = 8
 def as_template_knows(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
     """Messages as a template of this source knows them."""
     told = _with_known_roles([_with_thoughts(message, source) for message in messages], source)
-    return [*_with_calls_apart(_with_short_ids(told, source), source)]
+    return [*_with_calls_apart(_with_named_ids(_with_short_ids(told, source), source), source)]
 
 
 def ways_of_calls(messages: Sequence[Mapping[str, Any]], source: str) -> list[Sequence[Mapping[str, Any]]]:
@@ -249,6 +252,29 @@ def _with_short_ids(messages: Sequence[dict[str, Any]], source: str) -> Sequence
             message = {**message, "tool_calls": calls}
         if "tool_call_id" in message:
             message = {**message, "tool_call_id": _short(message["tool_call_id"])}
+        told.append(message)
+    return told
+
+
+def _with_named_ids(messages: Sequence[dict[str, Any]], source: str) -> Sequence[dict[str, Any]]:
+    """Messages whose calls have ids that name their functions, where a template writes no other name: those of other
+    servers and programs, or none, become such, with the number of the call in the chat, and results' likewise."""
+    if _WRITES_IDS_AS_NAMES not in source:
+        return messages
+    told, named, count = list[dict[str, Any]](), dict[object, str](), 0
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                begins, known = f"functions.{call['function']['name']}:", call.get("id")
+                own = known if known is not None and known.startswith(begins) else f"{begins}{count}"
+                if known is not None:
+                    named[known] = own
+                calls.append({**call, "id": own})
+                count += 1
+            message = {**message, "tool_calls": calls}
+        if message.get("tool_call_id") in named:
+            message = {**message, "tool_call_id": named[message["tool_call_id"]]}
         told.append(message)
     return told
 

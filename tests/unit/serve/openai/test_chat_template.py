@@ -351,6 +351,24 @@ def test_ids_of_other_programs_are_short_where_the_template_refuses_others(tmp_p
     assert render(ids.replace("%s", ""), "call_1234567890") == ["call_1234567890"] * 2
 
 
+def test_ids_name_functions_where_the_template_writes_no_other_name(tmp_path: Path) -> None:
+    """As Kimi K2's: those of other servers, twice the same, and none; results go by them."""
+    source = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}<{{ call.id }}"
+        "<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}>{% endfor %}"
+        "{% if message.role == 'tool' %}[{{ message.tool_call_id }}]{% endif %}{% endfor %}"
+    )
+    nameless = calls_of("3")
+    del nameless["tool_calls"][0]["id"]
+    own = {**calls_of("4"), "tool_calls": [{**calls_of("4")["tool_calls"][0], "id": "functions.f4:7"}]}
+    chat = [CALLS[0], calls_of("1", "2"), result_of("2"), result_of("1"), nameless, own, result_of("functions.f4:7")]
+    told = template_of(tmp_path, source).render([*chat, result_of("nobody's")])
+    begun = [part.partition("<|")[0] for part in told.split("<") if part.startswith("functions")]
+    assert begun == ["functions.f1:0", "functions.f2:1", "functions.f3:2", "functions.f4:7"]
+    results = ["functions.f2:1", "functions.f1:0", "functions.f4:7", "nobody's"]
+    assert [part.partition("]")[0] for part in told.split("[")[1:]] == results
+
+
 def test_developers_are_the_system_where_the_template_has_none(tmp_path: Path) -> None:
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
     of_any = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
