@@ -14,6 +14,7 @@ import torch
 
 from trtrun.core.nouns import RoundPlan, RowAdmission
 from trtrun.kernels.chooser import operations_of
+from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.tensors import device_integers
 
@@ -97,9 +98,11 @@ class RowState:
         torch._foreach_copy_(places, list(torch.split(tokens, lengths)))
 
     def fresh_blocks(self, plan: RoundPlan) -> list[int]:
-        """Blocks that rows get in a plan to write to, without those whose keys and values they share with others."""
+        """Blocks that rows get in a plan to write to, without those whose keys and values they share with others; and
+        those that get a place in layers with windows, which may be in a later plan."""
         shared = {item.row: -(-item.num_cached_tokens // self.block_size) for item in plan.admissions}
-        return [block for row, index, block in plan.block_updates.tolist() if index >= shared.get(row, 0)]
+        placed = [block for block, place in plan.window_places.tolist() if place != NULL_BLOCK]
+        return placed + [block for row, index, block in plan.block_updates.tolist() if index >= shared.get(row, 0)]
 
     def advance(self, rows: torch.Tensor, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """Append what a verdict gave.

@@ -106,9 +106,9 @@ class PrefixCache:
         return found
 
     def register(self, block: int, digest: bytes, in_draft_store: bool = True) -> None:
-        """Offer a held block for reuse. Where another block already holds the same chain, that one stays, unless it is
-        in the target's store alone and this one is not, or it has lost its place, or its snapshot, and this one, in as
-        many stores, has one: else no row could ever begin behind it again.
+        """Offer a held block for reuse. Where another block already holds the same chain, that one stays, unless it has
+        lost its place, or its snapshot, and this one has one, as no row could ever begin behind it again; or it is in
+        the target's store alone and this one is not.
 
         The caller guarantees that all its tokens are verified, that the target has written it whole, and the draft too
         with `in_draft_store`, and that nobody writes to it again.
@@ -147,4 +147,4 @@ class PrefixCache:
 
     def _worth(self, block: int, in_draft_store: bool) -> tuple[bool, ...]:
         """What speaks for a block among those that hold one chain."""
-        return in_draft_store, *(places.has_place(block) for places in self._beside)
+        return *(places.has_place(block) for places in self._beside), in_draft_store

@@ -35,12 +35,14 @@ class SlotMemory:
         bytes_per_block: keys and values of one block, summed over the engines in the slot; without those in places.
         working_bytes: what their largest round needs besides: activations, logits, sampling, graphs.
         bytes_per_place: keys and values of one block in layers with windows, where these have places.
+        snapshot_bytes: of working_bytes, those of snapshots of states.
     """
 
     shard_bytes: int
     bytes_per_block: int
     working_bytes: int = 0
     bytes_per_place: int = 0
+    snapshot_bytes: int = 0
 
 
 class StoreSize(NamedTuple):
@@ -124,10 +126,15 @@ def count_kv_blocks(
         )
     left = beside - demand.working_bytes
     if left <= 0:
+        snapshots, instead = "", ""
+        if demand.snapshot_bytes:
+            snapshots = f" ({format_bytes(demand.snapshot_bytes)} for snapshots of states)"
+            instead = "kv_cache.state_snapshots, "
         raise ConfigError(
-            f"{where}: the largest round needs {format_bytes(demand.working_bytes)} but {format_bytes(beside)} "
-            f"of {format_bytes(free_bytes)} are free beside the weights ({format_bytes(demand.shard_bytes)}): lower "
-            "scheduler.max_batch_size, scheduler.max_seq_len, scheduler.max_num_tokens or speculation.draft_len"
+            f"{where}: the largest round needs {format_bytes(demand.working_bytes)}{snapshots} but "
+            f"{format_bytes(beside)} of {format_bytes(free_bytes)} are free beside the weights "
+            f"({format_bytes(demand.shard_bytes)}): lower {instead}scheduler.max_batch_size, scheduler.max_seq_len, "
+            "scheduler.max_num_tokens or speculation.draft_len"
         )
     weights, rounds = format_bytes(demand.shard_bytes), format_bytes(demand.working_bytes)
     taken = f"the weights ({weights}) and the largest round ({rounds})" if demand.working_bytes else "the weights"
@@ -173,14 +180,14 @@ def _with_blocks(blocks: int, budget: int, demand: SlotMemory, places: PlaceDema
 def _share_out(budget: int, demand: SlotMemory, most: int, places: PlaceDemand | None) -> StoreSize:
     """Blocks, `most` at most, and places in `budget` bytes. Places get what all rows need, but at most half of it, and
     what one row needs at least; blocks the rest; and places what blocks have no use for, as old places may be reused:
-    no more of them than blocks."""
+    no more of them than blocks, or than one row needs."""
     of_block, of_place = demand.bytes_per_block, demand.bytes_per_place
     if places is None or not of_place:
         blocks = min(most, budget // of_block) if of_block else most
-        return StoreSize(blocks, 0 if places is None else blocks)
+        return StoreSize(blocks, 0 if places is None else max(blocks, places.least.places))
     held = min(places.most.places, max(places.least.places, budget // 2 // of_place))
     blocks = min(most, max(0, budget - held * of_place) // of_block) if of_block else most
-    return StoreSize(blocks, min(blocks, max(0, budget - blocks * of_block) // of_place))
+    return StoreSize(blocks, min(max(blocks, places.least.places), max(0, budget - blocks * of_block) // of_place))
 
 
 def tokens_of_blocks(num_blocks: int, block_size: int) -> int:

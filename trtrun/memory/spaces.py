@@ -11,6 +11,7 @@ from __future__ import annotations
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.heads.head_rows import HeadSpace
+from trtrun.errors import ConfigError
 from trtrun.kvcache.row_states import StateSpace
 from trtrun.kvcache.sizing import PlaceDemand, format_bytes, useful_blocks
 from trtrun.kvcache.specs import state_of
@@ -110,15 +111,31 @@ def state_space(config: RuntimeConfig, models: JobModels, role: str, num_blocks:
 
 def num_snapshots(config: RuntimeConfig, models: JobModels) -> int:
     """Snapshots of states that all engines have, the null snapshot among them; 0 where none is kept, or no layer has
-    any states."""
+    any states.
+
+    Raises:
+        ConfigError: there is no room for one.
+    """
     sizes = [_snapshot_bytes(models.target, len(config.target.devices))]
     if models.draft is not None and config.draft is not None:
         sizes.append(_snapshot_bytes(models.draft, len(config.draft.devices)))
     kept, most = config.kv_cache.state_snapshots, 2 * config.scheduler.max_batch_size
     if not any(sizes) or not config.kv_cache.enable_block_reuse:
         return 0
+    if kept is not None and 0 < kept < max(sizes):
+        raise ConfigError(
+            f"kv_cache.state_snapshots: {kept} bytes hold no snapshot of a row's states, which takes "
+            f"{format_bytes(max(sizes))} on a rank; 0 keeps none"
+        )
     count = most if kept is None else min(kept // size for size in sizes if size)
     return 1 + count if count else 0
+
+
+def snapshot_bytes(config: RuntimeConfig, models: JobModels, role: str) -> int:
+    """Bytes of all snapshots on one of an engine's ranks."""
+    section = config.draft if role == "draft" else config.target
+    assert section is not None, "the job has no draft model"
+    return num_snapshots(config, models) * _snapshot_bytes(models.of_role(role), len(section.devices))
 
 
 def _snapshot_bytes(model: ModelConfig, tp_size: int) -> int:

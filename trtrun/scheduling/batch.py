@@ -63,7 +63,8 @@ class RunningBatch:
     """Rows and blocks of the requests that run.
 
     Attributes:
-        requests: in order of admission; where blocks are short only the last one is ever preempted.
+        requests: in order of admission; where blocks are short only the last one is ever preempted, and where places
+            are, the last one whose prompt is read.
         num_reporting: of them, those whose tokens' logits are reported.
         pool: the blocks.
         cache: which of them hold reusable tokens.

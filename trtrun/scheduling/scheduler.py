@@ -7,9 +7,9 @@ committed length and an upper bound; blocks and contexts are reserved for the up
 the true length from verdicts, never meet a position without a block.
 
 Rows go in turns to those who ask (`queue.py`), and a round's tokens to decoding rows first, then to prompts
-(`admission.py`); `results.py` takes in what a round gave. Only the most recently admitted row is ever
-preempted, and gets a row again before all that wait, so the oldest row always makes progress and nothing can wait for
-ever.
+(`admission.py`); `results.py` takes in what a round gave. Only the most recently admitted row is ever preempted, or
+where places are short of those whose prompts are read, and gets a row again before all that wait, so the oldest row
+always makes progress and nothing can wait for ever.
 """
 
 from __future__ import annotations

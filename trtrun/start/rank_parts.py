@@ -22,6 +22,7 @@ from trtrun.memory.memory_requirements import (
     resolve_dtype,
     store_bytes,
 )
+from trtrun.memory.spaces import snapshot_bytes
 from trtrun.models.config import ModelConfig
 from trtrun.start.beside_engines import RankHeads, adapter_hashes, corpus_bytes, demand_apart
 from trtrun.start.job_spec import JobSpec
@@ -68,7 +69,7 @@ class RankParts:
         """What this rank's engines need; the memory of a round by its shapes."""
         if self._heads.plan_apart is not None:
             return demand_apart(self._config, self._spec.models, self._heads.plan_apart, self._device)
-        weights, working, stored = 0, 0, StoreBytes(0, 0)
+        weights, working, snapshots, stored = 0, 0, 0, StoreBytes(0, 0)
         for role, section, model, communicator in self.all:
             dtype = resolve_dtype(section, model)
             heads = self._heads.plan if role == "target" else None
@@ -80,10 +81,11 @@ class RankParts:
             if role == "target":
                 weights += corpus_bytes(self._config)
             stored = stored.plus(store_bytes(self._config, self._spec.models, role, heads_here, dtype))
+            snapshots += snapshot_bytes(self._config, self._spec.models, role)
             working += engine_working_bytes(
                 self._config, self._spec.models, role, communicator.rank, self._device, heads
             )
-        return SlotMemory(weights, stored.per_block, working, stored.per_place)
+        return SlotMemory(weights, stored.per_block, working, stored.per_place, snapshots)
 
     def shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         """Bytes of the weights of one engine."""

@@ -25,7 +25,7 @@ from trtrun.memory.memory_requirements import (
     resolve_dtype,
     store_bytes,
 )
-from trtrun.memory.spaces import most_useful_blocks, place_demand
+from trtrun.memory.spaces import most_useful_blocks, place_demand, snapshot_bytes
 from trtrun.models.config import ModelConfig
 from trtrun.start.beside_engines import corpus_bytes, demand_apart
 from trtrun.start.job_spec import JobSpec
@@ -165,7 +165,12 @@ class JobMemory:
         """What the engines of one rank need; without the memory of a round where the rank `measures` it."""
         working = 0 if measures else self.working_bytes(rank)
         stored = self.store_bytes(rank)
-        return SlotMemory(sum(self.shard_bytes(rank)), stored.per_block, working, stored.per_place)
+        slot, snapshots = self.topology.slot(rank), 0
+        for role, engine in (("draft", self.draft), ("target", self.target)):
+            index = None if slot is None else slot.draft_index if role == "draft" else slot.target_index
+            if engine is not None and index is not None:
+                snapshots += snapshot_bytes(self.config, self.models, role)
+        return SlotMemory(sum(self.shard_bytes(rank)), stored.per_block, working, stored.per_place, snapshots)
 
     def count_blocks(self, rank: int, free_bytes: int, where: str) -> StoreSize:
         """Stores that a rank with a device can hold by itself.

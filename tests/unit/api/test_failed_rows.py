@@ -81,6 +81,26 @@ def test_rows_after_a_failed_one_are_as_before_it(
             assert run(llm, prompts) == expected
 
 
+@pytest.mark.parametrize(("reuse", "plans_ahead"), [(False, 1), (True, 0)])
+def test_places_that_failed_rows_got_for_later_chunks_are_cleared_before_others_have_them(
+    tmp_path: Path, reuse: bool, plans_ahead: int
+) -> None:
+    """Two rows that fail in chunks; kernels on CPUs read whole blocks, and what is no number stays none times 0."""
+    windowed = make_checkpoint(tmp_path / "target", "MistralForCausalLM", seed=1, sliding_window=8)
+    overflow_on(windowed, POISON)
+    tokens = [token for index in range(12) for token in healthy(index)]
+    prompts = [tokens[:length] for length in (17, 20, 33, 37, 49, 53, 70)]
+    with make_llm(
+        windowed,
+        kv_cache={"max_tokens": 4096, "enable_block_reuse": reuse, "block_size": 16},
+        scheduler={"max_batch_size": 2, "max_num_tokens": 16, "plans_ahead": plans_ahead},
+    ) as llm:
+        expected = run(llm, prompts)
+        for _ in range(2):
+            assert run(llm, [[*tokens[:5], *[POISON] * count] for count in (60, 90)]) == [NOT_FINITE] * 2
+            assert run(llm, prompts) == expected
+
+
 @pytest.mark.parametrize("reuse", [False, True])
 def test_places_of_a_failed_row_are_as_before_it(tmp_path: Path, reuse: bool) -> None:
     """Those of layers with windows, which rows are given while they read: few enough that all have been its own."""

@@ -83,9 +83,13 @@ def test_experts_of_4_bits_are_those_of_the_numbers_that_these_stand_for(shape: 
     biases = [torch.randn(shape[0], size, device=DEVICE).to(DTYPE) for size in (2 * shape[2], shape[1])]
     packed = TritonExperts(ExpertWeights(*codes, *biases, *scales), "clamped_swiglu", 7.0)  # type: ignore[arg-type]
     dense = TritonExperts(ExpertWeights(*(it.to(DTYPE) for it in plain), *biases), "clamped_swiglu", 7.0)  # type: ignore[arg-type]
+    # Ranks may hold one of both dense.
+    gates = TritonExperts(ExpertWeights(codes[0], plain[1].to(DTYPE), *biases, scales[0]), "clamped_swiglu", 7.0)
     for count in (1, 3, 40, len(x)):
         part = Choice(choice.experts[:count], choice.shares[:count])
-        assert torch.equal(packed(x[:count], part), dense(x[:count], part)), count
+        expected = dense(x[:count], part)
+        assert torch.equal(packed(x[:count], part), expected), count
+        assert torch.equal(gates(x[:count], part), expected), count
 
 
 @pytest.mark.parametrize("renormalises", [True, False])

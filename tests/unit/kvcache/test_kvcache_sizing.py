@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,3 +140,33 @@ def test_a_limit_on_the_address_space_of_the_process_counts(monkeypatch: pytest.
 def test_byte_counts_are_readable() -> None:
     assert [format_bytes(count) for count in (5, 2048, 3 * 2**20, 2**40)] == ["5 B", "2 KiB", "3 MiB", "1 TiB"]
     assert format_bytes(1000 * 2**20) == "1000 MiB"
+
+
+def test_one_row_has_its_places_where_there_are_fewer_blocks() -> None:
+    """Of a small store, and of a slot without such layers."""
+    settings: dict[str, Any] = {
+        "fraction": 1.0,
+        "block_size": 16,
+        "max_tokens": None,
+        "most_useful": 1000,
+        "where": "r",
+    }
+    size = count_kv_blocks(60_000, SlotMemory(0, 1000, 0, 10), places=PlaceDemand(4, 80), **settings)
+    assert size.places >= 81 and 40 < size.blocks < 81
+    size = count_kv_blocks(18_000, SlotMemory(0, 1000), places=PlaceDemand(4, 40), **settings)
+    assert size == StoreSize(18, 41)
+
+
+def test_snapshots_are_named_where_they_leave_no_room() -> None:
+    with pytest.raises(
+        ConfigError, match=r"1.95 KiB \(1.46 KiB for snapshots of states\).*: lower kv_cache.state_snapshots"
+    ):
+        count_kv_blocks(
+            1500,
+            SlotMemory(0, 10, 2000, 0, 1500),
+            fraction=1.0,
+            block_size=16,
+            max_tokens=None,
+            most_useful=9,
+            where="r",
+        )

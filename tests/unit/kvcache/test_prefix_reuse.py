@@ -8,6 +8,7 @@ from scheduler_simulation import Job, make_request
 from trtrun.kvcache.block_table import BlockTable
 from trtrun.kvcache.blocks import BlockPool
 from trtrun.kvcache.prefix_cache import PrefixCache, extend_digests
+from trtrun.kvcache.state_snapshots import StateSnapshots
 from trtrun.scheduling.scheduler import SchedulerLimits
 
 
@@ -185,3 +186,33 @@ def test_a_block_that_another_request_still_holds_is_reused_too() -> None:
     assert second.table.blocks[:2] == first.table.blocks[:2]
     assert second.table.blocks[2] != first.table.blocks[2]
     job.run([])
+
+
+def test_a_block_with_a_snapshot_takes_the_place_of_one_that_has_lost_its_own() -> None:
+    """Though the other is in the draft's store, too: no row could begin behind that one again."""
+    pool, snapshots = BlockPool(9), StateSnapshots(3)
+    cache = PrefixCache(pool, snapshots=snapshots)
+    tokens = list(range(8))
+
+    def row(in_draft_store: bool, takes: bool) -> list[int]:
+        table = BlockTable(pool, cache, 4)
+        table.reserve(8)
+        assert not takes or table.take_snapshot(8) is not None
+        table.commit(tokens, 8, in_draft_store)
+        blocks = [*table.blocks]
+        table.release()
+        return blocks
+
+    def found(in_draft_store: bool) -> list[int]:
+        return BlockTable(pool, cache, 4).match_prefix([*tokens, 9], in_draft_store)
+
+    first = row(True, True)
+    assert found(True) == found(False) == first
+    for block in (7, 8):  # two other rows' take all there are
+        snapshots.hold([block])
+    assert found(True) == found(False) == []
+    snapshots.release([7, 8])
+    second = row(False, True)
+    assert found(False) == [first[0], second[1]] and found(True) == []
+    third = row(True, True)
+    assert found(True) == found(False) == [first[0], third[1]]

@@ -142,6 +142,10 @@ def test_what_states_cannot_do_is_refused_in_a_line(tmp_path: Path) -> None:
     config = configuration(target, None, devices=((), ("cuda:0",)))
     with pytest.raises(ConfigError, match=f"{told}there is no kernel for these on GPUs yet; use CPU slots"):
         JobSpec(config).models  # noqa: B018
+    with pytest.raises(
+        ConfigError, match="state_snapshots: 9 bytes hold no snapshot of a row's states, which takes 512 B"
+    ):
+        make_llm(target, kv_cache={"state_snapshots": 9})
     config = configuration(make_checkpoint(tmp_path / "llama"), target)
     assert config.draft is not None
     translated = config.model_copy(update={"draft": config.draft.model_copy(update={"vocabulary": "intersection"})})

@@ -61,6 +61,7 @@ def _choose_kernel(
     chosen, of_chosen, total = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32), 0.0
     for place in tl.static_range(CHOSEN):
         _, expert = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        expert = tl.minimum(expert, num_experts - 1)  # where logits are no numbers
         share = tl.sum(tl.where(number == expert, every, 0.0), axis=0)
         chosen = tl.where(places == place, expert.to(tl.int64), chosen)
         of_chosen = tl.where(places == place, share, of_chosen)
@@ -243,7 +244,8 @@ class TritonExperts:
             return output
         gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales = self._weights
         num_experts, features = len(down), gate_up.shape[1] // 2
-        rows, is_coded = tokens * num_chosen // num_experts, gate_up_scales is not None
+        # Ranks whose features are no whole blocks have one of both dense.
+        rows, is_coded = tokens * num_chosen // num_experts, gate_up_scales is not None or down_scales is not None
         tile = _CODED if is_coded else _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
         pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
         gates = x.new_empty((tokens * num_chosen, features))
@@ -253,13 +255,14 @@ class TritonExperts:
         _gate_up_kernel[(len(experts), triton.cdiv(features, tile.features))](
             x, gate_up, x if gate_up_scales is None else gate_up_scales, x if gate_up_bias is None else gate_up_bias,
             gates, pairs, experts, features, hidden, CHOSEN=num_chosen, IS_EVEN=hidden % tile.inputs == 0,
-            IS_CODED=is_coded, HAS_BIAS=gate_up_bias is not None,
+            IS_CODED=gate_up_scales is not None, HAS_BIAS=gate_up_bias is not None,
             GATE=self._gate, LIMIT=self._limit, **sizes, **options,
         )  # fmt: skip
         _down_kernel[(len(experts), triton.cdiv(hidden, tile.features))](
             gates, down, x if down_scales is None else down_scales, x if down_bias is None else down_bias,
             made, pairs, experts, hidden, features,
-            IS_EVEN=features % tile.inputs == 0, IS_CODED=is_coded, HAS_BIAS=down_bias is not None, **sizes, **options,
+            IS_EVEN=features % tile.inputs == 0, IS_CODED=down_scales is not None, HAS_BIAS=down_bias is not None,
+            **sizes, **options,
         )  # fmt: skip
         block = min(1024, triton.next_power_of_2(hidden))
         _add_kernel[(tokens, triton.cdiv(hidden, block))](
