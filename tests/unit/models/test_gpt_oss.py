@@ -61,12 +61,12 @@ def test_experts_in_mxfp4_are_those_that_transformers_widens(tmp_path: Path, tp_
     assert torch.equal(found.forward(BATCH), logits)
     for one, other in zip(found.reports, expected.reports, strict=True):
         assert one.shard_bytes == other.shard_bytes and one.bytes_read < 0.7 * other.bytes_read
-    told = [
-        describe_stored(read_model_config(path), Share(0, tp_size), torch.bfloat16, "cuda") for path in (stored, plain)
-    ]
-    assert (
-        told[0] is not None and told[0].startswith("mxfp4 weights become bfloat16 as they are read") and told[1] is None
-    )
+    config, share = read_model_config(stored), Share(0, tp_size)
+    on_cpus, on_gpus = (describe_stored(config, share, torch.bfloat16, kind) for kind in ("cpu", "cuda"))
+    assert on_cpus is not None and on_cpus.startswith("mxfp4 weights become bfloat16 as they are read")
+    assert on_gpus is not None and on_gpus.startswith("mxfp4 weights stay as they are")
+    assert ("become bfloat16" in on_gpus) == (tp_size > 1), "ranks share blocks"
+    assert describe_stored(read_model_config(plain), share, torch.bfloat16, "cuda") is None
     engine = PagedModel(build_engine(stored, tmp_path / "engine", tp_size), torch.bfloat16, tp_size)
     assert torch.equal(engine.forward(BATCH), logits)
 
