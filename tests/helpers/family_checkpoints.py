@@ -29,6 +29,12 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 24,
@@ -128,6 +134,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "long_factor": [1.0, 2.0, 4.0, 8.0, 12.0, 16.0],
             "attention_factor": 1.2,
         },
+    },
+    "qwen3_next": {
+        "head_dim": 24,
+        **_DELTA_NET,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36,
+        "mlp_only_layers": [1],
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
+    "qwen3_5_text": {
+        "head_dim": 32,
+        **_DELTA_NET,
+        "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
+    "qwen3_5_moe_text": {
+        "head_dim": 16,
+        **_DELTA_NET,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
     },
     "seed_oss": {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},

@@ -92,21 +92,21 @@ class LayerStates:
     """The states of one layer.
 
     Attributes:
-        states: [rows + 1, *state] float32; the last one is nobody's.
+        states: of each part of a state [rows + 1, *shape] float32; the last one is nobody's.
         inputs: of each kind [rows + 1, most_refed, *shape] float32: what the token at position p brought is at p modulo
             most_refed.
-        snapshots: [snapshots, *state] float32; the first is nobody's.
+        snapshots: of each part of a state [snapshots, *shape] float32; the first is nobody's.
     """
 
     def __init__(self, spec: RecurrentState, space: StateSpace, device: torch.device) -> None:
         rows = space.max_rows + 1
-        self.states = torch.zeros((rows, *spec.state), device=device)
+        self.states = [torch.zeros((rows, *shape), device=device) for shape in spec.parts]
         self.inputs = [torch.zeros((rows, space.most_refed, *shape), device=device) for shape in spec.inputs]
-        self.snapshots = torch.zeros((space.num_snapshots, *spec.state), device=device)
+        self.snapshots = [torch.zeros((space.num_snapshots, *shape), device=device) for shape in spec.parts]
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (self.states, *self.inputs, self.snapshots))
+        return sum(part.numel() * part.element_size() for part in (*self.states, *self.inputs, *self.snapshots))
 
 
 class RowStates:
@@ -151,7 +151,8 @@ class RowStates:
         rows, kept, snapshots = device_integers(list(zip(*starts, strict=True)), self._kept.device).unbind()
         self._kept.index_copy_(0, rows, kept)
         for layer in self.layers.values():
-            layer.states.index_copy_(0, rows, layer.snapshots.index_select(0, snapshots))
+            for state, snapshot in zip(layer.states, layer.snapshots, strict=True):
+                state.index_copy_(0, rows, snapshot.index_select(0, snapshots))
 
     def save(self, saves: Sequence[tuple[int, int, int]]) -> None:
         """Take snapshots in the round that begins, and no others: of each the row, behind how many tokens, and which
@@ -169,7 +170,7 @@ class RowStates:
         """Have each of the rows `own`, none of which is among the others, go on from where the row beside it in `rows`
         stands."""
         source, target = device_integers([list(rows), list(own)], self._kept.device)
-        for part in (self._kept, *(part for layer in self.layers.values() for part in (layer.states, *layer.inputs))):
+        for part in (self._kept, *(part for layer in self.layers.values() for part in (*layer.states, *layer.inputs))):
             part.index_copy_(0, target, part.index_select(0, source))
 
     def of_batch(self, batch: AttentionBatch) -> StateBatch:
