@@ -29,7 +29,16 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 _DELTA_NET = {
+    "rms_norm_eps": 1e-3,  # else what heads read is scaled up from next to nothing, noise and all
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 12,
@@ -176,6 +185,8 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "image_token_index": 202,
         },
     ),
+    "qwen3_5": ("qwen3_5_text", {}, {"vision_config": _QWEN_VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}, {"vision_config": _QWEN_VISION}),
 }
 """By model_type of architectures of several models, the model_type of the one for text, what is different in it there,
 and what stands beside it."""
@@ -198,7 +209,7 @@ def write_family(
         old_names: whether tensors are called as in files of transformers 4; else as they are in memory.
         values: of the text model's config.json.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     text_type, own, beside = NESTED.get(model_type, (model_type, {}, {}))
     text = {**COMMON, **FAMILIES[text_type], **own, **values}
@@ -209,7 +220,8 @@ def write_family(
         config = AutoConfig.for_model(model_type, **text)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = AutoModelForImageTextToText if model_type in NESTED else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -103,13 +103,14 @@ class DeltaNet:
         """What of its matrix a head keeps as a token comes, from 0 to 1, [tokens, values] float32:
         exp(-rate * softplus(fading + bias)).
 
-        Both functions are softmaxes beside 0, whose rows have the same bits in any company.
+        Both functions are softmaxes beside 0, whose rows have the same bits in any company; in float64, as the
+        logarithm of what is close to 1 would lose its digits.
         """
-        moved = fading + self._fading_bias
+        moved = (fading + self._fading_bias).double()
         softplus = -functional.log_softmax(torch.stack((torch.zeros_like(moved), moved), dim=-1), dim=-1)[..., 0]
         exponent = softplus * -self._fading
         shares = torch.softmax(torch.stack((exponent, torch.zeros_like(exponent)), dim=-1), dim=-1)
-        return shares[..., 0] / shares[..., 1]
+        return (shares[..., 0] / shares[..., 1]).float()
 
     def step(
         self, state: Sequence[torch.Tensor], brought: Sequence[torch.Tensor], dtype: torch.dtype
