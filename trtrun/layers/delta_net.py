@@ -126,11 +126,12 @@ class DeltaNet:
         (window, matrix), (channels, corrects, kept) = state, brought
         window = torch.cat((window, channels.unsqueeze(1)), dim=1)
         query, key, value = self._convolve(window, dtype)
-        matrix = matrix * kept.view(*kept.shape, 1, 1)
-        column = key.unsqueeze(-1)
-        change = (value - _sum_rows(matrix * column)) * corrects.unsqueeze(-1)
-        matrix = matrix + column * change.unsqueeze(-2)
-        return (window[:, 1:], matrix), _sum_rows(matrix * query.unsqueeze(-1)).flatten(1)
+        matrix, column = matrix * kept.view(*kept.shape, 1, 1), key.unsqueeze(-1)
+        room = matrix * column  # a matrix of a row may be megabytes, whose pages cost more than what is computed
+        change = (value - _sum_rows(room)) * corrects.unsqueeze(-1)
+        matrix += torch.mul(column, change.unsqueeze(-2), out=room)
+        read = _sum_rows(torch.mul(matrix, query.unsqueeze(-1), out=room))
+        return (window[:, 1:], matrix), read.flatten(1)
 
     def _convolve(self, window: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys [rows, values, key_dim] of length 1, the former divided by the root of their size, and
@@ -166,11 +167,12 @@ class _Step:
 
 def _sum_rows(matrices: torch.Tensor) -> torch.Tensor:
     """Sums of columns, [..., rows, columns] → [..., columns], halves on halves: torch's own sums depend on how many
-    matrices there are."""
-    while (rows := matrices.shape[-2]) > 1:
+    matrices there are. Overwrites the matrices."""
+    rows = matrices.shape[-2]
+    while rows > 1:
         half = rows // 2
-        summed = matrices[..., :half, :] + matrices[..., half : 2 * half, :]
+        matrices[..., :half, :] += matrices[..., half : 2 * half, :]
         if rows % 2:
-            summed[..., :1, :] += matrices[..., 2 * half :, :]
-        matrices = summed
-    return matrices[..., 0, :]
+            matrices[..., :1, :] += matrices[..., 2 * half : rows, :]
+        rows = half
+    return matrices[..., 0, :].clone()
