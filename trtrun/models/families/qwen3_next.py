@@ -42,6 +42,8 @@ def _plan_layers(
     period = read_size(values, "full_attention_interval")
     usual = [LINEAR if (index + 1) % period else FULL for index in range(shape.num_layers)]
     has_bias = read_flag(values, "attention_bias")
+    if values.get("attn_output_gate") is False:
+        raise CheckpointError("attn_output_gate false is not supported: what heads attend is gated")
     max_positions = min(values["max_position_embeddings"], MOST_POSITIONS)
     rotated = parse_rope(values, max_positions, shape.head_dim, in_part=True).rotated
     attention = AttentionPlan(
