@@ -96,7 +96,7 @@ class DeltaNet:
         return self._operations.activate_and_multiply(gated, "silu").to(x.dtype)
 
     def _sigmoid(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Of numbers [tokens, values] float32."""
+        """Sigmoids of [tokens, values] float32."""
         return self._operations.activate_and_multiply(torch.cat((numbers, torch.ones_like(numbers)), dim=1), "sigmoid")
 
     def _kept(self, fading: torch.Tensor) -> torch.Tensor:

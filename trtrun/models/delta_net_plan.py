@@ -103,7 +103,7 @@ class DeltaNetPlan:
 
     @property
     def norm(self) -> NormPlan:
-        """Of what a value head reads."""
+        """The norm of what a value head reads."""
         return NormPlan(f"{self.name}.norm", self.value_dim, self.shape.rms_norm_eps)
 
     @property
