@@ -183,7 +183,9 @@ class RowStates:
         first = torch.where(positions < 0, end.unsqueeze(1), positions).amin(dim=1)
         block = segment.block_tables.gather(1, (first // block_size).unsqueeze(1)).squeeze(1)
         slots = self._row_of_block.index_select(0, torch.where(end == 0, NULL_BLOCK, block))
-        kept = torch.where(end == 0, 0, self._kept.index_select(0, slots))
+        # What no row writes, rounds that warm up, begins as far behind as a row's state may be.
+        behind = (first - self._space.most_refed).clamp(min=0)
+        kept = torch.where(slots == self._nobody, behind, self._kept.index_select(0, slots))
         settled = torch.maximum(kept, end - self._space.most_refed)
         if self._space.begins_at_newest:
             settled = torch.maximum(settled, first)
