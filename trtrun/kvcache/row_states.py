@@ -28,6 +28,8 @@ from trtrun.kvcache.specs import RecurrentState
 from trtrun.tensors import device_integers
 
 _NEVER = -1
+_COPIES = 4
+"""Of a layer's states that it computes in: as they were, changed, what is summed, and what goes on."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,12 @@ class StateSpace:
     guess_blocks: Sequence[Sequence[int]] = ()
 
     def num_bytes(self, specs: Sequence[RecurrentState]) -> int:
-        """Bytes of all rows' states in layers with such ones, of what tokens bring, and of snapshots."""
+        """Bytes of all rows' states in layers with such ones, of what tokens bring, and of snapshots; and of copies that
+        a layer computes in."""
+        copies = _COPIES * self.max_rows * max((spec.state_numbers for spec in specs), default=0)
         states = (self.max_rows + 1 + self.num_snapshots) * sum(spec.state_numbers for spec in specs)
         brought = (self.max_rows + 1) * self.most_refed * sum(spec.input_numbers for spec in specs)
-        return (states + brought) * torch.float32.itemsize
+        return (states + brought + copies) * torch.float32.itemsize
 
 
 @dataclass(frozen=True)
