@@ -53,8 +53,8 @@ class StateSpace:
     guess_blocks: Sequence[Sequence[int]] = ()
 
     def num_bytes(self, specs: Sequence[RecurrentState]) -> int:
-        """Bytes of all rows' states in layers with such ones, of what tokens bring, and of snapshots; and of copies that
-        a layer computes in."""
+        """Bytes of all rows' states in layers with such ones, of what tokens bring, of snapshots, and of copies that a
+        layer computes in."""
         copies = _COPIES * self.max_rows * max((spec.state_numbers for spec in specs), default=0)
         states = (self.max_rows + 1 + self.num_snapshots) * sum(spec.state_numbers for spec in specs)
         brought = (self.max_rows + 1) * self.most_refed * sum(spec.input_numbers for spec in specs)

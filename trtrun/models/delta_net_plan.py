@@ -85,11 +85,11 @@ class DeltaNetPlan:
 
     @property
     def convolution(self) -> Weight:
-        """[channels, 1, kernel]: of queries, keys and values."""
+        """[channels, 1, kernel]: of queries, keys and values. Dummy ones let tokens through at about their size."""
         parts = {"queries": self.keys, "keys": self.keys, "values": self.values}
         name, others = f"{self.name}.conv1d.weight", (Axis(1), Axis(self.kernel))
         places = _behind_each_other(parts)
-        return Weight(tuple(StoredTensor(name, (parts[part], *others), rows=places[part]) for part in parts))
+        return Weight(tuple(StoredTensor(name, (parts[part], *others), 25.0, rows=places[part]) for part in parts))
 
     @property
     def fading(self) -> Weight:

@@ -252,7 +252,7 @@ class AttentionPlan:
             outputs,
             inputs,
             self.qkv_bias,
-            dummy_scales={"q_proj": 2.0, "k_proj": 2.0},
+            dummy_scales={"q_proj": 2.0, "k_proj": 2.0, "gate": 2.0},
             fused="qkv_proj" if self.fused_qkv else None,
             unit_orders=orders,
             inside=inside,
