@@ -76,7 +76,7 @@ class DecayPlan:
 
     def keeps(self, share: Share) -> LayerSpecs:
         features = len(self.features.held(share))
-        return (RecurrentState((features,), ((features,), (features,))),)
+        return (RecurrentState(((features,),), ((features,), (features,))),)
 
     def build(self, reader: WeightReader) -> DecayingLayer:
         return DecayingLayer(
@@ -111,10 +111,12 @@ class DecayingLayer:
         return self.mlp(self.post_attention_norm.add(hidden, self.output(attended)))
 
 
-def _decay(state: torch.Tensor, brought: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    value, decay = brought
-    state = state * decay + value * (1 - decay)
-    return state, state
+def _decay(
+    state: Sequence[torch.Tensor], brought: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+    (total,), (value, decay) = state, brought
+    total = total * decay + value * (1 - decay)
+    return (total,), total
 
 
 def plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:

@@ -29,6 +29,21 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+_DELTA_NET = {
+    "rms_norm_eps": 1e-3,  # else what heads read is scaled up from next to nothing, noise and all
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 24,
@@ -129,6 +144,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "attention_factor": 1.2,
         },
     },
+    "qwen3_next": {
+        "head_dim": 24,
+        **_DELTA_NET,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36,
+        "mlp_only_layers": [1],
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
+    "qwen3_5_text": {
+        "head_dim": 32,
+        **_DELTA_NET,
+        "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
+    "qwen3_5_moe_text": {
+        "head_dim": 16,
+        **_DELTA_NET,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+    },
     "seed_oss": {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 6},
 }
@@ -146,6 +185,8 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "image_token_index": 202,
         },
     ),
+    "qwen3_5": ("qwen3_5_text", {}, {"vision_config": _QWEN_VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}, {"vision_config": _QWEN_VISION}),
 }
 """By model_type of architectures of several models, the model_type of the one for text, what is different in it there,
 and what stands beside it."""
@@ -168,7 +209,7 @@ def write_family(
         old_names: whether tensors are called as in files of transformers 4; else as they are in memory.
         values: of the text model's config.json.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     text_type, own, beside = NESTED.get(model_type, (model_type, {}, {}))
     text = {**COMMON, **FAMILIES[text_type], **own, **values}
@@ -179,7 +220,8 @@ def write_family(
         config = AutoConfig.for_model(model_type, **text)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = AutoModelForImageTextToText if model_type in NESTED else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -115,6 +115,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"model_files"}),
         frozenset({"quantization_config"}),
         frozenset({"rank_files"}),
+        frozenset({"stacked_experts"}),
         frozenset({"checkpoint"}),
         frozenset({"nested_models", "tensorrt_llm_config", "weight", "written_files"}),
     ),

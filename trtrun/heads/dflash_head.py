@@ -138,9 +138,10 @@ class DFlashHead(DecoderHead):
         """
         angles = self._angles(positions, attention)
         for index, layer in enumerate(self._layers):
+            own = _attention_of(layer)
             # Attention does both, writing and reading; each token then reads itself alone, and what comes of it is
             # left.
-            _attend(layer.attention, *_projected(layer.attention, hidden), angles, attention, store.layer(index), 1)
+            _attend(own, *_projected(own, hidden), angles, attention, store.layer(index), 1)
         self._note(hidden)
         return hidden
 
@@ -164,7 +165,7 @@ class DFlashHead(DecoderHead):
         for index, layer in enumerate(self._layers):
             assert layer.input_norm is not None, "heads have layers like Llama's"
             normed = layer.input_norm(stream) if delta is None else layer.input_norm.add(stream, delta)
-            attended = self._attended(layer.attention, normed, angles, drafted, store.layer(index))
+            attended = self._attended(_attention_of(layer), normed, angles, drafted, store.layer(index))
             delta = layer.feed_forward(stream, attended)
         assert delta is not None
         normed = self._final_norm.add(stream, delta)
@@ -209,6 +210,11 @@ class DFlashHead(DecoderHead):
             assert before is not None
             bias = self._markov(state, before)
         return self._logits(state, bias)
+
+
+def _attention_of(layer: DecoderLayer) -> Attention:
+    assert isinstance(layer.attention, Attention), "heads have layers like Llama's"
+    return layer.attention
 
 
 def _projected(attention: Attention, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

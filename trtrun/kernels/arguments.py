@@ -38,12 +38,12 @@ Activations = torch.Tensor | RoundedRows
 """What a linear layer may be given: RoundedRows only where it says that it takes them, rounded as it says."""
 
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
 """What gates go through, before factors are multiplied with: x * sigmoid(x), or GELU's approximation by tanh
-(arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
+(arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); or sigmoid(x), on CPUs alone.
 
-The last one, of gpt-oss, has a limit: gates are at most so large, factors of at most that size, and what comes of them
-is x * sigmoid(1.702 * x) * (factor + 1), in float32 and rounded once."""
+That of gpt-oss, "clamped_swiglu", has a limit: gates are at most so large, factors of at most that size, and what comes
+of them is x * sigmoid(1.702 * x) * (factor + 1), in float32 and rounded once."""
 
 GELU_LINEAR, GELU_CUBIC = 2 * (2 / math.pi) ** 0.5, 0.044715
 """Numbers of the second one."""

@@ -28,6 +28,8 @@ from trtrun.kvcache.specs import RecurrentState
 from trtrun.tensors import device_integers
 
 _NEVER = -1
+_COPIES = 4
+"""Of a layer's states that it computes in: as they were, changed, what is summed, and what goes on."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,12 @@ class StateSpace:
     guess_blocks: Sequence[Sequence[int]] = ()
 
     def num_bytes(self, specs: Sequence[RecurrentState]) -> int:
-        """Bytes of all rows' states in layers with such ones, of what tokens bring, and of snapshots."""
+        """Bytes of all rows' states in layers with such ones, of what tokens bring, of snapshots, and of copies that a
+        layer computes in."""
+        copies = _COPIES * self.max_rows * max((spec.state_numbers for spec in specs), default=0)
         states = (self.max_rows + 1 + self.num_snapshots) * sum(spec.state_numbers for spec in specs)
         brought = (self.max_rows + 1) * self.most_refed * sum(spec.input_numbers for spec in specs)
-        return (states + brought) * torch.float32.itemsize
+        return (states + brought + copies) * torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -92,21 +96,21 @@ class LayerStates:
     """The states of one layer.
 
     Attributes:
-        states: [rows + 1, *state] float32; the last one is nobody's.
+        states: of each part of a state [rows + 1, *shape] float32; the last one is nobody's.
         inputs: of each kind [rows + 1, most_refed, *shape] float32: what the token at position p brought is at p modulo
             most_refed.
-        snapshots: [snapshots, *state] float32; the first is nobody's.
+        snapshots: of each part of a state [snapshots, *shape] float32; the first is nobody's.
     """
 
     def __init__(self, spec: RecurrentState, space: StateSpace, device: torch.device) -> None:
         rows = space.max_rows + 1
-        self.states = torch.zeros((rows, *spec.state), device=device)
+        self.states = [torch.zeros((rows, *shape), device=device) for shape in spec.parts]
         self.inputs = [torch.zeros((rows, space.most_refed, *shape), device=device) for shape in spec.inputs]
-        self.snapshots = torch.zeros((space.num_snapshots, *spec.state), device=device)
+        self.snapshots = [torch.zeros((space.num_snapshots, *shape), device=device) for shape in spec.parts]
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (self.states, *self.inputs, self.snapshots))
+        return sum(part.numel() * part.element_size() for part in (*self.states, *self.inputs, *self.snapshots))
 
 
 class RowStates:
@@ -151,7 +155,8 @@ class RowStates:
         rows, kept, snapshots = device_integers(list(zip(*starts, strict=True)), self._kept.device).unbind()
         self._kept.index_copy_(0, rows, kept)
         for layer in self.layers.values():
-            layer.states.index_copy_(0, rows, layer.snapshots.index_select(0, snapshots))
+            for state, snapshot in zip(layer.states, layer.snapshots, strict=True):
+                state.index_copy_(0, rows, snapshot.index_select(0, snapshots))
 
     def save(self, saves: Sequence[tuple[int, int, int]]) -> None:
         """Take snapshots in the round that begins, and no others: of each the row, behind how many tokens, and which
@@ -169,7 +174,7 @@ class RowStates:
         """Have each of the rows `own`, none of which is among the others, go on from where the row beside it in `rows`
         stands."""
         source, target = device_integers([list(rows), list(own)], self._kept.device)
-        for part in (self._kept, *(part for layer in self.layers.values() for part in (layer.states, *layer.inputs))):
+        for part in (self._kept, *(part for layer in self.layers.values() for part in (*layer.states, *layer.inputs))):
             part.index_copy_(0, target, part.index_select(0, source))
 
     def of_batch(self, batch: AttentionBatch) -> StateBatch:
@@ -182,7 +187,9 @@ class RowStates:
         first = torch.where(positions < 0, end.unsqueeze(1), positions).amin(dim=1)
         block = segment.block_tables.gather(1, (first // block_size).unsqueeze(1)).squeeze(1)
         slots = self._row_of_block.index_select(0, torch.where(end == 0, NULL_BLOCK, block))
-        kept = torch.where(end == 0, 0, self._kept.index_select(0, slots))
+        # What no row writes, rounds that warm up, begins as far behind as a row's state may be.
+        behind = (first - self._space.most_refed).clamp(min=0)
+        kept = torch.where(slots == self._nobody, behind, self._kept.index_select(0, slots))
         settled = torch.maximum(kept, end - self._space.most_refed)
         if self._space.begins_at_newest:
             settled = torch.maximum(settled, first)

@@ -32,17 +32,17 @@ class RecurrentState:
     newest, beside what these tokens bring to it, as they may yet be rejected: a state cannot forget (`RowStates`).
 
     Attributes:
-        state: shape of a state, float32.
+        parts: shapes of the tensors that a state consists of, float32 each.
         inputs: shapes of what a token brings to it, float32 each.
     """
 
-    state: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
     inputs: tuple[tuple[int, ...], ...]
 
     @property
     def state_numbers(self) -> int:
         """Numbers of a state."""
-        return prod(self.state)
+        return sum(map(prod, self.parts))
 
     @property
     def input_numbers(self) -> int:

@@ -48,6 +48,25 @@ class RMSNorm:
         return self._operations.normalise(hidden, self.weight, self._eps, delta)
 
 
+class Mixer(Protocol):
+    """Attention on one rank, or what a layer has in its place.
+
+    Attributes:
+        output: what it makes back to hidden, for whoever is handed that.
+        takes_rounded_rows: how its input may be rounded; None where it may not.
+    """
+
+    output: RowParallelLinear
+
+    @property
+    def takes_rounded_rows(self) -> Rounding | None: ...
+
+    def __call__(self, x: Activations, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache) -> torch.Tensor:
+        """x [tokens, hidden], normalised → [tokens, this rank's features], for `output`. A token's bits do not depend
+        on what is computed beside it."""
+        ...
+
+
 class HeadNorm(Protocol):
     """What normalises queries and keys before they are rotated."""
 
@@ -70,6 +89,7 @@ class Attention:
         scale: factor of the scores.
         window: sliding window, None for the whole context.
         kv_scales, soft_cap, sinks: of the layer, sinks of this rank's query heads; see AttentionCall.
+        gated_heads: query heads whose gates `qkv` makes behind the values: all of them, or none.
     """
 
     qkv: Linear
@@ -83,6 +103,7 @@ class Attention:
     kv_scales: torch.Tensor | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    gated_heads: int = 0
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
@@ -97,7 +118,8 @@ class Attention:
         """x [tokens, hidden], normalised → [tokens, this rank's heads * head_dim], for `output`."""
         fused = self.qkv(x)
         fused = fused.view(fused.shape[0], -1, self.head_dim)
-        query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
+        gates = fused.shape[1] - self.gated_heads
+        query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads : gates]
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
         call = AttentionCall(
@@ -112,7 +134,11 @@ class Attention:
             self.soft_cap,
             self.sinks,
         )
-        return attend(self.backend, call).flatten(1)
+        attended = attend(self.backend, call).flatten(1)
+        if not self.gated_heads:
+            return attended
+        both = torch.cat((fused[:, gates:].flatten(1), attended), dim=1)
+        return operations_of(both.device.type).activate_and_multiply(both, "sigmoid")
 
 
 class RowParallelLinear:
@@ -189,12 +215,13 @@ class DecoderLayer:
 
     Attributes:
         input_norm, post_attention_norm: in front of attention and of the feed-forward layer; None where there is none.
+        attention: or what the layer has in its place.
         attention_output_norm, mlp_output_norm: of what the two add to the residual stream; None where there is none.
         residual_factor: of what they add.
     """
 
     input_norm: RMSNorm | None
-    attention: Attention
+    attention: Mixer
     post_attention_norm: RMSNorm | None
     mlp: MLP
     attention_output_norm: RMSNorm | None = None

@@ -15,8 +15,8 @@ import torch
 from trtrun.kvcache.row_states import LayerStates, SegmentStates
 from trtrun.kvcache.store import LayerCache
 
-Step = Callable[[torch.Tensor, Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
-"""States [rows, *state] float32 and what a token of each row brings, [rows, *shape] float32 each → the states behind
+Step = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], tuple[Sequence[torch.Tensor], torch.Tensor]]
+"""The parts of states, [rows, *shape] float32 each, and what a token of each row brings, likewise → the states behind
 it, and what comes out [rows, features]. A row's bits do not depend on the others."""
 
 
@@ -49,24 +49,29 @@ def _go_through_segment(
     # Padding stands in front of a row's tokens or behind them.
     before = (segment.positions == rows.first.unsqueeze(1)).to(torch.int64).argmax(dim=1)
     places = segment.start + torch.arange(segment.rows) * segment.queries + before - rows.first
-    state = kept.states.index_select(0, slots)
+    state = [part.index_select(0, slots) for part in kept.states]
     for passed in range(int((rows.end - rows.kept).max()) + 1):
         position = rows.kept + passed
         settled = position == rows.settled
-        kept.states[slots[settled]] = state[settled]
         saved = (position == rows.saved_at) & (position <= rows.end)
-        kept.snapshots[rows.snapshots[saved]] = state[saved]
+        for part, states, snapshots in zip(state, kept.states, kept.snapshots, strict=True):
+            states[slots[settled]] = part[settled]
+            snapshots[rows.snapshots[saved]] = part[saved]
         lives, is_fed = position < rows.end, position >= rows.first
         place, turn = (places + position).clamp(0, len(found) - 1), position % capacity
         brought = []
         for given, stored in zip(inputs, kept.inputs, strict=True):
             fed = given.index_select(0, place)
             stored_before = stored[slots, turn]
-            wide = is_fed.view(-1, *[1] * (fed.dim() - 1))
-            brought.append(torch.where(wide, fed, stored_before))
+            brought.append(torch.where(_beside(is_fed, fed), fed, stored_before))
             written = is_fed & lives
             stored[slots[written], turn[written]] = fed[written]
         new, out = step(state, brought)
-        state = torch.where(lives.view(-1, *[1] * (state.dim() - 1)), new, state)
+        state = [torch.where(_beside(lives, part), part, old) for part, old in zip(new, state, strict=True)]
         counted = is_fed & lives
         found[place[counted]] = out[counted]
+
+
+def _beside(rows: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """[rows] with as many dimensions as `part`."""
+    return rows.view(-1, *[1] * (part.dim() - 1))

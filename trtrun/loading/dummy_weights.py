@@ -78,13 +78,14 @@ class DummyWeights:
             value = self._factors.get(name, 1.0)
             yield 0, torch.full((len(rows),), value, dtype=self._dtype, device=self._device)
             return
-        height, width = self._shapes[name]
+        height, *inner = self._shapes[name]
+        width, columns = math.prod(inner), tuple(slice(item.start, item.stop) for item in ranges[1:])
         step = max(1, _BLOCK_NUMBERS // width)
         for block in range(rows.start // step, -(-rows.stop // step)):
             first = block * step
-            made = self._make(name, block, (min(step, height - first), width))
+            made = self._make(name, block, (min(step, height - first), width)).view(-1, *inner)
             start, stop = max(rows.start, first), min(rows.stop, first + step)
-            piece = made[start - first : stop - first, ranges[1].start : ranges[1].stop]
+            piece = made[(slice(start - first, stop - first), *columns)]
             self.bytes_read += piece.numel() * self._dtype.itemsize
             yield start - rows.start, piece
 

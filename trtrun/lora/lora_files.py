@@ -158,9 +158,10 @@ def check_adaptable(model: ModelConfig) -> None:
     Raises:
         CheckpointError: ranks hold matrices in another order than the files have, and adapters follow the files'.
     """
-    if any(part.unit_order is not None for weight in model.weights for part in weight.parts):
+    if any(part.is_reordered for weight in model.weights for part in weight.parts):
         raise CheckpointError(
-            f"adapters of {model.architecture} are not supported where heads are rotated in part, or by neighbours"
+            f"adapters of {model.architecture} are not supported where heads are rotated in part, or by neighbours, or "
+            "lie between others in the files"
         )
 
 

@@ -187,9 +187,10 @@ class ModelConfig(ModelShape):
             raise CheckpointError(f"{', '.join(held)} are multiplied with as one, but stored in different ways")
         stored = held[weight.parts[0].name]
         if stored is not None:
-            if any(part.unit_order is not None for part in weight.parts):
+            if any(part.is_reordered for part in weight.parts):
                 raise CheckpointError(
-                    f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, are not supported"
+                    f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, or lie between "
+                    "others, are not supported"
                 )
             return stored
         return of_head(default) if weight.use == "head" else default
@@ -263,8 +264,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """Layers that see all, and layers that see a window."""
 
 
-def read_layer_types(values: Mapping[str, Any], usual: Sequence[str]) -> Sequence[str]:
-    """FULL or SLIDING of each layer: `layer_types`, or what is `usual` where it is left out.
+def read_layer_types(
+    values: Mapping[str, Any], usual: Sequence[str], known: tuple[str, ...] = (FULL, SLIDING)
+) -> Sequence[str]:
+    """The type of each layer, one of those `known`: `layer_types`, or what is `usual` where it is left out.
 
     Raises:
         CheckpointError: it is not one of them for each layer.
@@ -274,12 +277,12 @@ def read_layer_types(values: Mapping[str, Any], usual: Sequence[str]) -> Sequenc
         return usual
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise CheckpointError(f"'layer_types' must be a list with the type of each layer, not {shorten(types)}")
-    unknown = sorted(set(types) - {FULL, SLIDING})
+    unknown = sorted(set(types) - set(known))
     if unknown or len(types) != layers:
         detail = (
             f"unknown layer type {shorten(unknown[0])}" if unknown else f"{len(types)} layer_types for {layers} layers"
         )
-        raise CheckpointError(f"{detail}; known layer types: {FULL}, {SLIDING}")
+        raise CheckpointError(f"{detail}; known layer types: {', '.join(known)}")
     return types
 
 

@@ -15,16 +15,16 @@ from typing_extensions import override
 
 from parallel.sharding import column_range, kv_heads_for_rank, query_heads_for_rank
 from trtrun.errors import CheckpointError
-from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, like_layers
+from trtrun.kvcache.specs import CacheSpec, LayerSpecs, PagedKeysAndValues, like_layers
 from trtrun.layers.rope import RopeConfig, order_of_rotated
-from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
+from trtrun.weights.weight import Axis, LinearPlan, Rows, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
     from trtrun.kvcache.store import LayerCache
-    from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
+    from trtrun.layers.decoder_layer import MLP, Attention, DecoderLayer, GatedMLP, HeadNorm, Mixer, RMSNorm
     from trtrun.weights.weight_reader import WeightReader
 
 
@@ -159,6 +159,37 @@ class NormPlan:
         return RMSNorm(self.read(reader), self.eps)
 
 
+class MixerPlan(Protocol):
+    """What a layer has of attention, or in its place: where a token meets those before it.
+
+    Attributes:
+        name: in front of its tensors.
+        shape: of the model.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    def weights(self) -> Sequence[Weight]:
+        """All of it."""
+        ...
+
+    def keeps(self, share: Share) -> CacheSpec:
+        """What a rank keeps of rows for it."""
+        ...
+
+    def token_numbers(self, share: Share) -> int:
+        """Numbers of activations that a token has at once on a rank, at most."""
+        ...
+
+    def build(self, reader: WeightReader) -> Mixer:
+        """It on the reader's rank."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """Self-attention with rotated queries and keys: q_proj, k_proj and v_proj, computed as one, and o_proj.
@@ -178,6 +209,8 @@ class AttentionPlan:
         rotated: how many of a head's numbers are rotated, the first ones in the files; None for all.
         interleaved: whether neighbouring numbers are rotated together, and not those half a head apart.
         has_sinks: whether each query head has one more score without a value, `name`.sinks [heads].
+        has_gates: whether what each query head attends is multiplied by the sigmoid of a gate, which lies behind its
+            queries in q_proj.
     """
 
     name: str
@@ -195,12 +228,7 @@ class AttentionPlan:
     rotated: int | None = None
     interleaved: bool = False
     has_sinks: bool = False
-
-    def __post_init__(self) -> None:
-        if self.is_reordered and self.head_norm:
-            raise CheckpointError(
-                f"{self.name}: norms of heads that are rotated in part, or by neighbours, are not supported"
-            )
+    has_gates: bool = False
 
     @property
     def is_reordered(self) -> bool:
@@ -209,23 +237,33 @@ class AttentionPlan:
 
     @property
     def qkv(self) -> LinearPlan:
-        """Hidden to queries, keys and values, in this order. Dummy ones tell tokens apart."""
-        inputs = Axis(self.input_size or self.shape.hidden_size)
+        """Hidden to queries, keys, values and gates, in this order. Dummy ones tell tokens apart."""
+        inputs, head_dim = Axis(self.input_size or self.shape.hidden_size), self.shape.head_dim
         outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
-        orders = {}
-        if self.is_reordered:
-            head_dim = self.shape.head_dim
-            order = order_of_rotated(self.rotated or head_dim, head_dim, self.interleaved)
-            orders = dict.fromkeys(("q_proj", "k_proj"), order)
+        inside = {}
+        if self.has_gates:
+            outputs["gate"] = self.shape.queries
+            both = 2 * head_dim
+            for name, first in (("q_proj", 0), ("gate", head_dim)):
+                inside[name] = ("q_proj", Rows(first, self.shape.num_heads * both, 1, both))
+        orders = dict.fromkeys(("q_proj", "k_proj"), self._order) if self._order is not None else {}
         return LinearPlan(
             self.name,
             outputs,
             inputs,
             self.qkv_bias,
-            dummy_scales={"q_proj": 2.0, "k_proj": 2.0},
+            dummy_scales={"q_proj": 2.0, "k_proj": 2.0, "gate": 2.0},
             fused="qkv_proj" if self.fused_qkv else None,
             unit_orders=orders,
+            inside=inside,
         )
+
+    @property
+    def _order(self) -> tuple[range, ...] | None:
+        """Parts of a head in the order in which ranks hold it; None as files do."""
+        if not self.is_reordered:
+            return None
+        return order_of_rotated(self.rotated or self.shape.head_dim, self.shape.head_dim, self.interleaved)
 
     @property
     def output(self) -> LinearPlan:
@@ -256,9 +294,10 @@ class AttentionPlan:
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: queries, keys and values, as they are made, normalised, and
-        rotated; and what is attended, in its place and gathered."""
+        rotated; what is attended, in its place and gathered; and gates, as they are made and beside that."""
         queries, keys = len(self.shape.queries.held(share)), len(self.shape.keys.held(share))
-        return (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries
+        gates = 4 * queries if self.has_gates else 0
+        return (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries + gates
 
     def build_head_norm(self, reader: WeightReader) -> HeadNorm | None:
         """What normalises this rank's queries and keys; None where nothing does."""
@@ -270,6 +309,9 @@ class AttentionPlan:
 
         heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
         query_norm, key_norm = (norm.read(reader) for norm in self.head_norms)
+        if self._order is not None:
+            order = [number for part in self._order for number in part]
+            query_norm, key_norm = query_norm[order], key_norm[order]
         per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
         return RMSNorm(per_head, self.shape.rms_norm_eps)
 
@@ -289,6 +331,7 @@ class AttentionPlan:
             kv_scales=reader.kv_scales(self.name, self.shape.keys),
             soft_cap=self.soft_cap,
             sinks=None if self.sinks is None else reader.tensor(self.sinks).float(),
+            gated_heads=heads if self.has_gates else 0,
         )
 
 
@@ -372,13 +415,14 @@ class DecoderPlan(LayerPlan):
     residual stream.
 
     Attributes:
+        attention: or what the layer has in its place.
         input_norm, post_attention_norm: in front of attention and of the feed-forward layer; None where there is none.
         attention_output_norm, mlp_output_norm: of what the two add to the residual stream; None where there is none.
         residual_factor: of what they add.
     """
 
     input_norm: NormPlan | None
-    attention: AttentionPlan
+    attention: MixerPlan
     post_attention_norm: NormPlan | None
     mlp: MLPPlan
     attention_output_norm: NormPlan | None = None
@@ -386,7 +430,7 @@ class DecoderPlan(LayerPlan):
     residual_factor: float = 1.0
 
     @classmethod
-    def of_layer(cls, index: int, attention: AttentionPlan, mlp: MLPPlan, residual_factor: float = 1.0) -> DecoderPlan:
+    def of_layer(cls, index: int, attention: MixerPlan, mlp: MLPPlan, residual_factor: float = 1.0) -> DecoderPlan:
         """The layer `index` with Llama's norms, under their usual names, in front of both halves."""
         shape = attention.shape
         names = (f"model.layers.{index}.{name}" for name in ("input_layernorm", "post_attention_layernorm"))
@@ -404,6 +448,8 @@ class DecoderPlan(LayerPlan):
         others = self.attention_output_norm, self.mlp_output_norm
         if None in norms or others != (None, None) or self.residual_factor != 1.0:
             raise CheckpointError(f"{self.attention.name} stands in a layer whose norms are not those of Llama")
+        if not isinstance(self.attention, AttentionPlan):
+            raise CheckpointError(f"{self.attention.name} is a {type(self.attention).__name__}, which is not known")
         if not isinstance(self.mlp, GatedMLPPlan):
             raise CheckpointError(
                 f"behind {self.attention.name} stands a {type(self.mlp).__name__}, which is not known"
@@ -411,7 +457,9 @@ class DecoderPlan(LayerPlan):
         if self.attention.fused_qkv or self.mlp.fused_gate_up or self.attention.is_reordered:
             raise CheckpointError(f"{self.attention.name} lies in its files in another way than Llama's")
         assert norms[0] is not None and norms[1] is not None
-        usual = replace(self.attention, rope=None, scale=None, soft_cap=None, norms_add_one=False, has_sinks=False)
+        usual = replace(
+            self.attention, rope=None, scale=None, soft_cap=None, norms_add_one=False, has_sinks=False, has_gates=False
+        )
         adds_one = any(norm.adds_one for norm in self.norms if norm is not None)
         if self.attention != usual or self.mlp.activation != "silu" or adds_one:
             raise CheckpointError(f"{self.attention.name} stands in a layer that computes in another way than Llama's")

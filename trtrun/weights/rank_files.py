@@ -19,6 +19,7 @@ from trtrun.configuration.engine_directory import is_engine, refuse_foreign
 from trtrun.errors import CheckpointError, wrap_errors
 from trtrun.weights.checkpoint import Checkpoint, read_json
 from trtrun.weights.nested_models import is_nested, text_name, to_text_model
+from trtrun.weights.stacked_experts import StackedExpertsCheckpoint
 from trtrun.weights.tensorrt_llm_config import is_tensorrt_llm, read_algorithm, read_tp_size, to_hugging_face
 
 if TYPE_CHECKING:
@@ -348,5 +349,5 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is an engine: name the checkpoint that it was built from")
     values = read_json(path, "config.json", required=False)
     if is_nested(values):
-        return Checkpoint(path, own_name=text_name)
-    return RankFiles(path, values) if is_tensorrt_llm(values) else Checkpoint(path)
+        return StackedExpertsCheckpoint(path, text_name)
+    return RankFiles(path, values) if is_tensorrt_llm(values) else StackedExpertsCheckpoint(path)

@@ -73,10 +73,25 @@ class Axis:
 
 
 class Rows(NamedTuple):
-    """Where something lies in a tensor that holds more: its first row, and the rows of all."""
+    """Where something lies in a tensor that holds more.
+
+    Attributes:
+        first: its first row.
+        all: rows of the tensor.
+        group: how many of its units lie one behind the other, before what is not of it; None for all.
+        period: rows from the begin of such a group to that of the next.
+    """
 
     first: int
     all: int
+    group: int | None = None
+    period: int = 0
+
+    def start(self, unit: int, size: int) -> int:
+        """The first row of a unit of `size` rows."""
+        if self.group is None:
+            return self.first + unit * size
+        return self.first + unit // self.group * self.period + unit % self.group * size
 
 
 @dataclass(frozen=True)
@@ -115,13 +130,18 @@ class StoredTensor:
         return [replace(item, is_optional=True, ones_vary=True, usual=self.dummy_scale) for item in slices]
 
     def _cut_rows(self, share: Share) -> list[range]:
-        axis, first = self.axes[0], 0 if self.rows is None else self.rows.first
-        if self.unit_order is None:
-            held = [axis.held(share)]
-        else:
-            units = axis.held(share)[:: axis.unit]
-            held = [range(unit + part.start, unit + part.stop) for unit in units for part in self.unit_order]
-        return [range(first + rows.start, first + rows.stop) for rows in held]
+        axis, rows = self.axes[0], self.rows or Rows(0, 0)
+        if not self.is_reordered:
+            held = axis.held(share)
+            return [range(rows.first + held.start, rows.first + held.stop)]
+        starts = (rows.start(unit, axis.unit) for unit in axis.units(share))
+        order = self.unit_order or (range(axis.unit),)
+        return [range(start + part.start, start + part.stop) for start in starts for part in order]
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether ranks hold its rows in another order than they lie in the tensor."""
+        return self.unit_order is not None or (self.rows is not None and self.rows.group is not None)
 
     @property
     def is_output(self) -> bool:
@@ -185,6 +205,7 @@ class LinearPlan:
         dummy_scales: by the name of a tensor, where it is not 1; see StoredTensor.
         fused: name of the one tensor in which all lie, one behind the other; None where each is its own.
         unit_orders: by the name of a tensor; see StoredTensor.
+        inside: by the name of what is a part of a tensor, the name of that one, and where it lies there.
     """
 
     name: str
@@ -194,6 +215,7 @@ class LinearPlan:
     dummy_scales: Mapping[str, float] = field(default_factory=dict)
     fused: str | None = None
     unit_orders: Mapping[str, tuple[range, ...]] = field(default_factory=dict)
+    inside: Mapping[str, tuple[str, Rows]] = field(default_factory=dict)
 
     @property
     def weight(self) -> Weight:
@@ -215,6 +237,9 @@ class LinearPlan:
     def _stored(self, name: str, kind: str, others: tuple[Axis, ...], dummy_scale: float) -> StoredTensor:
         axes = self.outputs[name], *others
         own = StoredTensor(f"{self.name}.{name}.{kind}", axes, dummy_scale, unit_order=self.unit_orders.get(name))
+        if name in self.inside:
+            tensor, rows = self.inside[name]
+            return replace(own, name=f"{self.name}.{tensor}.{kind}", rows=rows)
         if self.fused is None:
             return own
         sizes = {other: axis.size * axis.unit for other, axis in self.outputs.items()}

@@ -113,6 +113,20 @@ def test_silu(rows: int) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(48, torch.bfloat16), (37, torch.float32)])
+def test_sigmoid(size: int, dtype: torch.dtype) -> None:
+    """By the kernel and by torch; in half precision it is rounded before it is multiplied with."""
+    fused = numbers(5, 2 * size, seed=7, scale=6).to(dtype)
+    gate, factor = fused.double().chunk(2, dim=1)
+    expected = torch.sigmoid(gate).to(dtype).double() * factor
+    for compute in (activate_and_multiply, TorchOperations().activate_and_multiply):
+        found = compute(fused, "sigmoid")
+        assert found.dtype is dtype
+        assert torch.allclose(found.double(), expected, rtol=1e-6 if dtype is torch.float32 else 2**-7, atol=1e-7)
+    rows = [activate_and_multiply(fused[row : row + 1], "sigmoid") for row in range(5)]
+    assert torch.equal(torch.cat(rows), activate_and_multiply(fused, "sigmoid"))
+
+
 def test_silu_of_every_value() -> None:
     values = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[values.isfinite()]

@@ -57,6 +57,7 @@ REFUSALS = {
     "phi3": ("the fused_qkv of {}", ONE_TENSOR),
     "qwen2_moe": ("layers of {} (ExpertsPlan)", EXPERTS),
     "qwen3_moe": ("layers of {} (ExpertsPlan)", EXPERTS),
+    "qwen3_5_text": ("the ends of {}", ENDS),
     "smollm3": ("the rope of {}", "computes in another way than Llama's"),
 }
 """What trtrun quantize and convert say."""
@@ -74,7 +75,7 @@ WIDE: dict[str, int] = {
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
-@pytest.mark.parametrize("family", MODULES)
+@pytest.mark.parametrize("family", [*MODULES, "qwen3_next"])
 def test_an_engine_holds_the_checkpoints_bits(tmp_path: Path, family: str, tp_size: int) -> None:
     source = write_family(tmp_path / "source", family)
     engine = build_engine(source, tmp_path / "engine", tp_size)
@@ -125,7 +126,7 @@ def test_layers_like_llamas_of_an_architecture_that_tensorrt_llm_does_not_know_a
     assert known_plans(read_model_config(source))
 
 
-@pytest.mark.parametrize("family", ["ernie4_5", "glm4"])
+@pytest.mark.parametrize("family", ["ernie4_5", "glm4", "qwen3_5_text"])
 def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Path, family: str) -> None:
     target = write_family(tmp_path / "target", family)
     adapter = make_adapter(tmp_path / "adapter", target, modules=("q_proj",))

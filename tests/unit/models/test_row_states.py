@@ -85,6 +85,15 @@ def test_drafted_texts_are_plain_ones(tmp_path: Path, method: str, plans_ahead: 
         assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
 
 
+def test_rounds_that_are_timed_at_the_start_leave_rows_states_alone(tmp_path: Path) -> None:
+    """As is usual: draft_len follows from times."""
+    target = make_decaying_checkpoint(tmp_path / "target", vocab_size=VOCABULARY)
+    with make_llm(target, speculation={"method": "none"}) as llm:
+        alone = run_alone(llm, PROMPTS, KINDS)
+    with make_llm(target, noisy_copy(tmp_path / "draft", target, 0.05), speculation={"pacing": "measured"}) as llm:
+        assert tokens_of(llm.generate(PROMPTS, KINDS)) == alone
+
+
 @pytest.mark.parametrize("snapshots", [None, 600, 0], ids=["as many as twice the rows", "three", "none"])
 def test_rows_begin_behind_snapshots_of_others(tmp_path: Path, snapshots: int | None) -> None:
     """Of a prompt that others share, of one's own text once more, and of several completions of one prompt."""

@@ -19,6 +19,7 @@ ACTIVATIONS: dict[Activation, str] = {
     "silu": "silu_and_multiply",
     "gelu_tanh": "gelu_tanh_and_multiply",
     "clamped_swiglu": "clamped_swiglu",
+    "sigmoid": "sigmoid_and_multiply",
 }
 """Kernels of gates, by what these go through."""
 
@@ -69,6 +70,7 @@ class _FusedCode(Emitter):
         self._emit(ACTIVATIONS["silu"], partial(self._emit_gates, lambda builder, gate: gate))
         self._emit(ACTIVATIONS["gelu_tanh"], partial(self._emit_gates, self._emit_gelu_argument))
         self._emit(ACTIVATIONS["clamped_swiglu"], self._emit_clamped_gates)
+        self._emit(ACTIVATIONS["sigmoid"], self._emit_sigmoids)
         self._emit(ROTATE, self._emit_rotate)
         self._emit(XIELU, self._emit_xielu)
 
@@ -206,6 +208,14 @@ class _FusedCode(Emitter):
             factor = builder.select(builder.fcmp_ordered("<", factor, least), least, factor)
             share = self._sigmoid(builder, builder.fmul(self.spread_constant(SWIGLU_SLOPE), gate))
             return builder.fmul(builder.fmul(gate, share), builder.fadd(factor, self.spread_constant(1.0)))
+
+        self._emit_activated(builder, field, row, activate)
+
+    def _emit_sigmoids(self, builder: ir.IRBuilder, field: dict[str, ir.Value], row: ir.Value) -> None:
+        """Sigmoids of gates, times factors."""
+
+        def activate(gate: ir.Value, factor: ir.Value) -> ir.Value:
+            return builder.fmul(self._rounded(builder, self._sigmoid(builder, gate)), factor)
 
         self._emit_activated(builder, field, row, activate)
 

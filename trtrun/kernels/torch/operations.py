@@ -41,6 +41,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor, torch.Tensor, float], tor
     "silu": lambda gate, factor, _: functional.silu(gate).mul_(factor),
     "gelu_tanh": lambda gate, factor, _: functional.gelu(gate, approximate="tanh").mul_(factor),
     "clamped_swiglu": _clamped_swiglu,
+    "sigmoid": lambda gate, factor, _: gate.sigmoid().mul_(factor),
 }
 """Gates, factors of the same shape, and the limit → what comes of them."""
 

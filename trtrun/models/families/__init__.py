@@ -11,6 +11,7 @@ from trtrun.models.families import (
     olmo,
     olmoe,
     phi3,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "olmo",
     "olmoe",
     "phi3",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
 ]

@@ -72,7 +72,7 @@ def _plan_qwen2_moe(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[La
         DecoderPlan.of_layer(
             index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window, qkv_bias=has_bias),
-            _plan_mlp(index, shape, values, shared),
+            plan_mlp(index, shape, values, shared),
         )
         for index, window in enumerate(windows_by_layer_type(values))
     ]
@@ -106,7 +106,7 @@ def _plan_qwen3_moe(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[La
         DecoderPlan.of_layer(
             index,
             AttentionPlan(f"model.layers.{index}.self_attn", shape, window, has_bias, has_bias, head_norm=True),
-            _plan_mlp(index, shape, values, 0),
+            plan_mlp(index, shape, values, 0),
         )
         for index in range(shape.num_layers)
     ]
@@ -131,7 +131,7 @@ QWEN3_MOE = MODEL_FAMILIES.register("Qwen3MoeForCausalLM")(
 )
 
 
-def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], num_shared: int) -> MLPPlan:
+def plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], num_shared: int) -> MLPPlan:
     """Experts, or in some layers a feed-forward layer that all tokens go through, as Qwen's rule has it."""
     name, dense = f"model.layers.{index}.mlp", values.get("mlp_only_layers")
     step = read_size(values, "decoder_sparse_step")

@@ -28,7 +28,7 @@ MOST_APART = 1e-3
 layer, a wrong operation 1e-2 and more."""
 
 _BLOCK = 16
-_ATTENTION = ("self_attn", "attention")
+_ATTENTION = ("self_attn", "attention", "linear_attn")
 _FEED_FORWARD = ("mlp", "block_sparse_moe", "feed_forward")
 _HALVES = ("attention", "feed-forward layer")
 

@@ -67,7 +67,8 @@ class PlainLayer:
 
     def attention(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
         """Self-attention of [texts, tokens, hidden] that are normalised, with o_proj."""
-        plan, shape = self.plan.attention, self.plan.attention.shape
+        plan = self.plan.ordinary.attention
+        shape = plan.shape
         watch("attention", inputs)
         inputs = self._rounded("attention", inputs)
         queries = self._heads("q_proj", inputs, shape.num_heads)
