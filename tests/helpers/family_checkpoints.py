@@ -38,6 +38,8 @@ _QWEN_VISION = {
     "num_position_embeddings": 16,
 }
 _DELTA_NET = {
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
     "rms_norm_eps": 1e-3,  # else what heads read is scaled up from next to nothing, noise and all
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -162,7 +164,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {
         "head_dim": 16,
         **_DELTA_NET,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "num_experts": 5,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 20,

@@ -45,10 +45,10 @@ def test_a_tokens_bits_do_not_depend_on_its_company(tmp_path: Path, family: str,
     check_chunks(PagedModel(write_family(tmp_path, family, dtype=dtype), dtype, block_size=16))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_5_text"])
 def test_drafted_texts_are_plain_ones(tmp_path: Path, family: str) -> None:
     """In bfloat16, of rows that run together, with a draft model of the family and with texts' own, among preempted
-    rows."""
+    rows. test_qwen3_next.py has the one that is left out."""
     target = write_family(tmp_path / "target", family, dtype=torch.bfloat16)
     draft = noisy_copy(tmp_path / "draft", target, 0.1)
     prompts = [prompt_of(length, seed=length) * 2 for length in (3, 17, 29)]

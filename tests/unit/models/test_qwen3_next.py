@@ -48,7 +48,6 @@ def test_drafted_texts_are_plain_ones_of_rows_that_begin_behind_others_and_are_p
         dtype=getattr(torch, kind),
         vocab_size=VOCABULARY,
         num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
     )
     of_model = {"draft": noisy_copy(tmp_path / "draft", target, 0.05)} if method == "draft_target" else {}
     shared = prompt_of(40, 5, VOCABULARY)
