@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from checkpoints import save_weights
-from safetensors.torch import load_file
+from custom_family import PlainReference
 
 from parallel.sharding import column_range
-from trtrun.kvcache.specs import LayerSpecs, RecurrentState
+from trtrun.kvcache.specs import RecurrentState
 from trtrun.kvcache.store import LayerCache
-from trtrun.layers.decoder_layer import MLP, RMSNorm, RowParallelLinear
+from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.layers.recurrence import go_through
 from trtrun.linear.layer import Linear
 from trtrun.models.config import ModelFamily, read_model_config
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, MixerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.weight import Axis, LinearPlan, Share, Weight
 from trtrun.weights.weight_reader import WeightReader
@@ -48,9 +48,6 @@ class DecayPlan:
 
     name: str
     shape: ModelShape
-    input_norm: NormPlan
-    post_attention_norm: NormPlan
-    mlp: GatedMLPPlan
 
     @property
     def features(self) -> Axis:
@@ -59,56 +56,40 @@ class DecayPlan:
     @property
     def brought(self) -> LinearPlan:
         """Hidden to values, then as many decays."""
-        outputs = {"value_proj": self.features, "decay_proj": self.features}
-        return LinearPlan(f"{self.name}.sum", outputs, Axis(self.shape.hidden_size))
+        return LinearPlan(
+            self.name, {"value_proj": self.features, "decay_proj": self.features}, Axis(self.shape.hidden_size)
+        )
 
     @property
     def output(self) -> LinearPlan:
-        return LinearPlan(f"{self.name}.sum", {"out_proj": Axis(self.shape.hidden_size)}, self.features)
+        return LinearPlan(self.name, {"out_proj": Axis(self.shape.hidden_size)}, self.features)
 
     def weights(self) -> Sequence[Weight]:
-        norms = self.input_norm.weight, self.post_attention_norm.weight
-        return (*norms, *self.brought.weights, *self.output.weights, *self.mlp.weights())
+        return (*self.brought.weights, *self.output.weights)
 
-    def token_bytes(self, share: Share, item_bytes: int) -> int:
-        hidden, features = self.shape.hidden_size, len(self.features.held(share))
-        return (8 * hidden + 2 * features + self.mlp.token_numbers(share)) * item_bytes + 8 * features * 4 + 12 * hidden
+    def token_numbers(self, share: Share) -> int:
+        """Two as they are made, and eight in float32, each of which is as long as two."""
+        return 2 * self.shape.hidden_size + 18 * len(self.features.held(share))
 
-    def keeps(self, share: Share) -> LayerSpecs:
+    def keeps(self, share: Share) -> RecurrentState:
         features = len(self.features.held(share))
-        return (RecurrentState(((features,),), ((features,), (features,))),)
+        return RecurrentState(((features,),), ((features,), (features,)))
 
-    def build(self, reader: WeightReader) -> DecayingLayer:
-        return DecayingLayer(
-            self.input_norm.build(reader),
-            reader.linear(self.brought.weight, self.brought.bias),
-            reader.row_parallel(self.output.weight, self.output.bias),
-            self.post_attention_norm.build(reader),
-            self.mlp.build(reader),
-        )
+    def build(self, reader: WeightReader) -> Decay:
+        brought = reader.linear(self.brought.weight, self.brought.bias)
+        return Decay(brought, reader.row_parallel(self.output.weight, self.output.bias))
 
 
 @dataclass
-class DecayingLayer:
-    input_norm: RMSNorm
+class Decay:
     brought: Linear
     output: RowParallelLinear
-    post_attention_norm: RMSNorm
-    mlp: MLP
 
-    def attend(
-        self,
-        hidden: torch.Tensor,
-        delta: torch.Tensor | None,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        cache: LayerCache,
-    ) -> torch.Tensor:
-        normed = self.input_norm(hidden) if delta is None else self.input_norm.add(hidden, delta)
-        value, decay = self.brought(normed).float().chunk(2, dim=1)
-        return go_through(_decay, (value, decay.sigmoid()), cache, value.shape[1]).to(hidden.dtype)
+    takes_rounded_rows = None
 
-    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.post_attention_norm.add(hidden, self.output(attended)))
+    def __call__(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache) -> torch.Tensor:
+        value, decay = self.brought(x).float().chunk(2, dim=1)
+        return go_through(_decay, (value, decay.sigmoid()), cache, value.shape[1]).to(x.dtype)
 
 
 def _decay(
@@ -120,15 +101,14 @@ def _decay(
 
 
 def plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
-    layers: list[LayerPlan] = []
-    for index in range(shape.num_layers):
+    def plan_mixer(index: int) -> MixerPlan:
         name = f"model.layers.{index}"
-        ordinary = DecoderPlan.of_layer(
-            index, AttentionPlan(f"{name}.self_attn", shape), GatedMLPPlan(f"{name}.mlp", shape)
-        )
-        norms = ordinary.ordinary.input_norm, ordinary.ordinary.post_attention_norm
-        layers.append(DecayPlan(name, shape, *norms, ordinary.ordinary.mlp) if index % 2 == 0 else ordinary)
-    return layers
+        return AttentionPlan(f"{name}.self_attn", shape) if index % 2 else DecayPlan(f"{name}.sum", shape)
+
+    return [
+        DecoderPlan.of_layer(index, plan_mixer(index), GatedMLPPlan(f"model.layers.{index}.mlp", shape))
+        for index in range(shape.num_layers)
+    ]
 
 
 FAMILY = ModelFamily({"rms_norm_eps": 1e-6}, plan_layers)
@@ -160,12 +140,8 @@ def make_decaying_checkpoint(path: Path, seed: int = 1, dtype: torch.dtype = tor
     return path
 
 
-class DecayingReference:
+class DecayingReference(PlainReference):
     """The same model in plain torch, a text at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        self._weights = {name: value.float() for name, value in load_file(path / "model.safetensors").items()}
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self._weights[f"{name}.weight"]
@@ -181,40 +157,15 @@ class DecayingReference:
             found.append(state)
         return self._linear(torch.stack(found), f"{name}.out_proj")
 
-    def _attend(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        size, length = self._values["head_dim"], len(x)
-        group = self._values["num_attention_heads"] // self._values["num_key_value_heads"]
-        query, key, value = (
-            self._linear(x, f"{name}.{part}_proj").view(length, -1, size).transpose(0, 1) for part in "qkv"
-        )
-        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
-
-        def rotate(heads: torch.Tensor) -> torch.Tensor:
-            first, second = heads.chunk(2, dim=-1)
-            return heads * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-
-        key, value = rotate(key).repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-        scores = rotate(query) @ key.transpose(1, 2) * size**-0.5
-        hidden = torch.ones(length, length).triu(1).bool()
-        attended = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
-        return self._linear(attended.transpose(0, 1).flatten(1), f"{name}.o_proj")
-
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[tokens, vocab] float32."""
         hidden = self._weights["model.embed_tokens.weight"][list(tokens)]
         for index in range(self._values["num_hidden_layers"]):
             name = f"model.layers.{index}"
             normed = self._norm(hidden, f"{name}.input_layernorm")
-            reads = self._attend(normed, f"{name}.self_attn") if index % 2 else self._sum(normed, f"{name}.sum")
+            reads = self._attend(normed, f"{name}.self_attn", None) if index % 2 else self._sum(normed, f"{name}.sum")
             hidden = hidden + reads
             normed = self._norm(hidden, f"{name}.post_attention_layernorm")
             gate = torch.nn.functional.silu(self._linear(normed, f"{name}.mlp.gate_proj"))
             hidden = hidden + self._linear(gate * self._linear(normed, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
         return self._linear(self._norm(hidden, "model.norm"), "lm_head")
-
-    def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-        """The likeliest tokens behind a prompt."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tuple(tokens[len(prompt) :])

@@ -85,13 +85,6 @@ class SegmentStates:
     snapshots: torch.Tensor
 
 
-class StateBatch:
-    """The states of a forward's rows, for each of its segments; layers share it."""
-
-    def __init__(self, segments: Sequence[SegmentStates]) -> None:
-        self.segments = segments
-
-
 class LayerStates:
     """The states of one layer.
 
@@ -177,9 +170,9 @@ class RowStates:
         for part in (self._kept, *(part for layer in self.layers.values() for part in (*layer.states, *layer.inputs))):
             part.index_copy_(0, target, part.index_select(0, source))
 
-    def of_batch(self, batch: AttentionBatch) -> StateBatch:
+    def of_batch(self, batch: AttentionBatch) -> Sequence[SegmentStates]:
         """Find the states of a forward's rows, and move up what is sure."""
-        return StateBatch([self._of_segment(segment, batch.block_size) for segment in batch.segments])
+        return [self._of_segment(segment, batch.block_size) for segment in batch.segments]
 
     def _of_segment(self, segment: AttentionSegment, block_size: int) -> SegmentStates:
         positions = segment.positions

@@ -17,7 +17,7 @@ import torch
 
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.formats import PLAIN, KVFormat
-from trtrun.kvcache.row_states import LayerStates, RowStates, StateBatch, StateSpace
+from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, BlockSlots
 from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, paged_of, state_of
 from trtrun.kvcache.window_places import WindowPlaces, WindowSpace
@@ -32,13 +32,13 @@ class LayerCache(NamedTuple):
         batch: the segments, with the tables of this layer's blocks.
         keys_and_values: [2, blocks, kv_heads, block, head] as the format has it; no numbers where the layer keeps none.
         states: of the layer; None where it keeps none.
-        state_batch: where the states of the segments' rows stand; None where no layer keeps any.
+        segment_states: where the states of the segments' rows stand; None where no layer keeps any.
     """
 
     batch: AttentionBatch
     keys_and_values: torch.Tensor
     states: LayerStates | None = None
-    state_batch: StateBatch | None = None
+    segment_states: Sequence[SegmentStates] | None = None
 
 
 class KVStore:

@@ -32,9 +32,9 @@ def go_through(step: Step, inputs: Sequence[torch.Tensor], cache: LayerCache, fe
     Returns:
         [tokens, features] float32; zeros for padding.
     """
-    assert cache.states is not None and cache.state_batch is not None, "the layer keeps a state"
+    assert cache.states is not None and cache.segment_states is not None, "the layer keeps a state"
     found = inputs[0].new_zeros((len(inputs[0]), features))
-    for segment in cache.state_batch.segments:
+    for segment in cache.segment_states:
         _go_through_segment(step, inputs, cache.states, segment, found)
     return found
 

@@ -152,24 +152,23 @@ class JobMemory:
         if (apart := self.heads_apart(slot)) is not None:
             return apart.working_bytes
         device, total = device_of(slot), 0
-        for role, engine, index in (
-            ("draft", self.draft, slot.draft_index),
-            ("target", self.target, slot.target_index),
-        ):
-            if engine is not None and index is not None:
-                heads = self.heads if role == "target" else None
-                total += engine_working_bytes(self.config, self.models, role, index, device, heads)
+        for role, index in self._engines_on(slot):
+            heads = self.heads if role == "target" else None
+            total += engine_working_bytes(self.config, self.models, role, index, device, heads)
         return total
+
+    def _engines_on(self, slot: Slot) -> list[tuple[str, int]]:
+        """The role of each model that a rank holds shards of, and the rank's index in that engine."""
+        engines = (("draft", self.draft, slot.draft_index), ("target", self.target, slot.target_index))
+        return [(role, index) for role, shards, index in engines if shards is not None and index is not None]
 
     def demand(self, rank: int, *, measures: bool = False) -> SlotMemory:
         """What the engines of one rank need; without the memory of a round where the rank `measures` it."""
         working = 0 if measures else self.working_bytes(rank)
         stored = self.store_bytes(rank)
-        slot, snapshots = self.topology.slot(rank), 0
-        for role, engine in (("draft", self.draft), ("target", self.target)):
-            index = None if slot is None else slot.draft_index if role == "draft" else slot.target_index
-            if engine is not None and index is not None:
-                snapshots += snapshot_bytes(self.config, self.models, role)
+        slot = self.topology.slot(rank)
+        engines = [] if slot is None else self._engines_on(slot)
+        snapshots = sum(snapshot_bytes(self.config, self.models, role) for role, _ in engines)
         return SlotMemory(sum(self.shard_bytes(rank)), stored.per_block, working, stored.per_place, snapshots)
 
     def count_blocks(self, rank: int, free_bytes: int, where: str) -> StoreSize:

@@ -12,7 +12,6 @@ from trtrun.models.families import (
     olmoe,
     phi3,
     qwen3_next,
-    seed_oss,
     smollm3,
 )
 
@@ -28,6 +27,5 @@ __all__ = [
     "olmoe",
     "phi3",
     "qwen3_next",
-    "seed_oss",
     "smollm3",
 ]

@@ -1,4 +1,4 @@
-"""The dense families: Llama (1 to 3), Mistral, Qwen2 (and 2.5), Qwen3 and Ernie 4.5.
+"""The dense families: Llama (1 to 3), Mistral, Qwen2 (and 2.5), Qwen3, Ernie 4.5 and Seed-OSS.
 
 They differ in biases, in windows, in the norm of queries and keys, and in which numbers of a head are rotated together.
 A family of another kind is a file of its own.
@@ -7,6 +7,7 @@ A family of another kind is a file of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trtrun.models.config import ModelFamily, read_flag, read_window, windows_by_layer_type
@@ -14,12 +15,16 @@ from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, L
 from trtrun.registry import MODEL_FAMILIES
 
 
-def _plan_llama(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
-    has_bias, mlp_bias = read_flag(values, "attention_bias"), read_flag(values, "mlp_bias")
+def _plan_llama(
+    shape: ModelShape, values: Mapping[str, Any], output_bias: str = "attention_bias"
+) -> Sequence[LayerPlan]:
+    """Llama's layers; `output_bias` is the key that says whether the attention's output has a bias."""
+    qkv_bias, output_has_bias = read_flag(values, "attention_bias"), read_flag(values, output_bias)
+    mlp_bias = read_flag(values, "mlp_bias")
     return [
         DecoderPlan.of_layer(
             index,
-            AttentionPlan(f"model.layers.{index}.self_attn", shape, qkv_bias=has_bias, output_bias=has_bias),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, qkv_bias=qkv_bias, output_bias=output_has_bias),
             GatedMLPPlan(f"model.layers.{index}.mlp", shape, has_bias=mlp_bias),
         )
         for index in range(shape.num_layers)
@@ -141,5 +146,21 @@ ERNIE = MODEL_FAMILIES.register("Ernie4_5ForCausalLM")(
         },
         plan_layers=_plan_ernie,
         model_type="ernie4_5",
+    )
+)
+
+SEED_OSS = MODEL_FAMILIES.register("SeedOssForCausalLM")(
+    ModelFamily(
+        defaults={
+            "vocab_size": 155136,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": True,
+        },
+        plan_layers=partial(_plan_llama, output_bias="attention_out_bias"),
+        model_type="seed_oss",
     )
 )
