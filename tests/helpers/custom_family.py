@@ -25,8 +25,9 @@ from trtrun.kvcache.specs import LayerSpecs
 from trtrun.kvcache.store import LayerCache
 from trtrun.layers.decoder_layer import Attention, RMSNorm, RowParallelLinear
 from trtrun.linear.layer import Linear
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_model_config, read_window
-from trtrun.models.layer_plan import AttentionPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 from trtrun.weights.weight_reader import WeightReader

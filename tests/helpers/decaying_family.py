@@ -21,8 +21,10 @@ from trtrun.kvcache.store import LayerCache
 from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.layers.recurrence import go_through
 from trtrun.linear.layer import Linear
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_model_config
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, MixerPlan, ModelShape
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import LayerPlan, MixerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.weight import Axis, LinearPlan, Share, Weight
 from trtrun.weights.weight_reader import WeightReader

@@ -29,7 +29,8 @@ from trtrun.heads.eagle_tensors import NAMES, HeadTensors, stem
 from trtrun.heads.head_reading import list_outputs, read_head
 from trtrun.heads.heads import HEADS
 from trtrun.models.config import ModelConfig, read_flag
-from trtrun.models.layer_plan import DecoderPlan, ModelShape
+from trtrun.models.decoder_plan import DecoderPlan
+from trtrun.models.layer_plan import ModelShape
 
 _MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 _GATE = "markov_head.gate_proj.weight"

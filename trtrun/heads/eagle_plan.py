@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from trtrun.heads.head_plan import DecoderHeadPlan, JoiningPlan, count_layers
-from trtrun.models.layer_plan import AttentionPlan, GatedMLPPlan, NormPlan
+from trtrun.models.attention_plan import AttentionPlan
+from trtrun.models.decoder_plan import GatedMLPPlan
+from trtrun.models.layer_plan import NormPlan
 from trtrun.weights.weight import Share, Weight
 
 if TYPE_CHECKING:

@@ -23,8 +23,10 @@ from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.heads.head_plan import JoiningPlan
 from trtrun.heads.layer_settings import read_activation, read_window_of
 from trtrun.layers.rope import RopeConfig
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import MOST_POSITIONS, SLIDING, ModelConfig, read_flag
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, ModelShape, NormPlan
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.weights.checkpoint import Checkpoint
 

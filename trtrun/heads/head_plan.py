@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from trtrun.heads.embedding_and_head import EmbeddingAndHeadPlan
 from trtrun.layers.rope import RopeConfig
-from trtrun.models.layer_plan import DecoderPlan, ModelShape
+from trtrun.models.decoder_plan import DecoderPlan
+from trtrun.models.layer_plan import ModelShape
 from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.weight import Axis, StoredTensor, Weight
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from parallel.sharding import column_range
 from trtrun.linear.stored.expert_layouts import DOWN, GATE_UP
 from trtrun.linear.stored.layout import Layout, StoredLinear
-from trtrun.models.layer_plan import GatedMLPPlan, ModelShape
+from trtrun.models.decoder_plan import GatedMLPPlan
+from trtrun.models.layer_plan import ModelShape
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:

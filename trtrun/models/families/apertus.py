@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parallel.sharding import column_range
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_flag
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.decoder_plan import DecoderPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.weight import Axis, LinearPlan, Share, StoredTensor, Weight
 

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_flag, read_window, windows_by_layer_type
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 

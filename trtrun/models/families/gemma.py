@@ -13,8 +13,10 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.layers.ends import ModelEnds
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import FULL, MOST_POSITIONS, SLIDING, ModelFamily, read_flag, read_layer_types, read_window
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 

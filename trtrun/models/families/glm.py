@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import MOST_POSITIONS, ModelFamily, read_flag
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope
 from trtrun.registry import MODEL_FAMILIES
 

@@ -9,10 +9,12 @@ from typing import Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.layers.ends import ModelEnds
 from trtrun.linear.stored.expert_layouts import expert_layout
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import FULL, SLIDING, ModelFamily, read_flag, read_layer_types, read_window
+from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.models.experts_plan import ExpertNames, ExpertsPlan
 from trtrun.models.families.mixtures import read_experts
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, LayerPlan, ModelShape, NormPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import read_number
 from trtrun.registry import MODEL_FAMILIES
 

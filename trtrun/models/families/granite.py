@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtrun.layers.ends import ModelEnds
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_flag
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.models.rope_config import read_number
 from trtrun.registry import MODEL_FAMILIES
 

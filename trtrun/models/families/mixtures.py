@@ -6,16 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelFamily, read_flag, read_size, read_window, windows_by_layer_type
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
 from trtrun.models.experts_plan import ExpertNames, ExpertsPlan
-from trtrun.models.layer_plan import (
-    AttentionPlan,
-    DecoderPlan,
-    GatedMLPPlan,
-    LayerPlan,
-    MLPPlan,
-    ModelShape,
-)
+from trtrun.models.layer_plan import LayerPlan, MLPPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 _MIXTRAL = ExpertNames(gate="experts.{}.w1", up="experts.{}.w3", down="experts.{}.w2")

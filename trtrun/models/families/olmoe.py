@@ -8,10 +8,11 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.config import ModelFamily, read_flag
+from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.models.experts_plan import ExpertsPlan
 from trtrun.models.families.mixtures import read_experts
 from trtrun.models.families.olmo import WholeNormAttentionPlan
-from trtrun.models.layer_plan import DecoderPlan, LayerPlan, ModelShape
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 

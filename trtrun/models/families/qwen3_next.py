@@ -13,20 +13,13 @@ from typing import Any
 
 from trtrun.errors import CheckpointError
 from trtrun.layers.ends import ModelEnds
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import FULL, MOST_POSITIONS, ModelFamily, read_flag, read_layer_types, read_size
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
 from trtrun.models.delta_net_plan import DeltaNetPlan
 from trtrun.models.experts_plan import ExpertsPlan
 from trtrun.models.families.mixtures import plan_mlp, read_experts
-from trtrun.models.layer_plan import (
-    AttentionPlan,
-    DecoderPlan,
-    GatedMLPPlan,
-    LayerPlan,
-    MixerPlan,
-    MLPPlan,
-    ModelShape,
-    NormPlan,
-)
+from trtrun.models.layer_plan import LayerPlan, MixerPlan, MLPPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope
 from trtrun.registry import MODEL_FAMILIES
 

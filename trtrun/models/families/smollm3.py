@@ -7,8 +7,10 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.layers.rope import NO_ROTATION
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import FULL, SLIDING, ModelFamily, read_flag, read_layer_types, read_window
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, LayerPlan, ModelShape
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 

@@ -21,7 +21,7 @@ from trtrun.linear.stored.byte_layouts import Fp8Layout
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.linear.stored.modelopt import ModelOptAwqLayout
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.layer_plan import DecoderPlan
+from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.tensors import DTYPES
 from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.quantization_config import attention_names, load_kv_scales

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtrun.models.layer_plan import DecoderPlan
+from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.tools.quantizing.activations import Devices, Flow, Observer
 from trtrun.tools.quantizing.formats import int4_codes, int4_grid, nearest_int4
 from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights

@@ -23,7 +23,7 @@ from trtrun.errors import CheckpointError
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.loading.weight_check import check_split
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.layer_plan import DecoderPlan
+from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.tensors import DTYPES, dtype_name, inference
 from trtrun.tools.conversion.source import open_source
 from trtrun.tools.conversion.writers import write_ranks

@@ -19,7 +19,7 @@ from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import ModelConfig
-from trtrun.models.layer_plan import DecoderPlan
+from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.tools.quantizing.activations import Devices, Flow, LargestKeys, Observer
 from trtrun.tools.quantizing.awq import Awq, fold, linear_pairs, norm_pairs, smooth
 from trtrun.tools.quantizing.formats import (

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from trtrun.errors import ConfigError
 from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.models.attention_plan import AttentionPlan
 from trtrun.models.config import ModelConfig
-from trtrun.models.layer_plan import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.layer_plan import NormPlan
 
 Weights = Mapping[str, Tensor]
 """A layer's tensors by their names in the checkpoint."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.models.config import read_model_config
-from trtrun.models.layer_plan import DecoderPlan
+from trtrun.models.decoder_plan import DecoderPlan
 from trtrun.tools.conversion.source import open_source
 from trtrun.tools.quantizing.plain_layer import known_plans
 from trtrun.tools.quantizing.texts import CalibrationTexts
