@@ -40,7 +40,7 @@ Activations = torch.Tensor | RoundedRows
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
 """What gates go through, before factors are multiplied with: x * sigmoid(x), or GELU's approximation by tanh
-(arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); or sigmoid(x), on CPUs alone.
+(arXiv:1606.08415), which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)); or sigmoid(x).
 
 That of gpt-oss, "clamped_swiglu", has a limit: gates are at most so large, factors of at most that size, and what comes
 of them is x * sigmoid(1.702 * x) * (factor + 1), in float32 and rounded once."""

@@ -107,8 +107,6 @@ def check_states(config: RuntimeConfig, target: ModelConfig, draft: ModelConfig 
         if not layers or section is None:
             continue
         told = f"the {role} has {len(layers)} layers that keep a state of each row in place of keys and values"
-        if any(device.rpartition("/")[2].startswith("cuda") for device in section.devices):
-            raise ConfigError(f"{told}: there is no kernel for these on GPUs yet; use CPU slots")
         if role == "target" and config.max_paths > 1:
             raise ConfigError(
                 f"{told}: it cannot verify draft trees, which would need one for each path; set "

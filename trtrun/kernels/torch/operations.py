@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
+from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
 from trtrun.kernels.torch.experts import Experts, ExpertWeights, MaskedExperts, choose_experts
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
@@ -142,6 +143,10 @@ class TorchOperations:
     def experts(self, weights: ExpertWeights, activation: Activation, limit: float) -> Experts:
         """What experts make of the tokens that chose them; the limit as in `activate_and_multiply`."""
         return MaskedExperts(weights, partial(self.activate_and_multiply, activation=activation, limit=limit))
+
+    def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
+        """What carries the states of rows on in a gated delta net."""
+        return TorchDeltaNet(weights, self)
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""

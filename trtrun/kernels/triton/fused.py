@@ -209,10 +209,11 @@ def add_and_normalise_rounded(
     return made
 
 
-GATES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+GATES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "sigmoid": 3}
 """Numbers of activations, which kernels are compiled for."""
 
 _GELU_TANH, _CLAMPED_SWIGLU = tl.constexpr(GATES["gelu_tanh"]), tl.constexpr(GATES["clamped_swiglu"])
+_SIGMOID = tl.constexpr(GATES["sigmoid"])
 
 
 @triton.jit
@@ -224,6 +225,8 @@ def gated(gate, factor, kind: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.conste
         factor = tl.where(factor > LIMIT, LIMIT, tl.where(factor < -LIMIT, -LIMIT, factor))
         inner = gate * _SWIGLU_SLOPE
         made = gate / (1.0 + tl.exp(-inner)) * (factor + 1.0)
+    elif GATE == _SIGMOID:
+        made = (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * factor
     else:
         inner = gate
         if GATE == _GELU_TANH:

@@ -9,6 +9,8 @@ import torch
 from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation, RoundedRows, Rounding
+from trtrun.kernels.cuda.delta_net import CudaRecurrence
+from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
 from trtrun.kernels.torch.operations import Product, TorchOperations
@@ -17,6 +19,7 @@ from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
+from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
 from trtrun.kernels.triton.matmul.dense import TritonMatmul
 from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
@@ -89,6 +92,10 @@ class TritonOperations(TorchOperations):
         if weights.gate_up.dtype in (torch.bfloat16, torch.float16, torch.uint8):
             return expert_kernels.TritonExperts(weights, activation, limit)
         return super().experts(weights, activation, limit)
+
+    @override
+    def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
+        return TritonDeltaNet(weights, CudaRecurrence(weights))
 
     @override
     def fp8_product(
