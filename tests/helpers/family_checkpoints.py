@@ -46,6 +46,17 @@ _DELTA_NET = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
+_LATENTS = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 44,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 24,
@@ -80,6 +91,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "deepseek_v2": {
+        **_LATENTS,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **_LATENTS,
+        "q_lora_rank": 36,
+        "attention_bias": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 0.9,
+            "mscale_all_dim": 0.6,
+            "original_max_position_embeddings": 64,
         },
     },
     "ernie4_5": {"head_dim": 24, "use_bias": True},
@@ -232,6 +268,9 @@ def write_family(
                 parameter.copy_(made * 1.5 * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         if not config.tie_word_embeddings:
             embedding = model.get_input_embeddings().weight
             embedding.copy_(torch.randn(embedding.shape, generator=generator))

@@ -22,6 +22,7 @@ from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.heads.heads import HeadsPlan, HeadsTarget
 from trtrun.kvcache.formats import PLAIN, choose_format
+from trtrun.kvcache.specs import latent_of
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import AdaptedLayers
@@ -145,7 +146,7 @@ def load_model(
         final_norm,
         VocabularyHead(head, config.vocab_size, communicator, logits_reader, config.ends),
         [rotary[rope] for rope in config.ropes],
-        reader.attention(config.head_dim),
+        reader.attention(config.head_dim) if latent_of(config.keeps(share)) is None else reader.latent_attention(),
         share,
         adapted,
     )

@@ -24,6 +24,8 @@ from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
+from trtrun.linear.quantization.quantizations import WIDE
+from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
 from trtrun.models.rope_config import parse_rope, read_number
@@ -178,6 +180,8 @@ class ModelConfig(ModelShape):
         """
         if weight.use == "plain":
             return QUANTIZATIONS.get("none")
+        if weight.use == "wide":
+            return WIDE
         if weight.stored is not None:
             return weight.stored
         if weight.use == "head" and self.tie_word_embeddings:
@@ -192,7 +196,10 @@ class ModelConfig(ModelShape):
                     f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, or lie between "
                     "others, are not supported"
                 )
-            return stored
+            is_widened = weight.use == "dense" and isinstance(stored, StoredLinear)
+            return replace(stored, becomes_dense=True) if is_widened else stored
+        if weight.use == "dense":
+            return QUANTIZATIONS.get("none")
         return of_head(default) if weight.use == "head" else default
 
 
@@ -210,6 +217,7 @@ class ModelFamily:
         text_models: model_type of `text_config` → the architecture that is meant by it, where config.json describes
             several models and this family is never planned itself (weights/nested_models.py).
         rotates_in_part: whether its plans hold heads so that a part of them may be rotated.
+        head_dim_key: key of config.json that says how many numbers of a head are rotated together.
     """
 
     defaults: Mapping[str, Any]
@@ -220,6 +228,7 @@ class ModelFamily:
     rope_type_of: str | None = None
     text_models: Mapping[str, str] = field(default_factory=dict)
     rotates_in_part: bool = False
+    head_dim_key: str = "head_dim"
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:
@@ -327,6 +336,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         )
     family: ModelFamily = find_family(str(architectures[0])[:200])
     values = {**family.defaults, **raw}
+    values["head_dim"] = values.get(family.head_dim_key)
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)
         raise CheckpointError(f"hidden_act {shorten(values['hidden_act'])} is not supported; known: {known}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.attention.backend import AttentionBackend
+from trtrun.attention.latents import LatentBackend
 from trtrun.errors import ConfigError
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
@@ -102,7 +103,7 @@ class CausalLM:
         final_norm: RMSNorm,
         head: VocabularyHead,
         rotary: Sequence[RotaryEmbedding],
-        attention: AttentionBackend,
+        attention: AttentionBackend | LatentBackend,
         share: Share,
         adapted: AdaptedLayers | None = None,
     ) -> None:

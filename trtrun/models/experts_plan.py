@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from parallel.sharding import column_range
+from trtrun.kernels.routing import USUAL, Routing
 from trtrun.linear.stored.expert_layouts import DOWN, GATE_UP
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.models.decoder_plan import GatedMLPPlan
@@ -36,12 +37,16 @@ class ExpertNames:
     Attributes:
         router: hidden to a logit of each expert.
         gate, up, down: of an expert.
+        shared: the expert of all tokens.
+        shared_gate: hidden to what it is multiplied by the sigmoid of; empty where it is not.
     """
 
     router: str = "gate"
     gate: str = "experts.{}.gate_proj"
     up: str = "experts.{}.up_proj"
     down: str = "experts.{}.down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,12 @@ class ExpertsPlan:
         names: of its tensors.
         renormalises: whether the shares of a token's experts sum to 1.
         activation: what gates go through.
-        num_shared_features: of an expert of all tokens, `name`.shared_expert; 0 without.
+        num_shared_features: of an expert of all tokens; 0 without.
         has_bias: whether the router and all experts have biases, those of experts in one tensor for all.
         limit: of the activation, where it has one.
         in_one_tensor: how files have experts that lie in one tensor for all, gates and factors in turns; None where
             each is for itself.
+        routing: how experts are chosen.
     """
 
     name: str
@@ -76,6 +82,7 @@ class ExpertsPlan:
     has_bias: bool = False
     limit: float = math.inf
     in_one_tensor: Layout | None = None
+    routing: Routing = USUAL
 
     @property
     def features(self) -> Axis:
@@ -120,17 +127,26 @@ class ExpertsPlan:
         if not self.num_shared_features:
             return None
         shape = replace(self.shape, intermediate_size=self.num_shared_features)
-        return GatedMLPPlan(f"{self.name}.shared_expert", shape, activation=self.activation)
+        return GatedMLPPlan(f"{self.name}.{self.names.shared}", shape, activation=self.activation)
 
     @property
-    def shared_gate(self) -> Weight:
+    def shared_gate(self) -> Weight | None:
         """[1, hidden]."""
-        return self._whole("shared_expert_gate", 1)
+        has_one = self.num_shared_features and self.names.shared_gate
+        return self._whole(self.names.shared_gate, 1) if has_one else None
+
+    @property
+    def choice_bias(self) -> Weight | None:
+        """[experts]: added to scores where experts are chosen."""
+        if not self.routing.has_bias:
+            return None
+        name = f"{self.name}.{self.names.router}.e_score_correction_bias"
+        return Weight((StoredTensor(name, (Axis(self.num_experts),), 0.0),), "wide")
 
     def weights(self) -> Sequence[Weight]:
-        shared = () if self.shared is None else (*self.shared.weights(), self.shared_gate)
-        biases = (self.router_bias, self.gate_up_bias, self.down_bias)
-        return (self.router, *self._of_experts(), *(bias for bias in biases if bias is not None), *shared)
+        shared = () if self.shared is None else self.shared.weights()
+        others = (self.router_bias, self.choice_bias, self.gate_up_bias, self.down_bias, self.shared_gate)
+        return (self.router, *self._of_experts(), *(weight for weight in others if weight is not None), *shared)
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: logits and shares in float32, and of each of its experts
@@ -144,8 +160,19 @@ class ExpertsPlan:
         from trtrun.layers.experts import ExpertsMLP
 
         choose_experts = operations_of(reader.device.type).choose_experts
-        choose = partial(choose_experts, num_chosen=self.num_chosen, renormalises=self.renormalises)
-        experts, router = self._build_experts(reader), reader.plain_product(self.router, self.router_bias)
+        bias = None if self.choice_bias is None else reader.wide_tensor(self.choice_bias)
+        choose = partial(
+            choose_experts,
+            num_chosen=self.num_chosen,
+            renormalises=self.renormalises,
+            routing=self.routing,
+            bias=bias,
+        )
+        if self.routing.in_float32:
+            router = reader.wide_product(self.router)
+        else:
+            router = reader.plain_product(self.router, self.router_bias)
+        experts = self._build_experts(reader)
         return ExpertsMLP(router, choose, experts, reader.communicator, self._build_shared(reader))
 
     def _build_experts(self, reader: WeightReader) -> Experts:
@@ -192,7 +219,8 @@ class ExpertsPlan:
 
         if self.shared is None:
             return None
-        return SharedExpert(self.shared.build(reader), reader.plain_product(self.shared_gate))
+        gate = None if self.shared_gate is None else reader.plain_product(self.shared_gate)
+        return SharedExpert(self.shared.build(reader), gate)
 
     def _of_experts(self) -> Iterator[Weight]:
         for expert in range(self.num_experts):

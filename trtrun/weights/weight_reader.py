@@ -10,8 +10,9 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
+from trtrun.attention.latents import LatentBackend, latent_backend
 from trtrun.kernels.chooser import operations_of
-from trtrun.kernels.torch.operations import Product
+from trtrun.kernels.torch.operations import HeadProducts, Product
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
@@ -50,6 +51,7 @@ class WeightReader:
         self._kv_format = kv_format
         self._adapted = adapted
         self._backends: dict[int, AttentionBackend] = {}
+        self._latents: LatentBackend | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -69,6 +71,12 @@ class WeightReader:
         if head_dim not in self._backends:
             self._backends[head_dim] = attention_backend(self.device, self.dtype, head_dim, self._kv_format)
         return self._backends[head_dim]
+
+    def latent_attention(self) -> LatentBackend:
+        """What attends over latents: the same for all layers; errors as of `latent_backend`."""
+        if self._latents is None:
+            self._latents = latent_backend(self.device, self.dtype, self._kv_format)
+        return self._latents
 
     def kv_scales(self, attention: str, keys: Axis) -> torch.Tensor | None:
         """The scales of a layer's keys and values, where its store has none of tokens.
@@ -110,6 +118,23 @@ class WeightReader:
         """The product with `weight` [out, in] as it is, on each rank the whole of it, and `bias` [out]."""
         operations, of_bias = operations_of(self.device.type), None if bias is None else self.tensor(bias)
         return operations.product(self.tensor(weight), of_bias, batch_invariant=self._batch_invariant)
+
+    def wide_product(self, weight: Weight) -> Product:
+        """The product with `weight` [out, in] in float32, on each rank the whole of it, of activations as they are."""
+        return operations_of(self.device.type).wide_product(self.tensor(weight))
+
+    def wide_tensor(self, weight: Weight) -> torch.Tensor:
+        """Read `weight`, whose use is "wide", on to the device in float32; errors as of `tensor`."""
+        return self._loader.load(weight)["weight"]
+
+    def head_products(self, weight: torch.Tensor) -> HeadProducts:
+        """The product of each head with its matrix of `weight` [heads, out, in], which is copied on CPUs."""
+        return operations_of(self.device.type).head_products(weight)
+
+    def dense(self, weight: Weight) -> torch.Tensor:
+        """Read `weight` [out, in], whose use is "dense", on to the device in the model's dtype, however files have it;
+        errors as of `tensor`. On CPUs the next weight may overwrite it."""
+        return self._loader.load(weight)["weight"]
 
     def expert(self, weight: Weight) -> Tensors:
         """Read `weight` [out, in] on to the device as ranks hold it there: dense in the model's dtype, "weight", or as

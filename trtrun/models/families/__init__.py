@@ -2,6 +2,7 @@
 
 from trtrun.models.families import (
     apertus,
+    deepseek,
     dense,
     gemma,
     glm,
@@ -17,6 +18,7 @@ from trtrun.models.families import (
 
 __all__ = [
     "apertus",
+    "deepseek",
     "dense",
     "gemma",
     "glm",

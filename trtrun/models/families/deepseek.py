@@ -1,0 +1,202 @@
+"""DeepSeek-V2 and -V3, and what has their layers, such as Kimi-K2 and Moonlight: attention over latents, and experts in
+groups beside ones that all tokens go through. Layers that draft, behind the last one, are left in the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from trtrun.errors import CheckpointError, shorten
+from trtrun.kernels.routing import Routing
+from trtrun.models.config import ModelFamily, read_flag, read_size
+from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
+from trtrun.models.experts_plan import ExpertNames, ExpertsPlan
+from trtrun.models.latent_plan import LatentAttentionPlan
+from trtrun.models.layer_plan import LayerPlan, MLPPlan, ModelShape
+from trtrun.models.rope_config import read_number
+from trtrun.registry import MODEL_FAMILIES
+
+NAMES = ExpertNames(shared="shared_experts", shared_gate="")
+"""Of tensors of experts, as DeepSeek and some others call them."""
+
+
+class _Kind(NamedTuple):
+    """What differs between the two.
+
+    Attributes:
+        scoring: `scoring_func`.
+        methods: values of `topk_method`; the first where config.json leaves it out.
+    """
+
+    scoring: str
+    methods: tuple[str, ...]
+
+
+def _plan_layers(shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> Sequence[LayerPlan]:
+    if shape.num_kv_heads != shape.num_heads:
+        raise CheckpointError(
+            f"num_key_value_heads {shape.num_kv_heads} must be num_attention_heads {shape.num_heads}: all heads share "
+            "latents"
+        )
+    for name in ("mlp_bias", "norm_topk_prob") if kind.scoring == "softmax" else ("mlp_bias",):
+        if read_flag(values, name):
+            raise CheckpointError(f"'{name}' true is not supported for this architecture")
+    plain, rank = read_size(values, "qk_nope_head_dim"), read_size(values, "kv_lora_rank")
+    query_rank = None if values.get("q_lora_rank") is None else read_size(values, "q_lora_rank")
+    has_bias = read_flag(values, "attention_bias")
+    if has_bias and query_rank is None:
+        raise CheckpointError("'attention_bias' true is not supported without q_lora_rank")
+    scale = (plain + shape.head_dim) ** -0.5 * _read_mscale(values) ** 2
+    interleaved = kind.scoring == "softmax" or read_flag(values, "rope_interleave")
+    plan_mlp = _plan_mlps(shape, values, kind)
+    value_dim = read_size(values, "v_head_dim")
+    return [
+        DecoderPlan.of_layer(
+            index,
+            LatentAttentionPlan(
+                f"model.layers.{index}.self_attn",
+                shape,
+                rank,
+                plain,
+                value_dim,
+                scale,
+                query_rank,
+                has_bias,
+                interleaved,
+            ),
+            plan_mlp(index),
+        )
+        for index in range(shape.num_layers)
+    ]
+
+
+def _read_mscale(values: Mapping[str, Any]) -> float:
+    """What yarn multiplies queries by, and keys: `mscale_all_dim` counts here; in cosines and sines it stands beside
+    `mscale`."""
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    factor, weight = read_number(rope, "factor"), read_number(rope, "mscale_all_dim")
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _plan_mlps(shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> Any:
+    """The index of a layer → its feed-forward part."""
+    count, chosen = read_size(values, "n_routed_experts"), read_size(values, "num_experts_per_tok")
+    routing = _read_routing(values, kind, count, chosen)
+    features, shared = read_size(values, "moe_intermediate_size"), values.get("n_shared_experts")
+    num_shared = 0 if shared in (None, 0) else read_size(values, "n_shared_experts") * features
+    first, step = values["first_k_dense_replace"], read_size(values, "moe_layer_freq")
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise CheckpointError(f"'first_k_dense_replace' must be a number of layers, not {shorten(first)}")
+    renormalises = read_flag(values, "norm_topk_prob")
+
+    def plan(index: int) -> MLPPlan:
+        name = f"model.layers.{index}.mlp"
+        if index < first or index % step:
+            return GatedMLPPlan(name, shape)
+        return ExpertsPlan(
+            name,
+            shape,
+            count,
+            chosen,
+            features,
+            NAMES,
+            renormalises,
+            num_shared_features=num_shared,
+            routing=routing,
+        )
+
+    return plan
+
+
+def _read_routing(values: Mapping[str, Any], kind: _Kind, count: int, chosen: int) -> Routing:
+    """How experts are chosen.
+
+    Raises:
+        CheckpointError: in a way that is not known, or groups do not have as many experts as a token needs.
+    """
+    scoring, method = values.get("scoring_func") or kind.scoring, values.get("topk_method") or kind.methods[0]
+    if scoring != kind.scoring or method not in kind.methods:
+        raise CheckpointError(
+            f"scoring_func {shorten(scoring)} with topk_method {shorten(method)} is not supported; known: "
+            f"{kind.scoring} with {' or '.join(kind.methods)}"
+        )
+    is_grouped = method != "greedy"
+    groups, taken = (read_size(values, name) if is_grouped else 1 for name in ("n_group", "topk_group"))
+    if count % groups or taken > groups or chosen > count // groups * taken:
+        raise CheckpointError(
+            f"a token cannot choose {chosen} of {count} experts in {taken} of {groups} groups (num_experts_per_tok, "
+            "n_routed_experts, topk_group, n_group)"
+        )
+    summed = 2 if kind.scoring == "sigmoid" else 1
+    if groups > 1 and summed > count // groups:
+        raise CheckpointError(f"{groups} groups (n_group) of {count} experts have less than {summed} each")
+    return Routing(
+        "sigmoid" if kind.scoring == "sigmoid" else "softmax",
+        has_bias=kind.scoring == "sigmoid",
+        groups=groups,
+        chosen_groups=taken,
+        summed=summed,
+        factor=read_number(values, "routed_scaling_factor"),
+        in_float32=True,
+    )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+}
+DEEPSEEK_V2 = MODEL_FAMILIES.register("DeepseekV2ForCausalLM")(
+    ModelFamily(
+        defaults={
+            **_DEFAULTS,
+            "vocab_size": 102400,
+            "max_position_embeddings": 2048,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "n_group": None,
+            "topk_group": None,
+            "eos_token_id": 2,
+        },
+        plan_layers=partial(_plan_layers, kind=_Kind("softmax", ("greedy", "group_limited_greedy"))),
+        model_type="deepseek_v2",
+        head_dim_key="qk_rope_head_dim",
+    )
+)
+DEEPSEEK_V3 = MODEL_FAMILIES.register("DeepseekV3ForCausalLM")(
+    ModelFamily(
+        defaults={
+            **_DEFAULTS,
+            "vocab_size": 129280,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "eos_token_id": 1,
+        },
+        plan_layers=partial(_plan_layers, kind=_Kind("sigmoid", ("noaux_tc",))),
+        model_type="deepseek_v3",
+        head_dim_key="qk_rope_head_dim",
+    )
+)
