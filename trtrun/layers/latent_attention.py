@@ -81,11 +81,11 @@ class LatentAttention:
         """x [tokens, hidden], normalised → [tokens, this rank's heads * numbers of a value], for `output`."""
         sizes, made = self._sizes, self._inputs(x)
         behind = made.shape[1] - sizes.rank - sizes.turned
-        query, latent, key = made.split((behind, sizes.rank, sizes.turned), dim=1)
+        query, latent, key = made[:, :behind], made[:, behind : -sizes.turned], made[:, -sizes.turned :]
         if self._queries is not None:
             assert self._query_norm is not None
             query = self._queries(self._query_norm(query.contiguous()))
-        heads = query.unflatten(1, (-1, sizes.plain + sizes.turned))
+        heads = query.view(len(query), -1, sizes.plain + sizes.turned)
         call = LatentCall(
             self._into_latents(heads[..., : sizes.plain]),
             heads[..., sizes.plain :],

@@ -196,8 +196,9 @@ class ModelConfig(ModelShape):
                     f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, or lie between "
                     "others, are not supported"
                 )
-            is_widened = weight.use == "dense" and isinstance(stored, StoredLinear)
-            return replace(stored, becomes_dense=True) if is_widened else stored
+            if weight.use == "dense" and isinstance(stored, StoredLinear):
+                return replace(stored, becomes_dense=True)
+            return stored
         if weight.use == "dense":
             return QUANTIZATIONS.get("none")
         return of_head(default) if weight.use == "head" else default

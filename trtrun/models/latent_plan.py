@@ -123,7 +123,7 @@ class LatentAttentionPlan:
         latent_norm, *query_norm = (norm.build(reader) for norm in self.norms)
         inputs = reader.linear(self.inputs.weight, self.inputs.bias)
         queries = None if self.queries is None else reader.linear(self.queries.weight)
-        both = reader.dense(self.of_latents).unflatten(0, (-1, self.plain_dim + self.value_dim))
+        both = reader.dense(self.of_latents).view(-1, self.plain_dim + self.value_dim, self.rank)
         keys, values = both[:, : self.plain_dim], both[:, self.plain_dim :]
         into_latents, into_values = reader.head_products(keys.transpose(1, 2)), reader.head_products(values)
         return LatentAttention(

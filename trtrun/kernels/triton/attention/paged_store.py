@@ -33,7 +33,7 @@ def _rotated(start, cosine, sine, place, known, HEAD: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _slot(
+def find_slot(
     positions, tables, place, known, queries, kv_heads, head, position_row, position_query, table_row,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def _rotate_and_write_kernel(
         tl.store(rotated + (place * heads + head) * HEAD + element, made, mask=mask)
     else:
         kv_head = (head - heads) % kv_heads
-        tile, within = _slot(
+        tile, within = find_slot(
             positions, tables, place, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
             BLOCK_SIZE,
         )  # fmt: skip
@@ -187,16 +187,16 @@ def copy_blocks(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
     """Copy all layers' keys and values of whole blocks.
 
     Args:
-        store: [layers, 2, blocks, kv_heads, block, width] of any dtype, contiguous; the last three dimensions have a
-            multiple of four bytes.
+        store: [layers, 2 or 1, blocks, kv_heads, block, width] of any dtype, contiguous; the last three dimensions
+            have a multiple of four bytes.
         source: [n] int64 blocks.
         target: [n] int64 blocks, none twice; one that is a source, too, is its own.
     """
-    layers, _, blocks = store.shape[:3]
+    layers, parts, blocks = store.shape[:3]
     words = store.view(-1).view(torch.int32)
-    block_words = len(words) // (layers * 2 * blocks)
+    block_words = len(words) // (layers * parts * blocks)
     if len(source):
-        _copy_kernel[(len(source), 2 * layers, triton.cdiv(block_words, _WORDS))](
+        _copy_kernel[(len(source), parts * layers, triton.cdiv(block_words, _WORDS))](
             words, source.contiguous(), target.contiguous(), source, blocks * block_words, block_words, 0, 0,
             HAS_OFFSET=False, WORDS=_WORDS, num_warps=4,
         )  # fmt: skip
@@ -206,8 +206,8 @@ def copy_tokens(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor,
     """Copy all layers' keys and values of single tokens.
 
     Args:
-        store: [layers, 2, blocks, kv_heads, block, width] of any dtype, where a tile has one token behind the other;
-            its first dimensions are contiguous, and so is the last, as in views of parts of tiles.
+        store: [layers, 2 or 1, blocks, kv_heads, block, width] of any dtype, where a tile has one token behind the
+            other; its first dimensions are contiguous, and so is the last, as in views of parts of tiles.
         source: [n] int64 blocks.
         target: [n] int64 blocks, each with its offset at most once.
         offset: [n] int64: places in a block, the same in both.
@@ -215,10 +215,10 @@ def copy_tokens(store: torch.Tensor, source: torch.Tensor, target: torch.Tensor,
     if not len(source):
         return
     words = store.view(next(dtype for dtype in _WORD_DTYPES if _divides(store, dtype.itemsize)))
-    layers, _, _, kv_heads, _, width = words.shape
+    layers, parts, _, kv_heads, _, width = words.shape
     _, plane, block, head, token, _ = words.stride()
     assert token == width, "a token's numbers lie one behind the other"
-    _copy_kernel[(len(source), 2 * layers, kv_heads)](
+    _copy_kernel[(len(source), parts * layers, kv_heads)](
         words, source.contiguous(), target.contiguous(), offset.contiguous(), plane, block, head, token,
         HAS_OFFSET=True, WORDS=triton.next_power_of_2(token), num_warps=1,
     )  # fmt: skip
