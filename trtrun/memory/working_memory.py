@@ -25,6 +25,7 @@ from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head, whole_head
 from trtrun.kernels.cpu.attention_form import TILE_TOKENS
 from trtrun.kernels.triton.attention.attention_tiles import MOST_PARTIAL_BYTES
+from trtrun.kvcache.specs import latent_of
 from trtrun.kvcache.tile_widths import most_padding
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS
@@ -247,14 +248,18 @@ def _attention_bytes(tokens: int, shape: RoundShape, form: EngineForm, model: Mo
         return MOST_PARTIAL_BYTES
     is_known = device_type == "cpu" and dtype in (torch.bfloat16, torch.float32)
     has_kernels = is_known and machine.processor_kind() is not None
-    if has_kernels and kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size):
+    latent = latent_of(model.keeps(share))
+    if latent is None and has_kernels and kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size):
         return 0
-    heads, keys = len(model.queries.units(share)), len(model.keys.held(share))
+    heads, keys, head_dim = len(model.queries.units(share)), len(model.keys.held(share)), model.head_dim
+    if latent is not None:
+        keys = head_dim = latent.head_dim
     # A format that no kernel knows is widened, by way of float32 twice.
-    context = 2 * shape.max_seq_len * keys * (dtype.itemsize + (0 if kv_in_place else 2 * _FLOAT + 1))
+    held = keys if latent is not None else 2 * keys
+    context = held * shape.max_seq_len * (dtype.itemsize + (0 if kv_in_place else 2 * _FLOAT + 1))
     if has_kernels and dtype is torch.float32:
         # The kernel takes whole heads and tiles, keys turned over.
-        numbers = whole_head(model.head_dim) * keys // model.head_dim
+        numbers = whole_head(head_dim) * keys // head_dim
         return context + 3 * (shape.max_seq_len + TILE_TOKENS) * numbers * _FLOAT
     mask = min(tokens, shape.max_seq_len) * shape.max_seq_len * (_FLOAT + 2)
     scores = max(1 << 20, 16 * heads * shape.max_seq_len) * (3 * _FLOAT + dtype.itemsize)
