@@ -97,6 +97,10 @@ def describe_kept(config: ModelConfig, kv_dtype: str, share: Share, dtype: torch
             return None
         return f"keys and values are kept plain, though the checkpoint was made for {scheme.dtype}"
     whose = "the checkpoint's scales" if made.has_layer_scales else "a scale for each token and head"
-    where = "" if device_type in made.kernels and latent_of(layers) is None else "; no kernel reads them here: attention is plain torch, and slower"
+    where = (
+        ""
+        if device_type in made.kernels and latent_of(layers) is None
+        else "; no kernel reads them here: attention is plain torch, and slower"
+    )
     beside = f"{format_bytes(token)} a token on a rank in place of {format_bytes(plain)}"
     return f"{kinds} are kept in {made.kind}, with {whose}: {beside}{where}"

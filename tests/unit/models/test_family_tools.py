@@ -26,6 +26,7 @@ from trtrun.tools.quantizing.plain_layer import known_plans
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 MODULES = {
     "apertus": ("q_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "gemma3_text": ("q_proj", "gate_proj", "down_proj"),
     "gpt_oss": ("q_proj", "v_proj", "o_proj"),
     "granite": ("v_proj", "up_proj", "down_proj"),
@@ -44,6 +45,7 @@ EXPERTS = "stands a ExpertsPlan, which is not known"
 ONE_TENSOR = "lies in its files in another way than Llama's"
 REFUSALS = {
     "apertus": ("layers of {} (XieluMLPPlan)", "stands a XieluMLPPlan, which is not known"),
+    "deepseek_v2": ("layers of {} (LatentAttentionPlan)", "is a LatentAttentionPlan, which is not known"),
     "ernie4_5": ("the interleaved of {}", ONE_TENSOR),
     "gemma2": ("the ends of {}", ENDS),
     "gemma3_text": ("the ends of {}", ENDS),
@@ -70,6 +72,9 @@ WIDE: dict[str, int] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "vocab_size": 224,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
 }
 """Sizes that groups and blocks of quantized formats divide."""
 
@@ -137,6 +142,7 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "form"),
     [
+        ("deepseek_v3", "fp8 block"),
         ("gemma3_text", "gptq with act-order"),
         ("mixtral", "awq"),
         ("olmoe", "compressed-tensors FP8 dynamic"),
