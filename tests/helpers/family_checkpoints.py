@@ -270,7 +270,7 @@ def write_family(
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         if not config.tie_word_embeddings:
             embedding = model.get_input_embeddings().weight
             embedding.copy_(torch.randn(embedding.shape, generator=generator))

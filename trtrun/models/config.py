@@ -24,7 +24,6 @@ from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
-from trtrun.linear.quantization.quantizations import WIDE
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
@@ -178,10 +177,8 @@ class ModelConfig(ModelShape):
         Raises:
             CheckpointError: what is multiplied with as one is not stored as one.
         """
-        if weight.use == "plain":
+        if weight.use in ("plain", "float32"):
             return QUANTIZATIONS.get("none")
-        if weight.use == "wide":
-            return WIDE
         if weight.stored is not None:
             return weight.stored
         if weight.use == "head" and self.tie_word_embeddings:

@@ -38,7 +38,7 @@ class ExpertNames:
         router: hidden to a logit of each expert.
         gate, up, down: of an expert.
         shared: the expert of all tokens.
-        shared_gate: hidden to what it is multiplied by the sigmoid of; empty where it is not.
+        shared_gate: of that expert; None where it has none.
     """
 
     router: str = "gate"
@@ -46,7 +46,7 @@ class ExpertNames:
     up: str = "experts.{}.up_proj"
     down: str = "experts.{}.down_proj"
     shared: str = "shared_expert"
-    shared_gate: str = "shared_expert_gate"
+    shared_gate: str | None = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,14 @@ class ExpertsPlan:
         return self._bias(self.names.router + ".bias", (Axis(self.num_experts),))
 
     @property
+    def choice_bias(self) -> Weight | None:
+        """[experts]: what scores have beside for the choice. Dummy ones change nothing."""
+        if not self.routing.has_bias:
+            return None
+        name = f"{self.name}.{self.names.router}.e_score_correction_bias"
+        return Weight((StoredTensor(name, (Axis(self.num_experts),), 0.0),), "float32")
+
+    @property
     def gate_up_bias(self) -> Weight | None:
         """[experts, 2 * features], gates and factors in turns."""
         return self._bias(f"experts.{GATE_UP}_bias", (Axis(self.num_experts), self._in_turns))
@@ -132,21 +140,13 @@ class ExpertsPlan:
     @property
     def shared_gate(self) -> Weight | None:
         """[1, hidden]."""
-        has_one = self.num_shared_features and self.names.shared_gate
-        return self._whole(self.names.shared_gate, 1) if has_one else None
-
-    @property
-    def choice_bias(self) -> Weight | None:
-        """[experts]: added to scores where experts are chosen."""
-        if not self.routing.has_bias:
-            return None
-        name = f"{self.name}.{self.names.router}.e_score_correction_bias"
-        return Weight((StoredTensor(name, (Axis(self.num_experts),), 0.0),), "wide")
+        gate = self.names.shared_gate
+        return self._whole(gate, 1) if self.num_shared_features and gate is not None else None
 
     def weights(self) -> Sequence[Weight]:
         shared = () if self.shared is None else self.shared.weights()
         others = (self.router_bias, self.choice_bias, self.gate_up_bias, self.down_bias, self.shared_gate)
-        return (self.router, *self._of_experts(), *(weight for weight in others if weight is not None), *shared)
+        return (self.router, *self._of_experts(), *(other for other in others if other is not None), *shared)
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: logits and shares in float32, and of each of its experts
@@ -160,7 +160,7 @@ class ExpertsPlan:
         from trtrun.layers.experts import ExpertsMLP
 
         choose_experts = operations_of(reader.device.type).choose_experts
-        bias = None if self.choice_bias is None else reader.wide_tensor(self.choice_bias)
+        bias = None if self.choice_bias is None else reader.tensor(self.choice_bias)
         choose = partial(
             choose_experts,
             num_chosen=self.num_chosen,

@@ -123,10 +123,6 @@ class WeightReader:
         """The product with `weight` [out, in] in float32, on each rank the whole of it, of activations as they are."""
         return operations_of(self.device.type).wide_product(self.tensor(weight))
 
-    def wide_tensor(self, weight: Weight) -> torch.Tensor:
-        """Read `weight`, whose use is "wide", on to the device in float32; errors as of `tensor`."""
-        return self._loader.load(weight)["weight"]
-
     def head_products(self, weight: torch.Tensor) -> HeadProducts:
         """The product of each head with its matrix of `weight` [heads, out, in], which is copied on CPUs."""
         return operations_of(self.device.type).head_products(weight)
@@ -142,7 +138,7 @@ class WeightReader:
         return self._loader.load(weight)
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """Read `weight` on to the device in the model's dtype.
+        """Read `weight` on to the device in the model's dtype, or in float32 where that is its use.
 
         Raises:
             CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.

@@ -129,31 +129,6 @@ class Dense(Quantization):
         return operations_of(weight.device.type).product(weight, bias, batch_invariant=batch_invariant)
 
 
-class Wide(Dense):
-    """Numbers in float32, whatever activations are in: one tensor, "weight"."""
-
-    @override
-    def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return True
-
-    @override
-    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
-        import torch
-
-        return {"weight": TensorSpec(weight.shape, torch.float32)}
-
-    @override
-    def load(self, source: WeightSource) -> Tensors:
-        if source.is_dummy:
-            return {"weight": source.dense().float()}
-        (part,) = source.weight.parts
-        return {"weight": source.read(part).float()}
-
-
-WIDE = Wide()
-"""Of weights whose use is "wide"; no linear layer is held so."""
-
-
 class Coded(Quantization):
     """Base of the quantizations with codes: a name for messages, and what they have in common.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.kernels.routing import Routing
@@ -19,8 +19,7 @@ from trtrun.models.layer_plan import LayerPlan, MLPPlan, ModelShape
 from trtrun.models.rope_config import read_number
 from trtrun.registry import MODEL_FAMILIES
 
-NAMES = ExpertNames(shared="shared_experts", shared_gate="")
-"""Of tensors of experts, as DeepSeek and some others call them."""
+_NAMES = ExpertNames(shared="shared_experts", shared_gate=None)
 
 
 class _Kind(NamedTuple):
@@ -29,48 +28,51 @@ class _Kind(NamedTuple):
     Attributes:
         scoring: `scoring_func`.
         methods: values of `topk_method`; the first where config.json leaves it out.
+        refused: flags that may not be on.
+        is_interleaved: whether neighbouring numbers are rotated together, whatever config.json says.
     """
 
-    scoring: str
+    scoring: Literal["softmax", "sigmoid"]
     methods: tuple[str, ...]
+    refused: tuple[str, ...]
+    is_interleaved: bool
 
 
 def _plan_layers(shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> Sequence[LayerPlan]:
+    return [_plan_layer(index, shape, values, kind) for index in range(shape.num_layers)]
+
+
+def _plan_layer(index: int, shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> DecoderPlan:
+    return DecoderPlan.of_layer(
+        index,
+        _plan_attention(f"model.layers.{index}.self_attn", shape, values, kind),
+        _plan_mlp(index, shape, values, kind),
+    )
+
+
+def _plan_attention(name: str, shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> LatentAttentionPlan:
     if shape.num_kv_heads != shape.num_heads:
         raise CheckpointError(
             f"num_key_value_heads {shape.num_kv_heads} must be num_attention_heads {shape.num_heads}: all heads share "
             "latents"
         )
-    for name in ("mlp_bias", "norm_topk_prob") if kind.scoring == "softmax" else ("mlp_bias",):
-        if read_flag(values, name):
-            raise CheckpointError(f"'{name}' true is not supported for this architecture")
-    plain, rank = read_size(values, "qk_nope_head_dim"), read_size(values, "kv_lora_rank")
-    query_rank = None if values.get("q_lora_rank") is None else read_size(values, "q_lora_rank")
+    plain, query_rank = read_size(values, "qk_nope_head_dim"), None
+    if values.get("q_lora_rank") is not None:
+        query_rank = read_size(values, "q_lora_rank")
     has_bias = read_flag(values, "attention_bias")
     if has_bias and query_rank is None:
         raise CheckpointError("'attention_bias' true is not supported without q_lora_rank")
-    scale = (plain + shape.head_dim) ** -0.5 * _read_mscale(values) ** 2
-    interleaved = kind.scoring == "softmax" or read_flag(values, "rope_interleave")
-    plan_mlp = _plan_mlps(shape, values, kind)
-    value_dim = read_size(values, "v_head_dim")
-    return [
-        DecoderPlan.of_layer(
-            index,
-            LatentAttentionPlan(
-                f"model.layers.{index}.self_attn",
-                shape,
-                rank,
-                plain,
-                value_dim,
-                scale,
-                query_rank,
-                has_bias,
-                interleaved,
-            ),
-            plan_mlp(index),
-        )
-        for index in range(shape.num_layers)
-    ]
+    return LatentAttentionPlan(
+        name,
+        shape,
+        read_size(values, "kv_lora_rank"),
+        plain,
+        read_size(values, "v_head_dim"),
+        (plain + shape.head_dim) ** -0.5 * _read_mscale(values) ** 2,
+        query_rank,
+        has_bias,
+        kind.is_interleaved or read_flag(values, "rope_interleave"),
+    )
 
 
 def _read_mscale(values: Mapping[str, Any]) -> float:
@@ -84,34 +86,29 @@ def _read_mscale(values: Mapping[str, Any]) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _plan_mlps(shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> Any:
-    """The index of a layer → its feed-forward part."""
-    count, chosen = read_size(values, "n_routed_experts"), read_size(values, "num_experts_per_tok")
-    routing = _read_routing(values, kind, count, chosen)
-    features, shared = read_size(values, "moe_intermediate_size"), values.get("n_shared_experts")
-    num_shared = 0 if shared in (None, 0) else read_size(values, "n_shared_experts") * features
-    first, step = values["first_k_dense_replace"], read_size(values, "moe_layer_freq")
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> MLPPlan:
+    """Experts; in the first layers, and between others, one feed-forward layer for all tokens."""
+    name, first = f"model.layers.{index}.mlp", values["first_k_dense_replace"]
+    if type(first) is not int or first < 0:
         raise CheckpointError(f"'first_k_dense_replace' must be a number of layers, not {shorten(first)}")
-    renormalises = read_flag(values, "norm_topk_prob")
-
-    def plan(index: int) -> MLPPlan:
-        name = f"model.layers.{index}.mlp"
-        if index < first or index % step:
-            return GatedMLPPlan(name, shape)
-        return ExpertsPlan(
-            name,
-            shape,
-            count,
-            chosen,
-            features,
-            NAMES,
-            renormalises,
-            num_shared_features=num_shared,
-            routing=routing,
-        )
-
-    return plan
+    for key in kind.refused:
+        if read_flag(values, key):
+            raise CheckpointError(f"'{key}' true is not supported for this architecture")
+    if index < first or index % read_size(values, "moe_layer_freq"):
+        return GatedMLPPlan(name, shape)
+    count, chosen = read_size(values, "n_routed_experts"), read_size(values, "num_experts_per_tok")
+    features, shared = read_size(values, "moe_intermediate_size"), values.get("n_shared_experts")
+    return ExpertsPlan(
+        name,
+        shape,
+        count,
+        chosen,
+        features,
+        _NAMES,
+        read_flag(values, "norm_topk_prob"),
+        num_shared_features=features * read_size(values, "n_shared_experts") if shared else 0,
+        routing=_read_routing(values, kind, count, chosen),
+    )
 
 
 def _read_routing(values: Mapping[str, Any], kind: _Kind, count: int, chosen: int) -> Routing:
@@ -137,7 +134,7 @@ def _read_routing(values: Mapping[str, Any], kind: _Kind, count: int, chosen: in
     if groups > 1 and summed > count // groups:
         raise CheckpointError(f"{groups} groups (n_group) of {count} experts have less than {summed} each")
     return Routing(
-        "sigmoid" if kind.scoring == "sigmoid" else "softmax",
+        kind.scoring,
         has_bias=kind.scoring == "sigmoid",
         groups=groups,
         chosen_groups=taken,
@@ -146,6 +143,9 @@ def _read_routing(values: Mapping[str, Any], kind: _Kind, count: int, chosen: in
         in_float32=True,
     )
 
+
+_V2 = _Kind("softmax", ("greedy", "group_limited_greedy"), ("mlp_bias", "norm_topk_prob"), is_interleaved=True)
+_V3 = _Kind("sigmoid", ("noaux_tc",), ("mlp_bias",), is_interleaved=False)
 
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
@@ -172,7 +172,7 @@ DEEPSEEK_V2 = MODEL_FAMILIES.register("DeepseekV2ForCausalLM")(
             "topk_group": None,
             "eos_token_id": 2,
         },
-        plan_layers=partial(_plan_layers, kind=_Kind("softmax", ("greedy", "group_limited_greedy"))),
+        plan_layers=partial(_plan_layers, kind=_V2),
         model_type="deepseek_v2",
         head_dim_key="qk_rope_head_dim",
     )
@@ -195,7 +195,7 @@ DEEPSEEK_V3 = MODEL_FAMILIES.register("DeepseekV3ForCausalLM")(
             "rope_interleave": True,
             "eos_token_id": 1,
         },
-        plan_layers=partial(_plan_layers, kind=_Kind("sigmoid", ("noaux_tc",))),
+        plan_layers=partial(_plan_layers, kind=_V3),
         model_type="deepseek_v3",
         head_dim_key="qk_rope_head_dim",
     )
