@@ -1,5 +1,5 @@
-"""DeepSeek's models beyond what all families are tried for: other forms of them, what is kept of a token, also in 8 bits,
-and what is refused."""
+"""DeepSeek's models beyond what all families are tried for: other forms of them, what is kept of a token, in 8 bits as
+well, and what is refused."""
 
 from __future__ import annotations
 
