@@ -84,12 +84,12 @@ class LatentAttention:
         query, latent, key = made[:, :behind], made[:, behind : -sizes.turned], made[:, -sizes.turned :]
         if self._queries is not None:
             assert self._query_norm is not None
-            query = self._queries(self._query_norm(query.contiguous()))
+            query = self._queries(self._query_norm(query))
         heads = query.view(len(query), -1, sizes.plain + sizes.turned)
         call = LatentCall(
             self._into_latents(heads[..., : sizes.plain]),
             heads[..., sizes.plain :],
-            self._latent_norm(latent.contiguous()),
+            self._latent_norm(latent),
             key,
             angles,
             sizes.interleaved,

@@ -22,8 +22,8 @@ from trtrun.kernels.triton.early_launch import early
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 from trtrun.kvcache.segments import AttentionSegment
 
-_SHARE = 256
-"""Keys of a share."""
+_SHARE = 128
+"""Keys of a share: few, as one row has few tiles, and each multiprocessor reads only so fast."""
 
 _KEYS, _STAGES = 64, 2
 """Keys of one step of a program, at most; steps that are loaded at once."""
@@ -33,6 +33,9 @@ _TILE, _LEAST_TILE = 32, 16
 
 _PROGRAMS = 4
 """Programs of a multiprocessor, at most, that shares are dealt out to."""
+
+_MOST_HEADS = 16
+"""Heads of a program that turns queries."""
 
 _LEAST_WIDTH = 16
 """Fewer numbers than that a matrix unit does not add up."""
@@ -66,13 +69,14 @@ def _write(call: LatentCall, segment: AttentionSegment, turned: torch.Tensor) ->
     cosine, sine = (table[places] for table in call.angles)
     count, heads, width = query.shape
     rank = latent.shape[1]
-    write_kernel[(count, heads + 1)](
+    at_once = min(_MOST_HEADS, _padded(heads))
+    write_kernel[(count, triton.cdiv(heads, at_once) + 1)](
         query, latent, key, cosine, sine, segment.positions, segment.block_tables, call.store_layer, turned[places],
         query.stride(0), query.stride(1), latent.stride(0), key.stride(0),
         segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
         count, segment.queries, heads,
         BLOCK_SIZE=call.store_layer.shape[3], RANK=rank, RANK_PADDED=_padded(rank), TURNED=width,
-        TURNED_PADDED=_padded(width), INTERLEAVED=call.interleaved, num_warps=1, **early(query),
+        TURNED_PADDED=_padded(width), HEADS=at_once, INTERLEAVED=call.interleaved, num_warps=2, **early(query),
     )  # fmt: skip
 
 
@@ -139,7 +143,7 @@ def _attend_rows(
         BLOCK_SIZE=store.shape[3], RANK=rank, RANK_PADDED=rank_padded, TURNED=width, TURNED_PADDED=width_padded,
         TILE=tile, SHARE=_SHARE, KEYS=keys, IS_SPLIT=is_split,
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_warps=4 if tile == _LEAST_TILE else 8, num_stages=_STAGES, **early(query),
+        num_warps=8, num_stages=_STAGES, **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](

@@ -24,7 +24,7 @@ _VARYING = ["places", "queries", "position_row", "position_query", "table_row"]
 
 @triton.jit
 def _turned(start, cosine, sine, place, element, known, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The numbers that begin at `start`, turned by the angles of a place; see `paged_store._rotated`."""
+    """The numbers that begin at `start` [heads, 1], turned by the angles of a place; see `paged_store._rotated`."""
     other = (element + TURNED // 2) % TURNED
     if INTERLEAVED:  # the numbers i and i + TURNED / 2 of what comes out are 2 * i and 2 * i + 1 of the files
         of_own = element % (TURNED // 2) * 2 + element // (TURNED // 2)
@@ -34,9 +34,12 @@ def _turned(start, cosine, sine, place, element, known, TURNED: tl.constexpr, IN
     kind = start.dtype.element_ty
     own = tl.load(start + of_own, mask=known, other=0.0).to(tl.float32)
     partner = tl.load(start + of_other, mask=known, other=0.0).to(tl.float32)
+    is_number, of_place = element < TURNED, place * TURNED + element
+    straight = tl.load(cosine + of_place, mask=is_number, other=0.0).to(tl.float32)
+    crossed = tl.load(sine + of_place, mask=is_number, other=0.0).to(tl.float32)
     nothing = tl.zeros_like(own)
-    straight = tl.fma(own, tl.load(cosine + place * TURNED + element, mask=known, other=0.0).to(tl.float32), nothing)
-    crossed = tl.fma(partner, tl.load(sine + place * TURNED + element, mask=known, other=0.0).to(tl.float32), nothing)
+    straight = tl.fma(own, tl.broadcast_to(straight, own.shape), nothing)
+    crossed = tl.fma(partner, tl.broadcast_to(crossed, own.shape), nothing)
     return (straight.to(kind).to(tl.float32) + crossed.to(kind).to(tl.float32)).to(kind)
 
 
@@ -44,31 +47,30 @@ def _turned(start, cosine, sine, place, element, known, TURNED: tl.constexpr, IN
 def write_kernel(
     query, latent, key, cosine, sine, positions, tables, store, turned,
     query_token, query_head, latent_token, key_token, position_row, position_query, table_row, places, queries, heads,
-    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr,
-    TURNED: tl.constexpr, TURNED_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TURNED: tl.constexpr,
+    TURNED_PADDED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head's query of one place, or behind the heads what is kept of it."""
+    """Queries of HEADS heads of one place, or behind all heads what is kept of it."""
     begin(EARLY)
-    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    element = tl.arange(0, TURNED_PADDED)
-    known = element < TURNED
-    if head < heads:
-        start = query + place * query_token + head * query_head
-        made = _turned(start, cosine, sine, place, element, known, TURNED, INTERLEAVED)
-        tl.store(turned + (place * heads + head) * TURNED + element, made, mask=known)
+    place = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, TURNED_PADDED)[None, :]
+    if tl.program_id(1) * HEADS < heads:
+        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+        known = (head < heads) & (element < TURNED)
+        of_query = query + place * query_token + head * query_head
+        turned_query = _turned(of_query, cosine, sine, place, element, known, TURNED, INTERLEAVED)
+        tl.store(turned + (place * heads + head) * TURNED + element, turned_query, mask=known)
     else:
         block, within = find_slot(
             positions, tables, place, place < places, queries, 1, 0, position_row, position_query, table_row, BLOCK_SIZE
         )
         target = store + (block * BLOCK_SIZE + within) * (RANK + TURNED)
-        made = _turned(key + place * key_token, cosine, sine, place, element, known, TURNED, INTERLEAVED)
-        tl.store(target + RANK + element, made, mask=known)
+        of_key = key + place * key_token + tl.zeros((1, 1), tl.int64)
+        turned_key = _turned(of_key, cosine, sine, place, element, element < TURNED, TURNED, INTERLEAVED)
+        tl.store(target + RANK + element, turned_key, mask=element < TURNED)
         number = tl.arange(0, RANK_PADDED)
-        tl.store(
-            target + number,
-            tl.load(latent + place * latent_token + number, mask=number < RANK, other=0.0),
-            mask=number < RANK,
-        )
+        kept = tl.load(latent + place * latent_token + number, mask=number < RANK, other=0.0)
+        tl.store(target + number, kept, mask=number < RANK)
 
 
 @triton.jit
