@@ -37,10 +37,11 @@ class LatentSizes:
     interleaved: bool
 
 
+@dataclass
 class LatentAttention:
     """The layer.
 
-    Args:
+    Attributes:
         sizes: of it.
         inputs: hidden to this rank's queries, or to what they are made of; behind it a latent and a key to be rotated.
         query_norm: of what queries are made of; None where they come at once.
@@ -52,44 +53,33 @@ class LatentAttention:
         backend: that attends.
     """
 
-    def __init__(
-        self,
-        sizes: LatentSizes,
-        *,
-        inputs: Linear,
-        query_norm: RMSNorm | None,
-        queries: Linear | None,
-        latent_norm: RMSNorm,
-        into_latents: HeadProducts,
-        into_values: HeadProducts,
-        output: RowParallelLinear,
-        backend: LatentBackend,
-    ) -> None:
-        self.output = output
-        self._sizes = sizes
-        self._inputs = inputs
-        self._query_norm, self._queries = query_norm, queries
-        self._latent_norm = latent_norm
-        self._into_latents, self._into_values = into_latents, into_values
-        self._backend = backend
+    sizes: LatentSizes
+    inputs: Linear
+    query_norm: RMSNorm | None
+    queries: Linear | None
+    latent_norm: RMSNorm
+    into_latents: HeadProducts
+    into_values: HeadProducts
+    output: RowParallelLinear
+    backend: LatentBackend
 
     @property
     def takes_rounded_rows(self) -> Rounding | None:
-        return self._inputs.takes_rounded_rows
+        return self.inputs.takes_rounded_rows
 
     def __call__(self, x: Activations, angles: tuple[torch.Tensor, torch.Tensor], cache: LayerCache) -> torch.Tensor:
         """x [tokens, hidden], normalised → [tokens, this rank's heads * numbers of a value], for `output`."""
-        sizes, made = self._sizes, self._inputs(x)
+        sizes, made = self.sizes, self.inputs(x)
         behind = made.shape[1] - sizes.rank - sizes.turned
         query, latent, key = made[:, :behind], made[:, behind : -sizes.turned], made[:, -sizes.turned :]
-        if self._queries is not None:
-            assert self._query_norm is not None
-            query = self._queries(self._query_norm(query))
+        if self.queries is not None:
+            assert self.query_norm is not None
+            query = self.queries(self.query_norm(query))
         heads = query.view(len(query), -1, sizes.plain + sizes.turned)
         call = LatentCall(
-            self._into_latents(heads[..., : sizes.plain]),
+            self.into_latents(heads[..., : sizes.plain]),
             heads[..., sizes.plain :],
-            self._latent_norm(latent),
+            self.latent_norm(latent),
             key,
             angles,
             sizes.interleaved,
@@ -97,4 +87,4 @@ class LatentAttention:
             cache.batch,
             sizes.scale,
         )
-        return self._into_values(attend_over_latents(self._backend, call)).flatten(1)
+        return self.into_values(attend_over_latents(self.backend, call)).flatten(1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trtrun.weights.weight_reader import WeightReader
 
 _EPSILON = 1e-6
-"""Of norms of latents, whatever config.json says of others."""
+"""Epsilon of norms of latents, whatever config.json says of others."""
 
 
 @dataclass(frozen=True)

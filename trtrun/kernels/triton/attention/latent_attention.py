@@ -98,7 +98,7 @@ def attend_segment(
         is_split: whether shares have programs of their own; None where time decides.
     """
     heads, rank = query.shape[1:]
-    shares = -(-segment.block_tables.shape[1] * call.store_layer.shape[3] // _SHARE)
+    shares = _count_shares(segment.block_tables, call.store_layer)
     tile = _TILE if segment.queries * heads > _LEAST_TILE else _LEAST_TILE
     tiles = -(-segment.queries * heads // tile)
     row_bytes = segment.queries * heads * shares * (rank + 2) * 4
@@ -111,7 +111,7 @@ def attend_segment(
         tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
         _attend_rows(
             call, segment.block_tables[rows], segment.positions[rows], query[tokens], turned[tokens], output[tokens],
-            tile, shares, is_split,
+            tile, is_split,
         )  # fmt: skip
 
 
@@ -123,12 +123,12 @@ def _attend_rows(
     turned: torch.Tensor,
     output: torch.Tensor,
     tile: int,
-    shares: int,
     is_split: bool,
 ) -> None:
     rows, queries = positions.shape
     tokens, heads, rank = query.shape
     width, store = turned.shape[2], call.store_layer
+    shares = _count_shares(tables, store)
     tiles = -(-queries * heads // tile)
     slots, at_once = tokens * heads * shares if is_split else 0, 1
     if is_split:
@@ -162,6 +162,11 @@ def _keys_of_step(width: int, itemsize: int, shared: int) -> int:
     while keys > _LEAST_WIDTH and (_TILE + _STAGES * keys) * width * itemsize > shared:
         keys //= 2
     return keys
+
+
+def _count_shares(tables: torch.Tensor, store: torch.Tensor) -> int:
+    """Shares of the keys that rows with such block tables may have."""
+    return -(-tables.shape[1] * store.shape[3] // _SHARE)
 
 
 def _padded(size: int) -> int:
