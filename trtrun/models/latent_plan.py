@@ -83,7 +83,7 @@ class LatentAttentionPlan:
 
     @property
     def norms(self) -> tuple[NormPlan, ...]:
-        """Of latents, and of what queries are made of."""
+        """That of latents, and that of what queries are made of."""
         latents = NormPlan(f"{self.name}.kv_a_layernorm", self.rank, _EPSILON)
         if self.query_rank is None:
             return (latents,)

@@ -105,3 +105,12 @@ def test_products_of_heads(rows: int, outputs: int, inputs: int) -> None:
         found = multiply_heads(x, weight, dtype)
         assert difference(found, expected) < bound and found.dtype is dtype
         assert torch.equal(multiply_heads(x[rows // 2 : rows // 2 + 1], weight, dtype)[0], found[rows // 2])
+
+
+def test_norms_of_parts_of_rows() -> None:
+    from trtrun.kernels.triton.fused import add_and_normalise
+
+    rows, weight = torch.randn(9, 80).half(), torch.randn(44).half()
+    part = rows[:, 20:64]
+    found, expected = (add_and_normalise(x, None, weight, 1e-6) for x in (part, part.contiguous()))
+    assert found.is_contiguous() and torch.equal(found, expected)

@@ -12,6 +12,7 @@ import torch
 from family_checkpoints import write_family
 from paged import PagedModel
 from pipelines import make_llm, noisy_copy, tokens_of
+from safetensors.torch import load_file, save_file
 from test_model_logits import check_logits, prompt_of
 
 from trtrun import SamplingParams
@@ -19,6 +20,7 @@ from trtrun.attention.latents import check_latents
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.formats import KVScheme, choose_format
 from trtrun.kvcache.specs import PagedLatent
+from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.loading.stored_report import describe_kept
 from trtrun.models.config import read_model_config
 from trtrun.weights.weight import Share
@@ -75,6 +77,37 @@ def test_a_token_keeps_one_latent_on_every_rank(tmp_path: Path) -> None:
         assert list(config.keeps(Share(ranks - 1, ranks))) == [(PagedLatent(44 + 12),)] * 4
         said = describe_kept(config, "auto", Share(0, ranks), torch.bfloat16, "cuda")
         assert said == f"latents, the same on each rank, are kept: {56 * 4 * 2} B a token on a rank"
+
+
+def test_matrices_of_heads_are_dense_where_others_keep_their_codes(tmp_path: Path) -> None:
+    """Of block FP8 on GPUs: what makes keys and values of latents is multiplied into queries and outputs."""
+    sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": 128}
+    path = write_family(tmp_path, "deepseek_v3", hidden_size=128, **sizes)
+    edit(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    config, plain = read_model_config(path), QUANTIZATIONS.get("none")
+    held = {
+        part.name.rpartition("self_attn.")[2]: set(
+            config.quantization_of(weight, plain).create(weight.cut(Share(1, 2)), torch.bfloat16, "cuda")
+        )
+        for weight in config.layers[0].attention.weights()  # type: ignore[attr-defined]
+        for part in weight.parts
+    }
+    codes = {"codes", "block_scale"}
+    assert held["kv_b_proj.weight"] == {"weight"} and held["q_a_proj.weight"] == held["q_b_proj.weight"] == codes
+    assert held["kv_a_proj_with_mqa.weight"] == held["o_proj.weight"] == codes
+
+
+def test_routers_compute_in_float32(tmp_path: Path) -> None:
+    """Scores of bfloat16 would tie, and biases of experts with them."""
+    path = write_family(tmp_path, "deepseek_v3", dtype=torch.bfloat16)
+    mlp = PagedModel(path, torch.bfloat16).models[0]._layers[1].mlp
+    weights = load_file(path / "model.safetensors")
+    weight, x = weights["model.layers.1.mlp.gate.weight"], torch.randn(9, 64).bfloat16()
+    logits, bias = mlp._router(x), torch.tensor([1.0, 1.001, 1.002, 0, 0, 0, 0, 0])
+    assert logits.dtype is torch.float32 and (logits - x.double() @ weight.double().T).abs().max() < 1e-5
+    weights["model.layers.1.mlp.gate.e_score_correction_bias"] = bias
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(PagedModel(path, torch.bfloat16).models[0]._layers[1].mlp._choose.keywords["bias"], bias)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
