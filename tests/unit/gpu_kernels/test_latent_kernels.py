@@ -67,8 +67,10 @@ def test_attention_is_right_and_the_same_alone(
     for start, stop in ((0, 1), (queries // 2, queries // 2 + 1), (max(0, queries - 6), queries)):
         alone = attend(PagedLatents(), start, stop, functional.pad(tables, (0, 40)))
         assert torch.equal(alone, found[start:stop]), (start, stop)
-    monkeypatch.setattr(latent_attention, "multiprocessors", lambda device: 1)  # nothing is split
-    assert torch.equal(attend(PagedLatents(), 0, queries, tables), found)
+    monkeypatch.setattr(latent_attention, "_PROGRAMS", 1)
+    for units in (1, 2):  # nothing is split; a program has several shares
+        monkeypatch.setattr(latent_attention, "multiprocessors", lambda device, units=units: units)
+        assert torch.equal(attend(PagedLatents(), 0, queries, tables), found)
 
 
 def test_nodes_of_trees_are_computed_as_at_their_places() -> None:
