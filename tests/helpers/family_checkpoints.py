@@ -85,6 +85,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 24, "use_bias": True},
     "glm": {"head_dim": 24},
     "glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+    },
     "gpt_oss": {
         "head_dim": 24,
         "sliding_window": 7,
@@ -232,6 +245,9 @@ def write_family(
                 parameter.copy_(made * 1.5 * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         if not config.tie_word_embeddings:
             embedding = model.get_input_embeddings().weight
             embedding.copy_(torch.randn(embedding.shape, generator=generator))

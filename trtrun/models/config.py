@@ -176,7 +176,7 @@ class ModelConfig(ModelShape):
         Raises:
             CheckpointError: what is multiplied with as one is not stored as one.
         """
-        if weight.use == "plain":
+        if weight.use in ("plain", "float32"):
             return QUANTIZATIONS.get("none")
         if weight.stored is not None:
             return weight.stored

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kernels.torch.experts import Experts
+    from trtrun.kernels.torch.experts import Choice, Experts
     from trtrun.layers.experts import ExpertsMLP, SharedExpert
     from trtrun.weights.weight_reader import WeightReader
 
@@ -36,12 +36,26 @@ class ExpertNames:
     Attributes:
         router: hidden to a logit of each expert.
         gate, up, down: of an expert.
+        shared: the expert of all tokens.
+        shared_gate: of that expert; None where it has none.
     """
 
     router: str = "gate"
     gate: str = "experts.{}.gate_proj"
     up: str = "experts.{}.up_proj"
     down: str = "experts.{}.down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str | None = "shared_expert_gate"
+
+
+@dataclass(frozen=True)
+class ExpertScores:
+    """How experts are chosen by the sigmoids of their logits, in the words of `choose_by_scores`
+    (trtrun/kernels/torch/experts.py)."""
+
+    factor: float = 1.0
+    num_groups: int = 1
+    num_groups_chosen: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,11 +71,12 @@ class ExpertsPlan:
         names: of its tensors.
         renormalises: whether the shares of a token's experts sum to 1.
         activation: what gates go through.
-        num_shared_features: of an expert of all tokens, `name`.shared_expert; 0 without.
+        num_shared_features: of an expert of all tokens; 0 without.
         has_bias: whether the router and all experts have biases, those of experts in one tensor for all.
         limit: of the activation, where it has one.
         in_one_tensor: how files have experts that lie in one tensor for all, gates and factors in turns; None where
             each is for itself.
+        scores: how experts are chosen by sigmoids, with a bias beside the router; None where it is by softmax.
     """
 
     name: str
@@ -76,6 +91,7 @@ class ExpertsPlan:
     has_bias: bool = False
     limit: float = math.inf
     in_one_tensor: Layout | None = None
+    scores: ExpertScores | None = None
 
     @property
     def features(self) -> Axis:
@@ -91,6 +107,14 @@ class ExpertsPlan:
     def router_bias(self) -> Weight | None:
         """[experts]."""
         return self._bias(self.names.router + ".bias", (Axis(self.num_experts),))
+
+    @property
+    def choice_bias(self) -> Weight | None:
+        """[experts]: what scores have beside for the choice. Dummy ones change nothing."""
+        if self.scores is None:
+            return None
+        name = f"{self.name}.{self.names.router}.e_score_correction_bias"
+        return Weight((StoredTensor(name, (Axis(self.num_experts),), 0.0),), "float32")
 
     @property
     def gate_up_bias(self) -> Weight | None:
@@ -120,17 +144,18 @@ class ExpertsPlan:
         if not self.num_shared_features:
             return None
         shape = replace(self.shape, intermediate_size=self.num_shared_features)
-        return GatedMLPPlan(f"{self.name}.shared_expert", shape, activation=self.activation)
+        return GatedMLPPlan(f"{self.name}.{self.names.shared}", shape, activation=self.activation)
 
     @property
-    def shared_gate(self) -> Weight:
+    def shared_gate(self) -> Weight | None:
         """[1, hidden]."""
-        return self._whole("shared_expert_gate", 1)
+        gate = self.names.shared_gate
+        return self._whole(gate, 1) if self.num_shared_features and gate is not None else None
 
     def weights(self) -> Sequence[Weight]:
-        shared = () if self.shared is None else (*self.shared.weights(), self.shared_gate)
-        biases = (self.router_bias, self.gate_up_bias, self.down_bias)
-        return (self.router, *self._of_experts(), *(bias for bias in biases if bias is not None), *shared)
+        shared = () if self.shared is None else self.shared.weights()
+        others = (self.router_bias, self.choice_bias, self.gate_up_bias, self.down_bias, self.shared_gate)
+        return (self.router, *self._of_experts(), *(other for other in others if other is not None), *shared)
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: logits and shares in float32, and of each of its experts
@@ -140,13 +165,27 @@ class ExpertsPlan:
         return 8 * self.num_experts + self.num_chosen * (2 * hidden + 3 * features) + 4 * hidden + shared
 
     def build(self, reader: WeightReader) -> ExpertsMLP:
-        from trtrun.kernels.chooser import operations_of
         from trtrun.layers.experts import ExpertsMLP
 
-        choose_experts = operations_of(reader.device.type).choose_experts
-        choose = partial(choose_experts, num_chosen=self.num_chosen, renormalises=self.renormalises)
+        choose = self._build_choice(reader)
         experts, router = self._build_experts(reader), reader.plain_product(self.router, self.router_bias)
         return ExpertsMLP(router, choose, experts, reader.communicator, self._build_shared(reader))
+
+    def _build_choice(self, reader: WeightReader) -> Callable[[torch.Tensor], Choice]:
+        from trtrun.kernels.chooser import operations_of
+
+        if self.choice_bias is None or self.scores is None:
+            choose = operations_of(reader.device.type).choose_experts
+            return partial(choose, num_chosen=self.num_chosen, renormalises=self.renormalises)
+        from trtrun.kernels.torch.experts import choose_by_scores
+
+        return partial(
+            choose_by_scores,
+            bias=reader.tensor(self.choice_bias),
+            num_chosen=self.num_chosen,
+            renormalises=self.renormalises,
+            **asdict(self.scores),
+        )
 
     def _build_experts(self, reader: WeightReader) -> Experts:
 
@@ -192,7 +231,8 @@ class ExpertsPlan:
 
         if self.shared is None:
             return None
-        return SharedExpert(self.shared.build(reader), reader.plain_product(self.shared_gate))
+        gate = None if self.shared_gate is None else reader.plain_product(self.shared_gate)
+        return SharedExpert(self.shared.build(reader), gate)
 
     def _of_experts(self) -> Iterator[Weight]:
         for expert in range(self.num_experts):

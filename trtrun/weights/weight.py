@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 
-Use = Literal["plain", "linear", "expert", "head"]
+Use = Literal["plain", "float32", "linear", "expert", "head"]
 """What is multiplied with is "linear", an "expert", which some tokens meet, or the vocabulary's "head", and may be held
 in another form, as a `LinearWeight` of trtrun.linear.quantization; what is "plain" is held in the dtype of
-activations."""
+activations, and what is "float32" in that."""
 
 
 class Share(NamedTuple):

@@ -117,7 +117,7 @@ class WeightReader:
         return self._loader.load(weight)
 
     def tensor(self, weight: Weight) -> torch.Tensor:
-        """Read `weight` on to the device in the model's dtype.
+        """Read `weight` on to the device in the model's dtype, or in float32 where that is its use.
 
         Raises:
             CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.

@@ -56,12 +56,54 @@ def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool)
     experts = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     shares = torch.softmax(logits.float(), dim=-1).gather(1, experts)
     if renormalises:
-        # One by one: how torch groups a sum may depend on the number of rows.
-        total = shares[:, 0]
-        for place in range(1, num_chosen):
-            total = total + shares[:, place]
-        shares = shares / total.unsqueeze(1)
+        shares = shares / _sum_of_rows(shares)
     return Choice(experts, shares)
+
+
+def choose_by_scores(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    num_chosen: int,
+    *,
+    renormalises: bool,
+    factor: float = 1.0,
+    num_groups: int = 1,
+    num_groups_chosen: int = 1,
+) -> Choice:
+    """Choose experts by the sigmoids of their logits (DeepSeek-V3, arXiv:2412.19437).
+
+    Args:
+        logits: [tokens, experts].
+        bias: [experts] float32, which is added for the choice alone.
+        num_chosen: by a token.
+        renormalises: whether shares of those that are chosen are divided by their sum.
+        factor: of shares.
+        num_groups: of neighbouring experts.
+        num_groups_chosen: by a token, by the sum of the two best scores in each; others' experts are not chosen.
+    """
+    logits = logits.float().unsqueeze(2)
+    # The sigmoid as a softmax beside 0, whose rows have the same bits in any company.
+    shares = torch.softmax(torch.cat((logits, torch.zeros_like(logits)), dim=2), dim=2)[..., 0]
+    scores = shares + bias
+    if num_groups_chosen < num_groups:
+        of_groups = scores.view(len(scores), num_groups, -1)
+        best = of_groups.sort(dim=-1, descending=True).values
+        order = (best[..., 0] + best[..., 1]).sort(dim=-1, descending=True, stable=True).indices
+        others = torch.zeros_like(order, dtype=torch.bool).scatter(1, order[:, num_groups_chosen:], True)
+        scores = of_groups.masked_fill(others.unsqueeze(2), -torch.inf).flatten(1)
+    experts = scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    shares = shares.gather(1, experts)
+    if renormalises:
+        shares = shares / (_sum_of_rows(shares) + 1e-20)
+    return Choice(experts, shares * factor)
+
+
+def _sum_of_rows(numbers: torch.Tensor) -> torch.Tensor:
+    """[rows, n] → [rows, 1], added one by one: how torch groups a sum may depend on the number of rows."""
+    total = numbers[:, :1]
+    for place in range(1, numbers.shape[1]):
+        total = total + numbers[:, place : place + 1]
+    return total
 
 
 class HostExperts:

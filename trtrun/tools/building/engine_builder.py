@@ -232,7 +232,7 @@ class _RankShard:
 
     def _load(self, name: str) -> torch.Tensor:
         weight = self._weights[name]
-        if weight.use == "plain":
+        if weight.use in ("plain", "float32"):
             return self._loader.tensor(weight).cpu()
         if self._made is None or self._made[0] is not weight:
             self._made = None  # before the next one takes memory
