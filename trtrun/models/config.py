@@ -26,6 +26,7 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
@@ -210,6 +211,8 @@ class ModelFamily:
         text_models: model_type of `text_config` → the architecture that is meant by it, where config.json describes
             several models and this family is never planned itself (weights/nested_models.py).
         rotates_in_part: whether its plans hold heads so that a part of them may be rotated.
+        plan_mtp: of the same as `plan_layers` the layer that drafts, where config.json says that files have one; None
+            where it says that they have none, or the family has none. Raises CheckpointError.
     """
 
     defaults: Mapping[str, Any]
@@ -220,6 +223,19 @@ class ModelFamily:
     rope_type_of: str | None = None
     text_models: Mapping[str, str] = field(default_factory=dict)
     rotates_in_part: bool = False
+    plan_mtp: Callable[[ModelShape, Mapping[str, Any]], MTPPlan | None] = lambda shape, values: None
+
+
+def count_mtp_layers(values: Mapping[str, Any], key: str) -> int:
+    """How many layers that draft files have, as `key` of config.json says; one where it is left out.
+
+    Raises:
+        CheckpointError: it is no number of layers.
+    """
+    count = values.get(key, 1)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(f"'{key}' must be a number of layers, not {shorten(count)}")
+    return count
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:

@@ -256,6 +256,7 @@ class DraftingMethod:
             reads hidden states (models/decoder.py); for one on the target ranks without heads, which say it themselves.
         needs_heads: whether it drafts with heads, from the directory `draft.model`: layers that read what the target
             computes, on its ranks (heads/heads.py).
+        drafts_from_target: whether its heads lie in the target's own files, so that `draft` names no model.
         may_sit_apart: whether its heads may have a rank of their own, which is told what they read.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
@@ -269,6 +270,7 @@ class DraftingMethod:
     to_check: str = "the drafter may be another model's"
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
     needs_heads: bool = False
+    drafts_from_target: bool = False
     may_sit_apart: bool = False
     num_behind: int = 0
     drafts_masked: bool = False

@@ -1,4 +1,5 @@
-"""GLM-4.5 and GLM-4.6: experts chosen by sigmoids behind some dense layers, and half of each head is rotated."""
+"""GLM-4.5 and GLM-4.6: experts chosen by sigmoids behind some dense layers, and half of each head is rotated. The layer
+behind the last one drafts."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.attention_plan import AttentionPlan
-from trtrun.models.config import MOST_POSITIONS, ModelFamily, read_flag, read_size
+from trtrun.models.config import MOST_POSITIONS, ModelFamily, count_mtp_layers, read_flag, read_size
 from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
 from trtrun.models.experts_plan import ExpertNames, ExpertScores, ExpertsPlan
 from trtrun.models.layer_plan import LayerPlan, MLPPlan, ModelShape
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 
@@ -18,11 +20,16 @@ _NAMES = ExpertNames(shared="shared_experts", shared_gate=None)
 
 
 def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
-    return [plan_layer(index, shape, values) for index in range(shape.num_layers)]
+    return [_plan_layer(index, shape, values) for index in range(shape.num_layers)]
 
 
-def plan_layer(index: int, shape: ModelShape, values: Mapping[str, Any]) -> DecoderPlan:
-    """The layer `index`, which may lie behind the last one, where files have layers that draft."""
+def _plan_mtp(shape: ModelShape, values: Mapping[str, Any]) -> MTPPlan | None:
+    if not count_mtp_layers(values, "num_nextn_predict_layers"):
+        return None
+    return MTPPlan.of_layer(f"model.layers.{shape.num_layers}", _plan_layer(shape.num_layers, shape, values))
+
+
+def _plan_layer(index: int, shape: ModelShape, values: Mapping[str, Any]) -> DecoderPlan:
     max_positions = min(values["max_position_embeddings"], MOST_POSITIONS)
     attention = AttentionPlan(
         f"model.layers.{index}.self_attn",
@@ -91,5 +98,6 @@ GLM4_MOE = MODEL_FAMILIES.register("Glm4MoeForCausalLM")(
         plan_layers=_plan_layers,
         model_type="glm4_moe",
         rotates_in_part=True,
+        plan_mtp=_plan_mtp,
     )
 )
