@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from medusa_heads import ranked
+from eagle3_heads import Eagle3
 from own_drafters import hidden_states
 from pipelines import Reference
 from safetensors.torch import load_file, save_file
@@ -87,17 +87,17 @@ class MTPHead:
         found: Tensor = self.layer(embedded, hidden.unsqueeze(0), angles, mask, positions, None)
         return found[0]
 
+    def fuse(self, states: Tensor) -> Tensor:
+        """[n, hidden] of the target's states [n, boundaries, hidden]: the last is normed."""
+        return states[:, -1]
+
     @torch.inference_mode()
-    def draft(self, target: Reference, text: list[int], count: int, temperature: float, seed: int) -> list[int]:
-        """Tokens behind a text, one after the other, each chosen as a row with such parameters chooses."""
-        hidden = hidden_states(target, text[:-1])[:, -1]
-        drafted: list[int] = []
-        for _ in range(count):
-            states = self.states([*text[1:], *drafted], hidden)
-            logits = target.model.get_output_embeddings()(states[-1:])
-            drafted.append(int(ranked(logits, 1, temperature, seed, len(text) + len(drafted))))
-            hidden = torch.cat((hidden, states[-1:]))
-        return drafted
+    def logits(self, states: Tensor, vocab_size: int) -> Tensor:
+        """[n, V] of states [n, hidden]."""
+        found: Tensor = self._model.get_output_embeddings()(states)
+        return found
+
+    draft = Eagle3.draft
 
     @torch.no_grad()
     def learn(self, target: Path, texts: Iterable[Sequence[int]]) -> None:

@@ -132,8 +132,18 @@ def check_heads_in_target(plan: HeadsPlan, section: ModelSection, num_ranks: int
     Raises:
         CheckpointError: they are not there, or not of their shapes.
     """
-    if plan.files is None and section.load_format != "dummy":
-        check_held(open_for_heads(section), held_heads(plan, Share(0, num_ranks)))
+    if plan.files is not None or section.load_format == "dummy":
+        return
+    try:
+        files = open_for_heads(section)
+        if not any(part.name in files for weight in plan.weights for part in weight.parts):
+            raise CheckpointError(
+                f"{section.model} holds no layer that drafts, as config.json calls for: it was left out when the model "
+                "was saved; take the model that it was made from, or set speculation.method to another"
+            )
+        check_held(files, held_heads(plan, Share(0, num_ranks)))
+    except CheckpointError as error:
+        raise type(error)(f"heads: {error}") from None
 
 
 def open_for_heads(section: ModelSection) -> Checkpoint:
