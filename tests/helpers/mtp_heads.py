@@ -61,16 +61,17 @@ class MTPHead:
                     is_plain_norm = "norm" in name and config.model_type == "glm4_moe"
                     value.copy_(0.1 * made + is_plain_norm)
 
+    @torch.no_grad()
     def write(self, target: Path) -> None:
-        """Put it into the target's file, beside what files have there that nobody reads."""
+        """Put it into the target's file, rounded as that is, beside what files have there that nobody reads."""
         file = target / "model.safetensors"
         weights = load_file(file)
         dtype = weights["model.embed_tokens.weight"].dtype
         for own, value in self.layer.state_dict().items():
             part = next(part for part in self._names if own.startswith(part))
-            is_bias = own.endswith("e_score_correction_bias")
-            kept = value if is_bias else value.to(dtype)
-            weights[self._names[part] + own.removeprefix(part)] = kept.contiguous()
+            stored = value if own.endswith("e_score_correction_bias") else value.to(dtype)
+            value.copy_(stored)
+            weights[self._names[part] + own.removeprefix(part)] = stored.contiguous()
         if "mtp.fc.weight" not in weights:
             for copied in ("shared_head.head", "embed_tokens"):
                 weights[self._names["mtp_block."] + f"{copied}.weight"] = torch.zeros(203, 64, dtype=dtype)
