@@ -16,7 +16,6 @@ import torch
 
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
-from trtrun.weights.weight import Weight
 
 _DEVIATION = 0.02
 """Deviation of a matrix's numbers: what transformers initialises models with, unless their configuration says
@@ -38,14 +37,7 @@ class DummyWeights:
     """
 
     def __init__(
-        self,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        config: ModelConfig,
-        beside: Sequence[Weight] = (),
-        *,
-        is_dummy: bool = True,
+        self, path: Path, dtype: torch.dtype, device: torch.device, config: ModelConfig, *, is_dummy: bool = True
     ) -> None:
         """Make weights of `dtype` on `device`, for the tensors of `config`.
 
@@ -54,7 +46,6 @@ class DummyWeights:
             dtype: of what is made.
             device: where it is made.
             config: of the model.
-            beside: weights that the model has not, such as those of a layer that drafts.
             is_dummy: see `WeightFiles`; not where files that are elsewhere are to be told by their sizes.
         """
         self.is_dummy = is_dummy
@@ -62,7 +53,7 @@ class DummyWeights:
         self.bytes_read = 0
         self._dtype = dtype
         self._device = device
-        self._factors = _read_factors(config, beside)
+        self._factors = _read_factors(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -114,9 +105,9 @@ def _item_bytes(dtype: str) -> int:
     return found.itemsize
 
 
-def _read_factors(config: ModelConfig, beside: Sequence[Weight]) -> dict[str, float]:
+def _read_factors(config: ModelConfig) -> dict[str, float]:
     """What `dummy_scale` says of each tensor, with what later layers add made smaller."""
-    factors = {part.name: part.dummy_scale for weight in (*config.weights, *beside) for part in weight.parts}
+    factors = {part.name: part.dummy_scale for weight in config.weights for part in weight.parts}
     for index, layer in enumerate(config.layers):
         output = max(math.ldexp(_FIRST_OUTPUT, -index), _LEAST_OUTPUT)
         factors |= {

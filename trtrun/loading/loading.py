@@ -236,7 +236,7 @@ def open_heads(plan: HeadsPlan, section: ModelSection, config: ModelConfig, devi
     if plan.files is not None:
         return plan.files
     if section.load_format == "dummy":
-        return DummyWeights(section.model, DTYPES[config.checkpoint_dtype], device, config, plan.weights)
+        return DummyWeights(section.model, DTYPES[config.checkpoint_dtype], device, config)
     return open_for_heads(section)
 
 
