@@ -209,9 +209,8 @@ def read_speculation(values: object) -> object:
         return method.section.model_validate({key: value for key, value in values.items() if key not in foreign})
     if foreign:
         owners = [owner for owner, other in METHODS.items() if foreign[0] in other.section.model_fields]
-        raise ValueError(
-            f"{foreign[0]} is an option of method {' and '.join(owners)}, but the method is {name}: leave it out"
-        )
+        named = " and ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
+        raise ValueError(f"{foreign[0]} is an option of method {named}, but the method is {name}: leave it out")
     section = method.section.model_validate(values)
     if section.use_logits and not method.has_probabilities:
         raise ValueError(
