@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from family_checkpoints import write_family
 from medusa_heads import Proposals
 from mtp_heads import FAMILIES, MTPHead
 from pipelines import configuration, make_llm, prompt_of, run_alone, tokens_of
+from quantized_checkpoints import FORMATS, store_in_format
 from safetensors.torch import load_file, save_file
 
 from launch.jobs.placement.memory import JobMemory
@@ -70,6 +72,27 @@ def test_drafts_are_what_the_layer_of_transformers_says(
         found = [*llm.generate(PROMPTS, short), *llm.generate(longer, short[:2])]
     assert sum(one.statistics.num_cached_prompt_tokens for output in found for one in output.completions) >= 16
     assert check_proposals(seen, target, head) > 15
+
+
+def test_a_layer_is_read_as_files_have_quantized_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are those of the same numbers."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+    dense = write_family(tmp_path / "dense", "qwen3_5_text", dtype=torch.bfloat16, num_hidden_layers=2, **sizes)
+    MTPHead(dense).write(dense)
+    stored = tmp_path / "stored"
+    shutil.copytree(dense, stored)
+    form, plain = FORMATS["compressed-tensors FP8 dynamic"], ("lm_head", "self_attn", "linear_attn")
+    config = {**form.config, "ignore": [f"re:.*{part}.*" for part in plain]}
+    store_in_format(dense, stored, replace(form, config=config, plain=plain))
+    assert "mtp.layers.0.mlp.up_proj.weight_scale" in load_file(stored / "model.safetensors")
+    made = []
+    for path in (dense, stored):
+        with monkeypatch.context() as patch:
+            seen = Proposals(patch, EagleDrafter)
+            with make_llm(path, dtype="bfloat16", speculation=mtp(draft_len=3)) as llm:
+                llm.generate(PROMPTS[:1], SAMPLING[:1])
+        made.append(seen.seen)
+    assert made[0] == made[1] and len(made[0]) > 20
 
 
 def test_trees_are_what_the_layer_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
