@@ -154,10 +154,12 @@ def place_heads(speculation: object, draft: object, target: object) -> object:
     method = _method_of(speculation)
     if method is None or not method.drafts_from_target or not isinstance(target, Mapping):
         return draft
-    own = target.get("model")
-    if isinstance(draft, Mapping) and draft.get("model") not in (None, own):
+    own, said = target.get("model"), {} if draft is None else draft
+    if not isinstance(said, Mapping):
+        return draft  # which is refused where it is read
+    if said.get("model") not in (None, own):
         raise ValueError("draft.model: the heads of this method lie in the target's own files: leave it out")
-    return {**draft, "model": own} if isinstance(draft, Mapping) else {"model": own} if draft is None else draft
+    return {**said, "model": own}
 
 
 def check_heads_devices(method: str, devices: Sequence[str], target_devices: Sequence[str]) -> None:
