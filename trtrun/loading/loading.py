@@ -7,7 +7,6 @@ model. The plans of the layers say which weights there are, and the quantization
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,14 @@ from trtrun.linear.quantization.base import count_bytes
 from trtrun.loading.dummy_weights import DummyWeights
 from trtrun.loading.engine_loader import EngineLoader
 from trtrun.loading.engine_shards import EngineEmbeddingAndHead
-from trtrun.loading.weight_check import check_held, check_split, check_weights
+from trtrun.loading.weight_check import (
+    check_forms,
+    check_held,
+    check_split,
+    check_weights,
+    held_heads,
+    open_for_heads,
+)
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.tensors import DTYPES, dtype_name, inference
@@ -175,17 +181,23 @@ def _open_loader(
     return CheckpointLoader(files, share, device, dtype, quantization_of, total, progress)
 
 
-def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes that heads take on one of the ranks that share them, told from shapes alone."""
+def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype, device_type: str) -> int:
+    """Bytes that heads take on one of the ranks that share them, told from shapes alone.
+
+    Raises:
+        CheckpointError: they cannot be shared out over so many ranks.
+        ConfigError: how the files have stored them does not go with the dtype on the type of device.
+    """
     share = Share(tp_rank, tp_size)
-    return sum(weight.cut(share).num_elements for weight in plan.weights) * dtype.itemsize
+    weights = check_forms(held_heads(plan, share), dtype_name(dtype), device_type)
+    return sum(count_bytes(held.create(weight, dtype, device_type)) for weight, held in weights)
 
 
 def load_heads(
     plan: HeadsPlan,
     target: HeadsTarget,
     communicator: Communicator,
-    dtype: torch.dtype,
+    files: WeightFiles,
     progress: Progress | None = None,
     kv_format: str = "auto",
 ) -> tuple[object, LoadReport]:
@@ -195,19 +207,16 @@ def load_heads(
         plan: of the heads, with every tensor checked.
         target: this rank's share of the model whose hidden states they read, or its embedding and head.
         communicator: of the target's tensor-parallel group; of one rank where they have a rank of their own.
-        dtype: of the target's activations.
+        files: where the heads are; see `open_heads`.
         progress: called with (bytes read, bytes to read) of this rank.
         kv_format: how the store that they will meet keeps keys and values, by name, where they keep any.
 
     Raises:
         CheckpointError: a tensor holds what it must not.
     """
-    held = QUANTIZATIONS.get("none")
-    share = Share(communicator.rank, communicator.size)
-    cuts = [weight.cut(share) for weight in plan.weights]
-    stored = [part for cut in cuts for part in cut.parts]
-    total = sum(math.prod(map(len, part.ranges)) * plan.files.check(part.name, part.shape) for part in stored)
-    loader = CheckpointLoader(plan.files, share, target.device, dtype, lambda weight: held, total, progress)
+    share, device, dtype = Share(communicator.rank, communicator.size), target.device, target.dtype
+    total = check_held(files, held_heads(plan, share))
+    loader = CheckpointLoader(files, share, device, dtype, plan.held, total, progress)
     # What is proposed changes no text: a product may depend on how many rows there are.
     reader = WeightReader(loader, communicator, batch_invariant=False, kv_format=choose_format(kv_format))
     try:
@@ -216,7 +225,20 @@ def load_heads(
         raise CheckpointError(f"heads: {error}") from None
     reader.release_buffer()
     reader.close()
-    return heads, LoadReport(reader.bytes_read, heads_bytes(plan, communicator.rank, communicator.size, dtype))
+    return heads, LoadReport(reader.bytes_read, heads_bytes(plan, *share, dtype, device.type))
+
+
+def open_heads(plan: HeadsPlan, section: ModelSection, config: ModelConfig, device: torch.device) -> WeightFiles:
+    """The files of heads: their own, or those of the target of that section and configuration, or what stands for them.
+
+    Raises:
+        CheckpointError: the target's cannot be read, or hold none.
+    """
+    if plan.files is not None:
+        return plan.files
+    if section.load_format == "dummy":
+        return DummyWeights(section.model, DTYPES[config.checkpoint_dtype], device, config)
+    return open_for_heads(section)
 
 
 def shares_tied_embedding(config: ModelConfig, device: torch.device, dtype: torch.dtype, default: Quantization) -> bool:

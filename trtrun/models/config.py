@@ -27,6 +27,7 @@ from trtrun.linear.quantization.base import StoredQuantizations
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
@@ -216,6 +217,8 @@ class ModelFamily:
             several models and this family is never planned itself (weights/nested_models.py).
         rotates_in_part: whether its plans hold heads so that a part of them may be rotated.
         head_dim_key: key of config.json that says how many numbers of a head are rotated together.
+        plan_mtp: of the same as `plan_layers` the layer that drafts, where config.json says that files have one; None
+            where it says that they have none, or the family has none. Raises CheckpointError.
     """
 
     defaults: Mapping[str, Any]
@@ -227,6 +230,19 @@ class ModelFamily:
     text_models: Mapping[str, str] = field(default_factory=dict)
     rotates_in_part: bool = False
     head_dim_key: str = "head_dim"
+    plan_mtp: Callable[[ModelShape, Mapping[str, Any]], MTPPlan | None] = lambda shape, values: None
+
+
+def count_mtp_layers(values: Mapping[str, Any], key: str) -> int:
+    """How many layers that draft files have, as `key` of config.json says; one where it is left out.
+
+    Raises:
+        CheckpointError: it is no number of layers.
+    """
+    count = values.get(key, 1)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(f"'{key}' must be a number of layers, not {shorten(count)}")
+    return count
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:

@@ -50,6 +50,7 @@ REFUSALS = {
     "gemma2": ("the ends of {}", ENDS),
     "gemma3_text": ("the ends of {}", ENDS),
     "glm4": ("the attention_output_norm of {}", NORMS),
+    "glm4_moe": ("the rotated of {}", ONE_TENSOR),
     "gpt_oss": ("the ends of {}", ENDS),
     "granite": ("the ends of {}", ENDS),
     "mixtral": ("layers of {} (ExpertsPlan)", EXPERTS),
@@ -80,7 +81,7 @@ WIDE: dict[str, int] = {
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
-@pytest.mark.parametrize("family", [*MODULES, "qwen3_next"])
+@pytest.mark.parametrize("family", [*MODULES, "glm4_moe", "qwen3_next"])
 def test_an_engine_holds_the_checkpoints_bits(tmp_path: Path, family: str, tp_size: int) -> None:
     source = write_family(tmp_path / "source", family)
     engine = build_engine(source, tmp_path / "engine", tp_size)
@@ -131,7 +132,7 @@ def test_layers_like_llamas_of_an_architecture_that_tensorrt_llm_does_not_know_a
     assert known_plans(read_model_config(source))
 
 
-@pytest.mark.parametrize("family", ["ernie4_5", "glm4", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["ernie4_5", "glm4", "glm4_moe", "qwen3_5_text"])
 def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Path, family: str) -> None:
     target = write_family(tmp_path / "target", family)
     adapter = make_adapter(tmp_path / "adapter", target, modules=("q_proj",))

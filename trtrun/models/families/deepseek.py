@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.kernels.routing import Routing
-from trtrun.models.config import ModelFamily, read_flag, read_size
+from trtrun.models.config import ModelFamily, count_mtp_layers, read_flag, read_size
 from trtrun.models.decoder_plan import DecoderPlan, GatedMLPPlan
 from trtrun.models.experts_plan import ExpertNames, ExpertsPlan
 from trtrun.models.latent_plan import LatentAttentionPlan
 from trtrun.models.layer_plan import LayerPlan, MLPPlan, ModelShape
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import read_number
 from trtrun.registry import MODEL_FAMILIES
 
@@ -48,6 +49,12 @@ def _plan_layer(index: int, shape: ModelShape, values: Mapping[str, Any], kind: 
         _plan_attention(f"model.layers.{index}.self_attn", shape, values, kind),
         _plan_mlp(index, shape, values, kind),
     )
+
+
+def _plan_mtp(shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> MTPPlan | None:
+    if not count_mtp_layers(values, "num_nextn_predict_layers"):
+        return None
+    return MTPPlan.of_layer(f"model.layers.{shape.num_layers}", _plan_layer(shape.num_layers, shape, values, kind))
 
 
 def _plan_attention(name: str, shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> LatentAttentionPlan:
@@ -196,6 +203,7 @@ DEEPSEEK_V3 = MODEL_FAMILIES.register("DeepseekV3ForCausalLM")(
             "eos_token_id": 1,
         },
         plan_layers=partial(_plan_layers, kind=_V3),
+        plan_mtp=partial(_plan_mtp, kind=_V3),
         model_type="deepseek_v3",
         head_dim_key="qk_rope_head_dim",
     )
