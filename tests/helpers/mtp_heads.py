@@ -25,7 +25,8 @@ _OF_QWEN = {
     "mtp_block.": "mtp.layers.0.",
     "post_norm.": "mtp.norm.",
 }
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe")
+_LIKE_DEEPSEEK = ("deepseek_v3", "glm4_moe")
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *_LIKE_DEEPSEEK)
 
 
 class MTPHead:
@@ -47,7 +48,7 @@ class MTPHead:
         with torch.random.fork_rng():
             self.layer: Any = MtpLayer(config, type(decoder.layers[0]), type(decoder.norm), index).eval()
         self._names = {**_OF_QWEN}
-        if config.model_type == "glm4_moe":
+        if config.model_type in _LIKE_DEEPSEEK:
             name = f"model.layers.{config.num_hidden_layers}."
             self._names = {part: f"{name}{part}" for part in ("enorm.", "hnorm.", "eh_proj.")}
             self._names |= {"mtp_block.": name, "post_norm.": f"{name}shared_head.norm."}
@@ -58,7 +59,7 @@ class MTPHead:
                 if value.dim() > 1:
                     value.copy_(made * 1.5 * value.shape[-1] ** -0.5)
                 else:
-                    is_plain_norm = "norm" in name and config.model_type == "glm4_moe"
+                    is_plain_norm = "norm" in name and config.model_type in _LIKE_DEEPSEEK
                     value.copy_(0.1 * made + is_plain_norm)
 
     @torch.no_grad()

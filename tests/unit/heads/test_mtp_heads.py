@@ -95,8 +95,9 @@ def test_a_layer_is_read_as_files_have_quantized_it(tmp_path: Path, monkeypatch:
     assert made[0] == made[1] and len(made[0]) > 20
 
 
-def test_trees_are_what_the_layer_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, options = write_family(tmp_path, "glm4_moe", seed=1), {"eagle_topk": 2, "draft_len": 3}
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_trees_are_what_the_layer_says(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, options = write_family(tmp_path, family, seed=1), {"eagle_topk": 2, "draft_len": 3}
     head = MTPHead(target)
     head.write(target)
     seen = Proposals(monkeypatch, EagleDrafter)
@@ -105,7 +106,7 @@ def test_trees_are_what_the_layer_says(tmp_path: Path, monkeypatch: pytest.Monke
     assert check_trees(seen, target, head, options) > 10
 
 
-@pytest.mark.parametrize(("family", "draft_len"), list(zip(FAMILIES, (3, 5, 1, 4), strict=True)))
+@pytest.mark.parametrize(("family", "draft_len"), list(zip(FAMILIES, (3, 5, 1, 3, 4), strict=True)))
 def test_texts_are_plain_decodings(tmp_path: Path, family: str, draft_len: int) -> None:
     """In bfloat16, with a layer that knows two of three texts by heart, among rows that are preempted."""
     target = write_family(tmp_path, family, seed=1, dtype=torch.bfloat16)
@@ -121,7 +122,7 @@ def test_texts_are_plain_decodings(tmp_path: Path, family: str, draft_len: int) 
         assert llm.statistics()["num_accepted_draft_tokens"] > 15
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "deepseek_v3", "glm4_moe"])
 def test_made_up_weights_draft_and_are_counted(tmp_path: Path, family: str) -> None:
     """From config.json alone, and in bytes as plans say."""
     target = write_family(tmp_path, family)
