@@ -149,11 +149,13 @@ class ExpertsPlan:
         return (self.router, *self._of_experts(), *(other for other in others if other is not None), *shared)
 
     def token_numbers(self, share: Share) -> int:
-        """Numbers of activations that a token has at once: logits and shares in float32, and of each of its experts
-        what goes in, both kinds of features, what comes of them, and what is added up."""
+        """Numbers of activations that a token has at once: logits and shares in float32, in copies where groups are
+        ranked; and of each of its experts what goes in, both kinds of features, what comes of them, and what is added
+        up."""
         features, hidden = len(self.features.held(share)), self.shape.hidden_size
         shared = 0 if self.shared is None else self.shared.token_numbers(share) + 2 * hidden
-        return 8 * self.num_experts + self.num_chosen * (2 * hidden + 3 * features) + 4 * hidden + shared
+        scores = 8 if self.routing == USUAL else 32
+        return scores * self.num_experts + self.num_chosen * (2 * hidden + 3 * features) + 4 * hidden + shared
 
     def build(self, reader: WeightReader) -> ExpertsMLP:
         from trtrun.kernels.chooser import operations_of
