@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
     reads_forks: bool
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
-        """Rotate queries and keys, store the new keys and values, then attend.
+        """Rotate queries and keys, store the new keys and values, where there are any, then attend.
 
         Returns:
             [places, heads, head] in the queries' dtype.
@@ -105,11 +105,12 @@ class GatherAttention:
         batch = call.batch
         num_blocks, kv_heads = call.store_layer.shape[1:3]
         head_dim = call.query_key.shape[-1]
-        rotated = rotate(call.query_key, *call.angles)
-        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
-        write = batch.write_index((num_blocks, kv_heads))
-        fresh = torch.cat((key.reshape(-1, head_dim), call.value.reshape(-1, head_dim)))
-        self._format.write(call.store_layer, write, fresh, call.kv_scales)
+        query = rotate(call.query_key, *call.angles)
+        if call.writes:
+            query, key = query[:, :-kv_heads], query[:, -kv_heads:]
+            write = batch.write_index((num_blocks, kv_heads))
+            fresh = torch.cat((key.reshape(-1, head_dim), call.value.reshape(-1, head_dim)))
+            self._format.write(call.store_layer, write, fresh, call.kv_scales)
         outputs = []
         for number, segment in enumerate(batch.segments):
             queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)

@@ -27,6 +27,17 @@ class PagedKeysAndValues:
 
 
 @dataclass(frozen=True)
+class SharedKeysAndValues:
+    """Those of another layer, in which a layer attends that writes none.
+
+    Attributes:
+        layer: index of the other one, an earlier one that keeps its own.
+    """
+
+    layer: int
+
+
+@dataclass(frozen=True)
 class RecurrentState:
     """One state of a row, however long it is, which each token changes in its turn. It is kept a few tokens behind the
     newest, beside what these tokens bring to it, as they may yet be rejected: a state cannot forget (`RowStates`).
@@ -50,7 +61,7 @@ class RecurrentState:
         return sum(map(prod, self.inputs))
 
 
-CacheSpec = PagedKeysAndValues | RecurrentState
+CacheSpec = PagedKeysAndValues | SharedKeysAndValues | RecurrentState
 LayerSpecs = Sequence[CacheSpec]
 """What one layer keeps: of each kind one at most, and nothing where a layer has no memory."""
 
@@ -58,6 +69,11 @@ LayerSpecs = Sequence[CacheSpec]
 def paged_of(specs: LayerSpecs) -> PagedKeysAndValues | None:
     """The keys and values that a layer keeps; None where it keeps none."""
     return next((spec for spec in specs if isinstance(spec, PagedKeysAndValues)), None)
+
+
+def shared_of(specs: LayerSpecs) -> SharedKeysAndValues | None:
+    """Whose keys and values a layer attends in, where these are another's."""
+    return next((spec for spec in specs if isinstance(spec, SharedKeysAndValues)), None)
 
 
 def state_of(specs: LayerSpecs) -> RecurrentState | None:

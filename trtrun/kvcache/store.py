@@ -19,7 +19,7 @@ from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, BlockSlots
-from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, paged_of, state_of
+from trtrun.kvcache.specs import LayerSpecs, PagedKeysAndValues, paged_of, shared_of, state_of
 from trtrun.kvcache.window_places import WindowPlaces, WindowSpace
 
 _LINE_BYTES = 64
@@ -30,7 +30,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         batch: the segments, with the tables of this layer's blocks.
-        keys_and_values: [2, blocks, kv_heads, block, head] as the format has it; no numbers where the layer keeps none.
+        keys_and_values: [2, blocks, kv_heads, block, head] as the format has it, of the layer, or of the one whose it
+            attends in; no numbers where it does neither.
         states: of the layer; None where it keeps none.
         segment_states: where the states of the segments' rows stand; None where no layer keeps any.
     """
@@ -52,6 +53,7 @@ class KVStore:
     the pages are committed when they are first written.
 
     Attributes:
+        head_dims: size of the heads of each of `parts`.
         slots: with which adapter each block is made; None where there are no adapters.
         states: of rows; None where no layer keeps any.
     """
@@ -88,7 +90,7 @@ class KVStore:
         self.block_size = block_size
         self.device = device
         windowed = (False,) * len(layers) if window_space is None else window_space.layers
-        self._windowed = windowed
+        self._windowed = [*windowed]
         self._windows: WindowPlaces | None = None
         if window_space is not None:
             self._windows = WindowPlaces(window_space, num_blocks, num_row_blocks or num_blocks, device)
@@ -106,6 +108,10 @@ class KVStore:
             self._data.append((data, in_places))
             for index, layer in zip(members, data.unbind(), strict=True):
                 self._layers[index] = layer
+        self.head_dims = [paged.head_dim for paged, _ in alike]
+        for index, specs in enumerate(layers):
+            if (shared := shared_of(specs)) is not None:
+                self._layers[index], self._windowed[index] = self._layers[shared.layer], windowed[shared.layer]
         self.slots = BlockSlots(num_blocks, device) if has_adapters else None
         states = {index: spec for index, specs in enumerate(layers) if (spec := state_of(specs)) is not None}
         self.states: RowStates | None = None
@@ -181,7 +187,7 @@ class KVStore:
         return paged + (0 if self.states is None else self.states.num_bytes)
 
     def layer(self, index: int) -> torch.Tensor:
-        """Keys, then values of one layer: a view [2, blocks, kv_heads, block, head]."""
+        """Keys, then values of one layer, or of the one whose they are: a view [2, blocks, kv_heads, block, head]."""
         return self._layers[index]
 
 

@@ -125,6 +125,8 @@ def load_model(
     # is resident; last the embedding, which needs no buffer.
     head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
     reader.release_buffer()
+    if config.layer_inputs is not None:
+        reader.layer_inputs = config.layer_inputs.build(reader)
     layers = [layer.build(reader) for layer in config.layers]
     reader.release_buffer()
     final_norm = config.final_norm_plan.build(reader)
@@ -132,7 +134,7 @@ def load_model(
     if head is None:
         head = reader.linear(config.head, present=embedding)
     reader.close()
-    rotary = {rope: RotaryEmbedding(rope, config.head_dim, dtype, device) for rope in config.ropes}
+    rotary = {rotation: RotaryEmbedding(*rotation, dtype, device) for rotation in config.rotations}
     model = CausalLM(
         config,
         VocabularyEmbedding(
@@ -144,10 +146,11 @@ def load_model(
         layers,
         final_norm,
         VocabularyHead(head, config.vocab_size, communicator, logits_reader, config.ends),
-        [rotary[rope] for rope in config.ropes],
-        reader.attention(config.head_dim),
+        [rotary[rotation] for rotation in config.rotations],
+        {size: reader.attention(size) for size in {config.head_dim, *(size for _, size in config.rotations)}},
         share,
         adapted,
+        reader.layer_inputs,
     )
     return model, LoadReport(reader.bytes_read, size)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kernels.torch.experts import Experts
+    from trtrun.kernels.torch.experts import Choice, Experts
     from trtrun.layers.experts import ExpertsMLP, SharedExpert
     from trtrun.weights.weight_reader import WeightReader
 
@@ -62,6 +62,8 @@ class ExpertsPlan:
         limit: of the activation, where it has one.
         in_one_tensor: how files have experts that lie in one tensor for all, gates and factors in turns; None where
             each is for itself.
+        share_factors: name behind the layer's of what the share of each expert is multiplied by at last, [experts];
+            empty where it stays.
     """
 
     name: str
@@ -76,6 +78,7 @@ class ExpertsPlan:
     has_bias: bool = False
     limit: float = math.inf
     in_one_tensor: Layout | None = None
+    share_factors: str = ""
 
     @property
     def features(self) -> Axis:
@@ -129,8 +132,15 @@ class ExpertsPlan:
 
     def weights(self) -> Sequence[Weight]:
         shared = () if self.shared is None else (*self.shared.weights(), self.shared_gate)
-        biases = (self.router_bias, self.gate_up_bias, self.down_bias)
-        return (self.router, *self._of_experts(), *(bias for bias in biases if bias is not None), *shared)
+        vectors = (self.router_bias, self.gate_up_bias, self.down_bias, self._factors)
+        return (self.router, *self._of_experts(), *(vector for vector in vectors if vector is not None), *shared)
+
+    @property
+    def _factors(self) -> Weight | None:
+        """[experts]."""
+        if not self.share_factors:
+            return None
+        return Weight((StoredTensor(f"{self.name}.{self.share_factors}", (Axis(self.num_experts),)),))
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: logits and shares in float32, and of each of its experts
@@ -141,10 +151,14 @@ class ExpertsPlan:
 
     def build(self, reader: WeightReader) -> ExpertsMLP:
         from trtrun.kernels.chooser import operations_of
+        from trtrun.kernels.torch.experts import ScaledChoice
         from trtrun.layers.experts import ExpertsMLP
 
         choose_experts = operations_of(reader.device.type).choose_experts
+        choose: Callable[[torch.Tensor], Choice]
         choose = partial(choose_experts, num_chosen=self.num_chosen, renormalises=self.renormalises)
+        if self._factors is not None:
+            choose = ScaledChoice(choose, reader.tensor(self._factors).float())
         experts, router = self._build_experts(reader), reader.plain_product(self.router, self.router_bias)
         return ExpertsMLP(router, choose, experts, reader.communicator, self._build_shared(reader))
 

@@ -15,6 +15,7 @@ from trtrun.kernels.torch.operations import Product
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.linear.layer import AdaptedLayers, Linear
 from trtrun.linear.quantization.base import Tensors
 from trtrun.weights.weight import Axis, Weight
@@ -33,6 +34,9 @@ class WeightReader:
         batch_invariant: see `Quantization.apply`.
         kv_format: how the store that attention will meet keeps keys and values.
         adapted: collects the linear layers that may have adapters, which are those of the model's layers; None without.
+
+    Attributes:
+        layer_inputs: of the layers that are built; None where they have none.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class WeightReader:
         self._kv_format = kv_format
         self._adapted = adapted
         self._backends: dict[int, AttentionBackend] = {}
+        self.layer_inputs: LayerInputs | None = None
 
     @property
     def bytes_read(self) -> int:

@@ -64,7 +64,7 @@ class PagedAttention:
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
         batch = call.batch
-        _, kv_heads, head_dim = call.value.shape
+        kv_heads, head_dim = call.value.shape[1:]
         kept = KeptNumbers.of(self._format, call.store_layer, call.kv_scales)
         query = call.query_key.new_empty((batch.segments[-1].stop, call.query_key.shape[1] - kv_heads, head_dim))
         for segment in batch.segments:
