@@ -200,6 +200,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By model_type, what of its config.json is not in COMMON."""
 
+_MODEL_TYPES = {"gemma4_small": "gemma4_text"}
+"""Model types of FAMILIES that have several shapes."""
+
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
@@ -211,6 +214,11 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "eoi_token_index": 201,
             "image_token_index": 202,
         },
+    ),
+    "gemma4": (
+        "gemma4_small",
+        {"pad_token_id": 0},
+        {"vision_config": {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}},
     ),
     "qwen3_5": ("qwen3_5_text", {}, {"vision_config": _QWEN_VISION}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}, {"vision_config": _QWEN_VISION}),
@@ -242,9 +250,10 @@ def write_family(
     text = {**COMMON, **FAMILIES[text_type], **own, **values}
     if model_type in NESTED:
         tied = text["tie_word_embeddings"]
+        text["model_type"] = _MODEL_TYPES.get(text_type, text_type)
         config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **beside)
     else:
-        config = AutoConfig.for_model(model_type, **text)
+        config = AutoConfig.for_model(_MODEL_TYPES.get(model_type, model_type), **text)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         kind = AutoModelForImageTextToText if model_type in NESTED else AutoModelForCausalLM
@@ -257,6 +266,9 @@ def write_family(
                 parameter.copy_(made * 1.5 * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.mul_(0.7 + 0.5 * torch.rand(1, generator=generator))
         if not config.tie_word_embeddings:
             embedding = model.get_input_embeddings().weight
             embedding.copy_(torch.randn(embedding.shape, generator=generator))

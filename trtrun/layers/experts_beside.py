@@ -22,18 +22,18 @@ class ExpertsBesideMLP:
     Attributes:
         mlp: of all tokens.
         experts: of which each token chooses some.
+        router_norm: of what the router reads.
         input_norm, output_norm: around `mlp`.
         experts_input_norm, experts_output_norm: around `experts`.
-        router_norm: of what the router reads.
     """
 
     mlp: MLP
     experts: ExpertsMLP
+    router_norm: RMSNorm
     input_norm: RMSNorm
     output_norm: RMSNorm
     experts_input_norm: RMSNorm
     experts_output_norm: RMSNorm
-    router_norm: RMSNorm
 
     takes_rounded_rows: ClassVar[Rounding | None] = None
 

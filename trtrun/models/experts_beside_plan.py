@@ -71,7 +71,7 @@ class ExpertsBesidePlan:
         from trtrun.layers.experts_beside import ExpertsBesideMLP
 
         mlp, experts = self.mlp.build(reader), self.experts.build(reader)
-        return ExpertsBesideMLP(mlp, experts, *(norm.build(reader) for norm in self.norms), self._build_norm(reader))
+        return ExpertsBesideMLP(mlp, experts, self._build_norm(reader), *(norm.build(reader) for norm in self.norms))
 
     def _build_norm(self, reader: WeightReader) -> RMSNorm:
         from trtrun.layers.decoder_layer import RMSNorm
