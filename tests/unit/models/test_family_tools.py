@@ -27,6 +27,8 @@ BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 MODULES = {
     "apertus": ("q_proj", "up_proj", "down_proj"),
     "gemma3_text": ("q_proj", "gate_proj", "down_proj"),
+    "gemma4_small": ("q_proj", "per_layer_input_gate", "down_proj"),
+    "gemma4_text": ("k_proj", "o_proj", "gate_proj"),
     "gpt_oss": ("q_proj", "v_proj", "o_proj"),
     "granite": ("v_proj", "up_proj", "down_proj"),
     "mixtral": ("q_proj", "v_proj", "o_proj"),
@@ -47,6 +49,7 @@ REFUSALS = {
     "ernie4_5": ("the interleaved of {}", ONE_TENSOR),
     "gemma2": ("the ends of {}", ENDS),
     "gemma3_text": ("the ends of {}", ENDS),
+    "gemma4_small": ("the ends of {}", "the layers of"),
     "glm4": ("the attention_output_norm of {}", NORMS),
     "gpt_oss": ("the ends of {}", ENDS),
     "granite": ("the ends of {}", ENDS),
