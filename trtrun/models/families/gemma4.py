@@ -123,11 +123,15 @@ def _read_shapes(shape: ModelShape, values: Mapping[str, Any], kinds: Sequence[s
     said = values.get("per_layer_config")
     if said is None:
         said = {str(index): overrides for index, kind in enumerate(kinds) if kind == FULL}
-    if not isinstance(said, dict) or not all(isinstance(one, dict) and set(one) <= _OF_LAYERS for one in said.values()):
+    is_known = isinstance(said, dict) and all(
+        index.isdecimal() and isinstance(one, dict) and set(one) <= _OF_LAYERS for index, one in said.items()
+    )
+    if not is_known:
         raise CheckpointError(
             f"'per_layer_config' must name {' and '.join(sorted(_OF_LAYERS))} of layers, not {shorten(said)}"
         )
-    shapes = [_read_heads(shape, said.get(str(index), {})) for index in range(len(kinds))]
+    of_layers = {int(index): one for index, one in said.items()}  # some are written as "05"
+    shapes = [_read_heads(shape, of_layers.get(index, {})) for index in range(len(kinds))]
     if len({*zip(kinds, shapes, strict=True)}) > len({*kinds}):
         raise CheckpointError("'per_layer_config' has other heads in layers of the same type, which is not supported")
     return shapes
