@@ -46,6 +46,7 @@ _DELTA_NET = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
 }
+_KINDS = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 24,
@@ -90,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "sliding_window": 7,
         "final_logit_softcapping": 30.0,
-        "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        "layer_types": [*_KINDS, "full_attention"],
         "enable_moe_block": True,
         "num_experts": 5,
         "top_k_experts": 2,
@@ -103,7 +104,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "hidden_size_per_layer_input": 12,
         "vocab_size_per_layer_input": 209,
-        "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        "layer_types": [*_KINDS[:3], *_KINDS[:2]],
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
     },

@@ -12,7 +12,7 @@ import torch
 from family_checkpoints import write_family
 from paged import PagedModel
 from safetensors.torch import load_file
-from test_model_logits import check_logits
+from test_model_logits import check_logits, prompt_of
 
 from trtrun.errors import CheckpointError
 from trtrun.kvcache.specs import PagedKeysAndValues, SharedKeysAndValues
@@ -81,7 +81,17 @@ def test_layers_that_share_take_no_memory(tmp_path: Path) -> None:
     assert size == 2 * 16 * 4 * (2 * 2 * 16 + 2 * 40) == KVStore.bytes_per_block(kept[:3], 16, torch.float32)
     store = KVStore(kept, 3, 16, torch.float32, torch.device("cpu"))
     assert store.num_bytes == 3 * size
-    assert [store.layer(index).data_ptr() for index in (3, 4)] == [store.layer(1).data_ptr()] * 2
+    assert [store.layer(index).data_ptr() for index in (3, 4)] == [store.layer(index).data_ptr() for index in (2, 1)]
+
+
+def test_tokens_are_copied_in_layers_of_each_size(tmp_path: Path) -> None:
+    """One of which a kernel attends in, that lays tiles out in its own way, and one for which there is none."""
+    paged, tokens = PagedModel(write_family(tmp_path, "gemma4_small"), block_size=16), prompt_of(17)
+    paged.forward([[(0, 0, tokens[:16])]])
+    expected = paged.forward([[(0, 16, tokens[16:])]])
+    source, target = (torch.full((16,), paged._table(row, 17)[0]) for row in (0, 1))
+    paged.models[0].copy_tokens(paged.stores[0], source, target, torch.arange(16))
+    assert torch.equal(paged.forward([[(1, 16, tokens[16:])]]), expected)
 
 
 def test_norms_of_heads_round_once(tmp_path: Path) -> None:
@@ -106,7 +116,7 @@ def test_the_last_layer_sees_all(tmp_path: Path) -> None:
     values = json.loads((path / "config.json").read_text(encoding="utf-8"))
     values["layer_types"][-1] = "sliding_attention"
     (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    assert read_model_config(path).windows == (7, None, 7, None, None)
+    assert read_model_config(path).windows == (7, None, 7, 7, None)
     check_logits(path)
 
 
