@@ -86,12 +86,12 @@ def test_layers_that_share_take_no_memory(tmp_path: Path) -> None:
 
 def test_tokens_are_copied_in_layers_of_each_size(tmp_path: Path) -> None:
     """One of which a kernel attends in, that lays tiles out in its own way, and one for which there is none."""
-    paged, tokens = PagedModel(write_family(tmp_path, "gemma4_small"), block_size=16), prompt_of(17)
-    paged.forward([[(0, 0, tokens[:16])]])
-    expected = paged.forward([[(0, 16, tokens[16:])]])
-    source, target = (torch.full((16,), paged._table(row, 17)[0]) for row in (0, 1))
-    paged.models[0].copy_tokens(paged.stores[0], source, target, torch.arange(16))
-    assert torch.equal(paged.forward([[(1, 16, tokens[16:])]]), expected)
+    paged, tokens = PagedModel(write_family(tmp_path, "gemma4_small"), block_size=16), prompt_of(7)
+    paged.forward([[(0, 0, tokens[:6])]])
+    expected = paged.forward([[(0, 6, tokens[6:])]])
+    source, target = (torch.full((6,), paged._table(row, 7)[0]) for row in (0, 1))
+    paged.models[0].copy_tokens(paged.stores[0], source, target, torch.arange(6))
+    assert torch.equal(paged.forward([[(1, 6, tokens[6:])]]), expected)
 
 
 def test_norms_of_heads_round_once(tmp_path: Path) -> None:
