@@ -26,6 +26,7 @@ CASES = [
     *(("qwen3_moe", method) for method in METHODS),
     *(("gemma3_text", method) for method in ("EAGLE-1", "EAGLE-3", "EAGLE-3, dynamic tree", "DFlash")),
     *(("mixtral", method) for method in ("a draft model", "EAGLE-3, dynamic tree")),
+    ("gemma4_small", "a draft model"),
 ]
 """Every method for one family, and for others what meets their layers and ends; in one process all meet all
 (test_lossless_families.py)."""
