@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.kernels.chooser import operations_of
-from trtrun.kernels.torch.operations import Product
 from trtrun.kvcache.store import LayerCache
 from trtrun.layers.decoder_layer import DecoderLayer, RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding
@@ -32,7 +31,7 @@ class LayerInputs:
         factor: of what it makes, before.
     """
 
-    def __init__(self, embedding: VocabularyEmbedding, projection: Product, norm: RMSNorm, factor: float) -> None:
+    def __init__(self, embedding: VocabularyEmbedding, projection: Linear, norm: RMSNorm, factor: float) -> None:
         self._embedding, self._projection, self._norm = embedding, projection, norm
         self._factor = factor
         self._inputs: torch.Tensor | None = None

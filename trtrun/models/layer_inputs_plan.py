@@ -49,8 +49,7 @@ class LayerInputsPlan:
     @property
     def projection(self) -> Weight:
         """[layers * size, hidden]."""
-        axes = (self._all, Axis(self.shape.hidden_size))
-        return Weight((StoredTensor(f"{self.name}.per_layer_model_projection.weight", axes),))
+        return LinearPlan(self.name, {"per_layer_model_projection": self._all}, Axis(self.shape.hidden_size)).weight
 
     @property
     def norm(self) -> NormPlan:
@@ -77,7 +76,7 @@ class LayerInputsPlan:
         first = vocabulary_range(self.num_tokens, *reader.share).start
         return LayerInputs(
             VocabularyEmbedding(reader.tensor(self.embedding), first, reader.communicator, self.size**0.5),
-            reader.plain_product(self.projection),
+            reader.linear(self.projection, is_adapted=False),
             self.norm.build(reader),
             self.shape.hidden_size**-0.5,
         )

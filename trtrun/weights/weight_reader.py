@@ -97,13 +97,18 @@ class WeightReader:
         return scales.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16).float().to(self.device)
 
     def linear(
-        self, weight: Weight, bias: Weight | torch.Tensor | None = None, *, present: torch.Tensor | None = None
+        self,
+        weight: Weight,
+        bias: Weight | torch.Tensor | None = None,
+        *,
+        present: torch.Tensor | None = None,
+        is_adapted: bool = True,
     ) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out], which may be read already; `present` is the dense
-        weight where it is there."""
+        weight where it is there. What is not of the model's layers has no adapters."""
         cut, held, tensors = weight.cut(self.share), self._loader.held(weight), self._loader.load(weight, present)
         of_bias, invariant = self.tensor(bias) if isinstance(bias, Weight) else bias, self._batch_invariant
-        if self._adapted is None or weight.use != "linear":
+        if self._adapted is None or weight.use != "linear" or not is_adapted:
             return Linear(cut.shape, held, tensors, of_bias, batch_invariant=invariant)
         return self._adapted.make(cut, held, tensors, of_bias, self.dtype, batch_invariant=invariant)
 

@@ -75,6 +75,7 @@ WIDE: dict[str, int] = {
     "vocab_size": 224,
 }
 """Sizes that groups and blocks of quantized formats divide."""
+OF_INPUTS = {"global_head_dim": 128, "vocab_size_per_layer_input": 224, "hidden_size_per_layer_input": 128}
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
@@ -141,6 +142,7 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
     ("family", "form"),
     [
         ("gemma3_text", "gptq with act-order"),
+        ("gemma4_small", "compressed-tensors FP8 dynamic"),
         ("mixtral", "awq"),
         ("olmoe", "compressed-tensors FP8 dynamic"),
         ("qwen3_moe", "fp8 block"),
@@ -148,7 +150,8 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
 )
 def test_checkpoints_that_others_have_quantized(tmp_path: Path, family: str, form: str) -> None:
     """Experts among them; routers are plain."""
-    dense, stored = write_family(tmp_path / "dense", family, **WIDE), tmp_path / "stored"
+    sizes = {**WIDE, **OF_INPUTS} if family == "gemma4_small" else WIDE
+    dense, stored = write_family(tmp_path / "dense", family, **sizes), tmp_path / "stored"
     shutil.copytree(dense, stored)
     store_in_format(dense, stored, FORMATS[form])
     found, expected = (PagedModel(path, tp_size=2).forward(BATCH) for path in (stored, dense))

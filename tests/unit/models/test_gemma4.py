@@ -37,13 +37,18 @@ RELEASED: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0, "sliding_window": 1024, "enable_moe_block": True, "num_experts": 128,
         "top_k_experts": 8, "moe_intermediate_size": 704,
     },
+    "unified": {
+        "model_type": "gemma4_unified_text", "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    },
 }  # fmt: skip
-"""Their sizes; what is not here is what both leave out."""
+"""Sizes of them and of a like one; what is not here is what both leave out."""
 
 
 def read(path: Path, text: dict[str, Any]) -> ModelConfig:
     path.mkdir(exist_ok=True)
-    values = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16"}
+    kind = "Gemma4Unified" if "unified" in text.get("model_type", "") else "Gemma4"
+    values = {"architectures": [f"{kind}ForConditionalGeneration"], "dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps({**values, "text_config": text}), encoding="utf-8")
     return read_model_config(path)
 
@@ -51,13 +56,13 @@ def read(path: Path, text: dict[str, Any]) -> ModelConfig:
 @pytest.mark.parametrize("name", RELEASED)
 def test_layers_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """By what is released, and by what transformers saves of it."""
-    from transformers import AutoConfig, Gemma4ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = read(tmp_path / "released", RELEASED[name])
-    reference = AutoConfig.for_model("gemma4_text", **RELEASED[name])
+    reference = AutoConfig.for_model(**{"model_type": "gemma4_text", **RELEASED[name]})
     assert read(tmp_path / "saved", json.loads(reference.to_json_string(use_diff=False))).layers == config.layers
     with torch.device("meta"):
-        model = Gemma4ForCausalLM(reference)
+        model = AutoModelForCausalLM.from_config(reference)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     expected = {key for key in shapes if ".experts." not in key and key != "lm_head.weight"}
     found = {part.name: part.shape for weight in config.weights for part in weight.parts}

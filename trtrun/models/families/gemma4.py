@@ -246,3 +246,18 @@ GEMMA4 = MODEL_FAMILIES.register("Gemma4ForCausalLM")(
 MODEL_FAMILIES.register("Gemma4ForConditionalGeneration")(
     replace(GEMMA4, text_models={"gemma4_text": "Gemma4ForCausalLM"})
 )
+GEMMA4_UNIFIED = MODEL_FAMILIES.register("Gemma4UnifiedForCausalLM")(
+    replace(
+        GEMMA4,
+        defaults={
+            **GEMMA4.defaults,
+            "max_position_embeddings": 262_144,
+            "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0,
+        },
+        model_type="gemma4_unified_text",
+    )
+)
+MODEL_FAMILIES.register("Gemma4UnifiedForConditionalGeneration")(
+    replace(GEMMA4_UNIFIED, text_models={"gemma4_unified_text": "Gemma4UnifiedForCausalLM"})
+)
