@@ -18,7 +18,7 @@ from trtrun.layers.embedding import VocabularyEmbedding
 from trtrun.linear.layer import Linear
 
 _HALF = 2.0**-0.5
-"""Of the sum of two parts that are alike in size."""
+"""Factor of the sum of two parts that are alike in size."""
 
 
 class LayerInputs:

@@ -53,7 +53,7 @@ class LayerInputsPlan:
 
     @property
     def norm(self) -> NormPlan:
-        """Of a layer's part of the projection."""
+        """The norm of a layer's part of the projection."""
         return NormPlan(f"{self.name}.per_layer_projection_norm", self.size, self.shape.rms_norm_eps, in_float32=True)
 
     @property
@@ -61,7 +61,7 @@ class LayerInputsPlan:
         return Axis(self.shape.num_layers * self.size)
 
     def weights(self) -> Sequence[Weight]:
-        """All of it."""
+        """All that it has."""
         return self.embedding, self.projection, self.norm.weight
 
     def token_bytes(self, item_bytes: int) -> int:
@@ -69,7 +69,7 @@ class LayerInputsPlan:
         return self.shape.num_layers * self.size * (3 * item_bytes + 2 * _FLOAT_BYTES)
 
     def build(self, reader: WeightReader) -> LayerInputs:
-        """It on the reader's rank."""
+        """What computes it on the reader's rank."""
         from trtrun.layers.embedding import VocabularyEmbedding
         from trtrun.layers.layer_inputs import LayerInputs
 
@@ -108,7 +108,7 @@ class InputMixerPlan:
 
     @property
     def norm(self) -> NormPlan:
-        """Of what is added."""
+        """The norm of what is added."""
         name = f"model.layers.{self.index}.post_per_layer_input_norm"
         return NormPlan(name, self.shape.hidden_size, self.shape.rms_norm_eps, in_float32=True)
 
@@ -116,7 +116,7 @@ class InputMixerPlan:
         return LinearPlan(f"model.layers.{self.index}", {name: Axis(outputs)}, Axis(inputs))
 
     def weights(self) -> Sequence[Weight]:
-        """All of it."""
+        """All that it has."""
         return self.gate.weight, self.projection.weight, self.norm.weight
 
     def token_bytes(self, item_bytes: int) -> int:
@@ -125,7 +125,7 @@ class InputMixerPlan:
         return 4 * self.size * item_bytes + 2 * self.shape.hidden_size * (item_bytes + _FLOAT_BYTES)
 
     def build(self, reader: WeightReader) -> InputMixer:
-        """It on the reader's rank."""
+        """What computes it on the reader's rank."""
         from trtrun.layers.layer_inputs import InputMixer
 
         assert reader.layer_inputs is not None, "the model has inputs of layers"

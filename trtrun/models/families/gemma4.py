@@ -191,7 +191,7 @@ def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], *, is_wi
 
 
 def _read_input_size(values: Mapping[str, Any]) -> int:
-    """Of a layer's inputs; 0 where there are none."""
+    """Size of a layer's inputs; 0 where there are none."""
     return read_size(values, "hidden_size_per_layer_input") if values.get("hidden_size_per_layer_input") else 0
 
 
