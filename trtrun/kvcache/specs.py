@@ -28,7 +28,7 @@ class PagedKeysAndValues:
 
 @dataclass(frozen=True)
 class SharedKeysAndValues:
-    """Those of another layer, in which a layer attends that writes none.
+    """Keys and values of another layer, in which a layer attends that writes none.
 
     Attributes:
         layer: index of the other one, an earlier one that keeps its own.

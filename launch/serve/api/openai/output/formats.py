@@ -82,12 +82,14 @@ class ReasoningFormat:
 
     Attributes:
         open_mark, close_mark: around them.
+        heading: behind the first mark, and no thought.
         always_thinks: an answer begins with thoughts, unless the prompt ends them.
         is_harmony: messages with heads.
     """
 
     open_mark: str = "<think>"
     close_mark: str = "</think>"
+    heading: str = ""
     always_thinks: bool = False
     is_harmony: bool = False
 
@@ -168,6 +170,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat(),
     "deepseek_r1": ReasoningFormat(always_thinks=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningFormat("<|channel>", "<channel|>", "thought"),
     "gpt-oss": ReasoningFormat(is_harmony=True),
 }
 
@@ -256,6 +259,8 @@ def _reasoning_of(template: str) -> str:
         return "gpt-oss"
     if "[THINK]" in template:
         return "mistral"
+    if "<|channel>" in template:
+        return "gemma4"
     if "</think>" not in template:
         return ""
     # A template that has a word for it begins thoughts itself, or does not.
