@@ -153,6 +153,7 @@ CALLED = [
     ("mistral", "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', '{"a": 1}'),
     ("llama_nemotron_json", "qwen3", '<TOOLCALL>[{"name": "f"}]</TOOLCALL>', "{}"),
     ("llama3_json", "qwen3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', '{"a": 1}'),
+    ("gemma4", "gemma4", "<|tool_call>call:f{a:1}<tool_call|>", '{"a": 1}'),
     ("kimi_k2", "qwen3", f"{marked.KIMI.calls}{kimi_call('f', '{}')}{marked.KIMI.end_calls}", "{}"),
     *(
         (name, "qwen3", form.calls(form.one("f", form.argument("city", "Rome", True))), '{"city": "Rome"}')
@@ -252,7 +253,8 @@ def test_forms_are_found_by_name_and_by_template() -> None:
         ("<tool_call><function=", "", ""),
         ("<tool_call><function= <parameter= </think>", "qwen3_coder", "qwen3"),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
-        ("<|tool_call>call: {{ thoughts.split('<channel|>') }} <|channel>", "", "gemma4"),
+        ("<|tool_call>call: {{ thoughts.split('<channel|>') }} <|channel>", "gemma4", "gemma4"),
+        ("<|tool_call>", "", ""),
         ("<|python_tag|>", "llama3_json", ""),
         ("<|python_tag|> <function=", "", ""),  # Functionary's
         ("<tool_call></tool_call> <tool_calls>[", "", ""),  # Apriel's

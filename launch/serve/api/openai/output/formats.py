@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launch.serve.api.openai.output import gemma_calls as gemma
 from launch.serve.api.openai.output import harmony, tags
 from launch.serve.api.openai.output import marked_calls as marked
 from launch.serve.api.openai.output import named_calls as mistral
@@ -149,6 +150,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gpt-oss": ToolFormat(
         lambda names, schemas: harmony.HarmonyParser(), _HARMONY_MARKS, is_harmony=True, has_bare_names=True
     ),
+    "gemma4": ToolFormat(
+        lambda names, schemas: gemma.GemmaParser(),
+        (gemma.OPEN, gemma.CLOSE, gemma.QUOTE),
+        (gemma.OPEN,),
+        has_bare_names=True,
+        call_texts=(f"{gemma.OPEN}{gemma.WORD}",),
+    ),
     "qwen3_coder": _tagged(tags.QWEN3_CODER),
     "glm45": _tagged(tags.GLM45),
     "glm47": _tagged(tags.GLM47),
@@ -226,6 +234,8 @@ def _tools_of(template: str) -> str:
         return "kimi_k2"
     if tags.MINIMAX_M2.open in template and tags.MINIMAX_M2.call in template:
         return "minimax_m2"
+    if gemma.OPEN in template and gemma.WORD in template:
+        return "gemma4"
     if hermes.OPEN in template and (found := _named_by_tool_call(template)):
         return found
     if mistral.MARK in template:
