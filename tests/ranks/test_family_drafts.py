@@ -30,6 +30,7 @@ CASES = [
         for family in ("deepseek_v3", "mixtral")
         for method in ("a draft model", "EAGLE-3, dynamic tree")
     ),
+    ("gemma4_small", "a draft model"),
 ]
 """Every method for one family, and for others what meets their layers and ends; in one process all meet all
 (test_lossless_families.py)."""

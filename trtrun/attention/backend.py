@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
     reads_forks: bool
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
-        """Rotate queries and keys, store the new keys and values, then attend.
+        """Rotate queries and keys, store the new keys and values, where there are any, then attend.
 
         Returns:
             [places, heads, head] in the queries' dtype.
@@ -102,19 +102,20 @@ class GatherAttention:
             operations_of(store.device.type).copy_tokens(part, source, target, offset)
 
     def forward(self, call: AttentionCall) -> torch.Tensor:
-        kv_heads, head_dim = call.value.shape[1:]
-        rotated = rotate(call.query_key, *call.angles)
-        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
-        fresh = torch.cat((key.reshape(-1, head_dim), call.value.reshape(-1, head_dim)))
+        kv_heads, head_dim = call.store_layer.shape[2], call.query_key.shape[-1]
+        query, fresh = rotate(call.query_key, *call.angles), None
+        if call.writes:
+            query, key = query[:, :-kv_heads], query[:, -kv_heads:]
+            fresh = torch.cat((key.reshape(-1, head_dim), call.value.reshape(-1, head_dim)))
         return self.store_and_attend(query, fresh, call)
 
-    def store_and_attend(self, query: torch.Tensor, fresh: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    def store_and_attend(self, query: torch.Tensor, fresh: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
         """Store what is new, then attend.
 
         Args:
             query: [places, heads, head], rotated.
             fresh: [n, head]: keys of all places and KV heads, rotated, then as many values; where the store has one
-                part, keys alone, which stand for values, too.
+                part, keys alone, which stand for values, too; None where nothing is stored.
             call: of which the store, the batch, and what scores become and meet count.
 
         Returns:
@@ -122,8 +123,9 @@ class GatherAttention:
         """
         batch, head_dim = call.batch, query.shape[-1]
         num_blocks, kv_heads = call.store_layer.shape[1:3]
-        write = batch.write_index((num_blocks, kv_heads))[: len(fresh)]  # that of keys comes first
-        self._format.write(call.store_layer, write, fresh, call.kv_scales)
+        if fresh is not None:
+            write = batch.write_index((num_blocks, kv_heads))[: len(fresh)]  # that of keys comes first
+            self._format.write(call.store_layer, write, fresh, call.kv_scales)
         outputs = []
         for number, segment in enumerate(batch.segments):
             queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)

@@ -108,8 +108,9 @@ class MTPLayer:
         cache: LayerCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stream = self.fc(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=1))
-        attended = self.layer.attend(stream, None, angles, cache)
-        return stream, self.layer.feed_forward(stream, attended)
+        delta = self.layer.feed_forward(stream, self.layer.attend(stream, None, angles, cache))
+        assert delta is not None, "layers that draft leave something to add"
+        return stream, delta
 
 
 @dataclass

@@ -100,7 +100,8 @@ class AttentionCall(NamedTuple):
     Attributes:
         query_key: [tokens, heads + kv_heads, head]: the queries, then the keys, not rotated yet; of a batch with forks
             those of its tokens where the backend `reads_forks`, else of its places.
-        value: [tokens, kv_heads, head] of the same tokens.
+        value: [tokens, kv_heads, head] of the same tokens; with no heads where the layer attends in keys and values
+            of another, and writes none: then there are only queries in front of it.
         angles: cosines and signed sines, [places, 1, head] each; see RotaryEmbedding.
         store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head] as the format has it.
         batch: the forward's segments, which say who sees whom.
@@ -123,6 +124,11 @@ class AttentionCall(NamedTuple):
     kv_scales: torch.Tensor | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether there are keys and values to store."""
+        return self.value.shape[1] > 0
 
 
 class LatentCall(NamedTuple):

@@ -49,6 +49,17 @@ class PagedLatent:
 
 
 @dataclass(frozen=True)
+class SharedKeysAndValues:
+    """Keys and values of another layer, in which a layer attends that writes none.
+
+    Attributes:
+        layer: index of the other one, an earlier one that keeps its own.
+    """
+
+    layer: int
+
+
+@dataclass(frozen=True)
 class RecurrentState:
     """One state of a row, however long it is, which each token changes in its turn. It is kept a few tokens behind the
     newest, beside what these tokens bring to it, as they may yet be rejected: a state cannot forget (`RowStates`).
@@ -73,7 +84,7 @@ class RecurrentState:
 
 
 Paged = PagedKeysAndValues | PagedLatent
-CacheSpec = Paged | RecurrentState
+CacheSpec = Paged | SharedKeysAndValues | RecurrentState
 LayerSpecs = Sequence[CacheSpec]
 """What one layer keeps: of each kind one at most, and nothing where a layer has no memory."""
 
@@ -87,6 +98,11 @@ def latent_of(layers: Sequence[LayerSpecs]) -> PagedLatent | None:
     """The widest latents that any layer keeps; None where none keeps any."""
     found = (spec for specs in layers for spec in specs if isinstance(spec, PagedLatent))
     return max(found, key=lambda spec: spec.head_dim, default=None)
+
+
+def shared_of(specs: LayerSpecs) -> SharedKeysAndValues | None:
+    """Whose keys and values a layer attends in, where these are another's."""
+    return next((spec for spec in specs if isinstance(spec, SharedKeysAndValues)), None)
 
 
 def state_of(specs: LayerSpecs) -> RecurrentState | None:

@@ -20,7 +20,7 @@ from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.row_states import LayerStates, RowStates, SegmentStates, StateSpace
 from trtrun.kvcache.segments import AttentionBatch, BlockSlots
-from trtrun.kvcache.specs import LayerSpecs, Paged, paged_of, state_of
+from trtrun.kvcache.specs import LayerSpecs, Paged, paged_of, shared_of, state_of
 from trtrun.kvcache.window_places import WindowPlaces, WindowSpace
 
 _LINE_BYTES = 64
@@ -55,6 +55,7 @@ class KVStore:
     the pages are committed when they are first written.
 
     Attributes:
+        head_dims: size of the heads of each of `parts`.
         slots: with which adapter each block is made; None where there are no adapters.
         states: of rows; None where no layer keeps any.
     """
@@ -91,7 +92,7 @@ class KVStore:
         self.block_size = block_size
         self.device = device
         windowed = (False,) * len(layers) if window_space is None else window_space.layers
-        self._windowed = windowed
+        self._windowed = [*windowed]
         self._windows: WindowPlaces | None = None
         if window_space is not None:
             self._windows = WindowPlaces(window_space, num_blocks, num_row_blocks or num_blocks, device)
@@ -109,6 +110,10 @@ class KVStore:
             self._data.append((data, in_places))
             for index, layer in zip(members, data.unbind(), strict=True):
                 self._layers[index] = layer
+        self.head_dims = [paged.head_dim for paged, _ in alike]
+        for index, specs in enumerate(layers):
+            if (shared := shared_of(specs)) is not None:
+                self._layers[index], self._windowed[index] = self._layers[shared.layer], windowed[shared.layer]
         self.slots = BlockSlots(num_blocks, device) if has_adapters else None
         states = {index: spec for index, specs in enumerate(layers) if (spec := state_of(specs)) is not None}
         self.states: RowStates | None = None

@@ -7,7 +7,7 @@ model. The plans of the layers say which weights there are, and the quantization
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ import torch
 
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
+from trtrun.attention.backend import AttentionBackend
+from trtrun.attention.latents import LatentBackend
 from trtrun.configuration.engine_directory import read_engine
 from trtrun.configuration.engine_sections import LoadFormat, ModelSection
 from trtrun.errors import CheckpointError
@@ -132,6 +134,8 @@ def load_model(
     # is resident; last the embedding, which needs no buffer.
     head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
     reader.release_buffer()
+    if config.layer_inputs is not None:
+        reader.layer_inputs = config.layer_inputs.build(reader)
     layers = [layer.build(reader) for layer in config.layers]
     reader.release_buffer()
     final_norm = config.final_norm_plan.build(reader)
@@ -139,7 +143,7 @@ def load_model(
     if head is None:
         head = reader.linear(config.head, present=embedding)
     reader.close()
-    rotary = {rope: RotaryEmbedding(rope, config.head_dim, dtype, device) for rope in config.ropes}
+    rotary = {rotation: RotaryEmbedding(*rotation, dtype, device) for rotation in config.rotations}
     model = CausalLM(
         config,
         VocabularyEmbedding(
@@ -151,12 +155,23 @@ def load_model(
         layers,
         final_norm,
         VocabularyHead(head, config.vocab_size, communicator, logits_reader, config.ends),
-        [rotary[rope] for rope in config.ropes],
-        reader.attention(config.head_dim) if latent_of(config.keeps(share)) is None else reader.latent_attention(),
+        [rotary[rotation] for rotation in config.rotations],
+        _backends(reader, config, share),
         share,
         adapted,
+        reader.layer_inputs,
     )
     return model, LoadReport(reader.bytes_read, size)
+
+
+def _backends(
+    reader: WeightReader, config: ModelConfig, share: Share
+) -> Mapping[int, AttentionBackend | LatentBackend]:
+    """What attends, by sizes of heads, and by that of latents."""
+    latent = latent_of(config.keeps(share))
+    if latent is not None:
+        return dict.fromkeys((config.head_dim, latent.head_dim), reader.latent_attention())
+    return {size: reader.attention(size) for size in {config.head_dim, *(size for _, size in config.rotations)}}
 
 
 def _open_loader(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kernels.torch.experts import Experts
+    from trtrun.kernels.torch.experts import Choice, Experts
     from trtrun.layers.experts import ExpertsMLP, SharedExpert
     from trtrun.weights.weight_reader import WeightReader
 
@@ -68,6 +68,8 @@ class ExpertsPlan:
         in_one_tensor: how files have experts that lie in one tensor for all, gates and factors in turns; None where
             each is for itself.
         routing: how experts are chosen.
+        share_factors: name behind the layer's of what the share of each expert is multiplied by at last, [experts];
+            empty where it stays.
     """
 
     name: str
@@ -83,6 +85,7 @@ class ExpertsPlan:
     limit: float = math.inf
     in_one_tensor: Layout | None = None
     routing: Routing = USUAL
+    share_factors: str = ""
 
     @property
     def features(self) -> Axis:
@@ -145,8 +148,22 @@ class ExpertsPlan:
 
     def weights(self) -> Sequence[Weight]:
         shared = () if self.shared is None else self.shared.weights()
-        others = (self.router_bias, self.choice_bias, self.gate_up_bias, self.down_bias, self.shared_gate)
+        others = (
+            self.router_bias,
+            self.choice_bias,
+            self.gate_up_bias,
+            self.down_bias,
+            self.shared_gate,
+            self._factors,
+        )
         return (self.router, *self._of_experts(), *(other for other in others if other is not None), *shared)
+
+    @property
+    def _factors(self) -> Weight | None:
+        """[experts]."""
+        if not self.share_factors:
+            return None
+        return Weight((StoredTensor(f"{self.name}.{self.share_factors}", (Axis(self.num_experts),)),))
 
     def token_numbers(self, share: Share) -> int:
         """Numbers of activations that a token has at once: logits and shares in float32, in copies where groups are
@@ -159,9 +176,11 @@ class ExpertsPlan:
 
     def build(self, reader: WeightReader) -> ExpertsMLP:
         from trtrun.kernels.chooser import operations_of
+        from trtrun.kernels.torch.experts import ScaledChoice
         from trtrun.layers.experts import ExpertsMLP
 
         choose_experts = operations_of(reader.device.type).choose_experts
+        choose: Callable[[torch.Tensor], Choice]
         bias = None if self.choice_bias is None else reader.tensor(self.choice_bias)
         choose = partial(
             choose_experts,
@@ -170,6 +189,8 @@ class ExpertsPlan:
             routing=self.routing,
             bias=bias,
         )
+        if self._factors is not None:
+            choose = ScaledChoice(choose, reader.tensor(self._factors).float())
         if self.routing.in_float32:
             router = reader.wide_product(self.router)
         else:

@@ -16,6 +16,7 @@ from trtrun.kernels.torch.operations import HeadProducts, Product
 from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
+from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.linear.layer import AdaptedLayers, Linear
 from trtrun.linear.quantization.base import Tensors
 from trtrun.weights.weight import Axis, Weight
@@ -34,6 +35,9 @@ class WeightReader:
         batch_invariant: see `Quantization.apply`.
         kv_format: how the store that attention will meet keeps keys and values.
         adapted: collects the linear layers that may have adapters, which are those of the model's layers; None without.
+
+    Attributes:
+        layer_inputs: of the layers that are built; None where they have none.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class WeightReader:
         self._adapted = adapted
         self._backends: dict[int, AttentionBackend] = {}
         self._latents: LatentBackend | None = None
+        self.layer_inputs: LayerInputs | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -100,13 +105,18 @@ class WeightReader:
         return scales.clamp(LEAST_SCALE, MOST_SCALE).to(torch.bfloat16).float().to(self.device)
 
     def linear(
-        self, weight: Weight, bias: Weight | torch.Tensor | None = None, *, present: torch.Tensor | None = None
+        self,
+        weight: Weight,
+        bias: Weight | torch.Tensor | None = None,
+        *,
+        present: torch.Tensor | None = None,
+        is_adapted: bool = True,
     ) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out], which may be read already; `present` is the dense
-        weight where it is there."""
+        weight where it is there. What is not of the model's layers has no adapters."""
         cut, held, tensors = weight.cut(self.share), self._loader.held(weight), self._loader.load(weight, present)
         of_bias, invariant = self.tensor(bias) if isinstance(bias, Weight) else bias, self._batch_invariant
-        if self._adapted is None or weight.use != "linear":
+        if self._adapted is None or weight.use != "linear" or not is_adapted:
             return Linear(cut.shape, held, tensors, of_bias, batch_invariant=invariant)
         return self._adapted.make(cut, held, tensors, of_bias, self.dtype, batch_invariant=invariant)
 

@@ -231,7 +231,9 @@ def test_logits_do_not_depend_on_the_batch(
 
 
 @HALVES
-@pytest.mark.parametrize("family", ["apertus", "deepseek_v2", "deepseek_v3", "olmo2", "olmo3", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["apertus", "deepseek_v2", "deepseek_v3", "gemma4_small", "gemma4_text", "olmo2", "olmo3", "phi3"]
+)
 def test_logits_of_families_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     check_batches(write_family(tmp_path, family, dtype=dtype), dtype)
 

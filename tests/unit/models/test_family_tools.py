@@ -28,6 +28,8 @@ MODULES = {
     "apertus": ("q_proj", "up_proj", "down_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "gemma3_text": ("q_proj", "gate_proj", "down_proj"),
+    "gemma4_small": ("q_proj", "per_layer_input_gate", "down_proj"),
+    "gemma4_text": ("k_proj", "o_proj", "gate_proj"),
     "gpt_oss": ("q_proj", "v_proj", "o_proj"),
     "granite": ("v_proj", "up_proj", "down_proj"),
     "mixtral": ("q_proj", "v_proj", "o_proj"),
@@ -49,6 +51,7 @@ REFUSALS = {
     "ernie4_5": ("the interleaved of {}", ONE_TENSOR),
     "gemma2": ("the ends of {}", ENDS),
     "gemma3_text": ("the ends of {}", ENDS),
+    "gemma4_small": ("the ends of {}", "the layers of"),
     "glm4": ("the attention_output_norm of {}", NORMS),
     "glm4_moe": ("the rotated of {}", ONE_TENSOR),
     "gpt_oss": ("the ends of {}", ENDS),
@@ -78,6 +81,7 @@ WIDE: dict[str, int] = {
     "v_head_dim": 64,
 }
 """Sizes that groups and blocks of quantized formats divide."""
+OF_INPUTS = {"global_head_dim": 128, "vocab_size_per_layer_input": 224, "hidden_size_per_layer_input": 128}
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
@@ -145,6 +149,7 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
     [
         ("deepseek_v3", "fp8 block"),
         ("gemma3_text", "gptq with act-order"),
+        ("gemma4_small", "compressed-tensors FP8 dynamic"),
         ("mixtral", "awq"),
         ("olmoe", "compressed-tensors FP8 dynamic"),
         ("qwen3_moe", "fp8 block"),
@@ -152,7 +157,8 @@ def test_adapters_are_refused_where_heads_are_held_in_another_order(tmp_path: Pa
 )
 def test_checkpoints_that_others_have_quantized(tmp_path: Path, family: str, form: str) -> None:
     """Experts among them; routers are plain."""
-    dense, stored = write_family(tmp_path / "dense", family, **WIDE), tmp_path / "stored"
+    sizes = {**WIDE, **OF_INPUTS} if family == "gemma4_small" else WIDE
+    dense, stored = write_family(tmp_path / "dense", family, **sizes), tmp_path / "stored"
     shutil.copytree(dense, stored)
     store_in_format(dense, stored, FORMATS[form])
     found, expected = (PagedModel(path, tp_size=2).forward(BATCH) for path in (stored, dense))

@@ -81,8 +81,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return cache(lambda family: Pair(tmp_path_factory.mktemp(family), family))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, method) for family in ("deepseek_v3", "gemma3_text", "mixtral", "qwen3_moe") for method in METHODS),
+        *(("gemma4_small", method) for method in ("suffixes", "lookahead", "EAGLE-3, dynamic tree")),
+        ("gemma4_text", "n-grams"),
+    ],
+)
 def test_texts_are_plain_ones_whatever_drafts(pairs: Callable[[str], Pair], family: str, method: str) -> None:
     """Eight rows at once, and rows alone."""
     pair = pairs(family)

@@ -96,6 +96,23 @@ def _sum_one_by_one(numbers: torch.Tensor) -> torch.Tensor:
     return total
 
 
+class ScaledChoice:
+    """A choice of experts whose shares are then multiplied by a number of each expert.
+
+    Args:
+        choose: logits [tokens, experts] → what is chosen.
+        factors: [experts] float32.
+    """
+
+    def __init__(self, choose: Callable[[torch.Tensor], Choice], factors: torch.Tensor) -> None:
+        self._choose, self._factors = choose, factors
+
+    def __call__(self, logits: torch.Tensor) -> Choice:
+        """logits [tokens, experts] → what is chosen."""
+        experts, shares = self._choose(logits)
+        return Choice(experts, shares * self._factors[experts])
+
+
 class HostExperts:
     """Experts on the CPU: each that was chosen multiplies the rows that chose it.
 

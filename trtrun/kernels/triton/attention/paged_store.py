@@ -118,7 +118,8 @@ def _rotate_and_write_kernel(
 
 
 def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: torch.Tensor, kept: KeptNumbers) -> None:
-    """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values.
+    """Rotate queries and keys of the tokens at a segment's places; the keys go to the store with the values, where
+    there are any.
 
     Args:
         call: what attention takes; queries, keys and values are of its batch's tokens.
@@ -137,9 +138,10 @@ def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: to
     cosine, sine = (table[places] for table in call.angles)
     kv_heads, block_size = store_layer.shape[2:4]
     count, heads, head_dim = rotated.shape
-    at_once = _tokens_at_once(count * (heads + 2 * kv_heads))
-    _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + 2 * kv_heads)](
-        query_key, value, cosine, sine, segment.positions, segment.block_tables,
+    written = 2 * kv_heads if call.writes else 0
+    at_once = _tokens_at_once(count * (heads + written))
+    _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + written)](
+        query_key, value if call.writes else query_key, cosine, sine, segment.positions, segment.block_tables,
         segment.positions if nodes is None else nodes, store_layer, kept.token_scales, store_layer.stride(0),
         kept.layer_scales, rotated,
         query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
@@ -147,7 +149,7 @@ def rotate_and_write(call: AttentionCall, segment: AttentionSegment, rotated: to
         count, segment.queries, heads, kv_heads,
         BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), TOKENS=at_once,
         HAS_NODES=nodes is not None, CODES=kept.codes, HAS_LAYER_SCALES=kept.has_layer_scales,
-        num_warps=max(1, at_once // 4), **early(value),
+        num_warps=max(1, at_once // 4), **early(query_key),
     )  # fmt: skip
 
 
