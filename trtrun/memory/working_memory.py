@@ -24,7 +24,7 @@ from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head, whole_head
 from trtrun.kernels.cpu.attention_form import TILE_TOKENS
-from trtrun.kernels.triton.attention.attention_tiles import MOST_PARTIAL_BYTES
+from trtrun.kernels.triton.attention.attention_tiles import MOST_LATENT_BYTES, MOST_PARTIAL_BYTES
 from trtrun.kvcache.specs import latent_of
 from trtrun.kvcache.tile_widths import most_padding
 from trtrun.layers.rotary import RotaryEmbedding
@@ -244,11 +244,11 @@ def _attention_bytes(tokens: int, shape: RoundShape, form: EngineForm, model: Mo
     """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends; of
     `model`, the engine's or that of heads."""
     share, dtype, device_type, kv_in_place = form.share, form.dtype, form.device_type, form.kv_in_place
+    latent = latent_of(model.keeps(share))
     if device_type == "cuda" and kv_in_place:
-        return MOST_PARTIAL_BYTES
+        return MOST_PARTIAL_BYTES if latent is None else MOST_LATENT_BYTES
     is_known = device_type == "cpu" and dtype in (torch.bfloat16, torch.float32)
     has_kernels = is_known and machine.processor_kind() is not None
-    latent = latent_of(model.keeps(share))
     if latent is None and has_kernels and kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size):
         return 0
     heads, keys, head_dim = len(model.queries.units(share)), len(model.keys.held(share)), model.head_dim

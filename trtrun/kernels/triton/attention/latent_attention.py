@@ -15,7 +15,7 @@ import triton
 
 from trtrun.kernels.arguments import LatentCall
 from trtrun.kernels.triton.attention.attention_steps import combine_kernel
-from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE, MOST_PARTIAL_BYTES
+from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE, MOST_LATENT_BYTES
 from trtrun.kernels.triton.attention.latent_kernels import attend_latents_kernel, write_kernel
 from trtrun.kernels.triton.attention.paged_store import copy_tokens
 from trtrun.kernels.triton.early_launch import early
@@ -104,8 +104,8 @@ def attend_segment(
     row_bytes = segment.queries * heads * shares * (rank + 2) * 4
     if is_split is None:
         is_few = segment.rows * tiles < multiprocessors(query.device)
-        is_split = shares > 1 and is_few and row_bytes <= MOST_PARTIAL_BYTES
-    step = max(1, MOST_PARTIAL_BYTES // row_bytes) if is_split else segment.rows
+        is_split = shares > 1 and is_few and row_bytes <= MOST_LATENT_BYTES
+    step = max(1, MOST_LATENT_BYTES // row_bytes) if is_split else segment.rows
     for start in range(0, segment.rows, step):
         rows = slice(start, min(start + step, segment.rows))
         tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
