@@ -121,6 +121,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 24, "use_bias": True},
     "glm": {"head_dim": 24},
     "glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "glm4_moe_lite": {
+        **_LATENTS,
+        "q_lora_rank": 36,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "n_routed_experts": 5,
+        "n_shared_experts": 2,
+    },
     "gpt_oss": {
         "head_dim": 24,
         "sliding_window": 7,
