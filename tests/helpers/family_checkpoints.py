@@ -160,6 +160,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 1.7,
     },
+    "glm4_moe_lite": {
+        **_LATENTS,
+        "q_lora_rank": 36,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "n_routed_experts": 5,
+        "n_shared_experts": 2,
+    },
     "gpt_oss": {
         "head_dim": 24,
         "sliding_window": 7,

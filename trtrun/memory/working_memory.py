@@ -24,7 +24,7 @@ from trtrun.heads.heads import HeadsPlan
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head, whole_head
 from trtrun.kernels.cpu.attention_form import TILE_TOKENS
-from trtrun.kernels.triton.attention.attention_tiles import MOST_PARTIAL_BYTES
+from trtrun.kernels.triton.attention.attention_tiles import MOST_LATENT_BYTES, MOST_PARTIAL_BYTES
 from trtrun.kvcache.specs import PagedLatent, latent_of
 from trtrun.kvcache.tile_widths import most_padding
 from trtrun.layers.rotary import RotaryEmbedding
@@ -255,7 +255,7 @@ def _bytes_of_heads(
     """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
     share, dtype, device_type, kv_in_place = form.share, form.dtype, form.device_type, form.kv_in_place
     if device_type == "cuda" and kv_in_place:
-        return MOST_PARTIAL_BYTES
+        return MOST_PARTIAL_BYTES if latent is None else MOST_LATENT_BYTES
     is_known = device_type == "cpu" and dtype in (torch.bfloat16, torch.float32)
     has_kernels = is_known and machine.processor_kind() is not None
     if latent is None and has_kernels and kv_in_place and takes_head(model.head_dim) and takes_blocks(shape.block_size):

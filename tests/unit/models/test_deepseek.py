@@ -149,9 +149,11 @@ def test_formats_that_no_kernel_reads_latents_in_are_refused() -> None:
         ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "8 groups .* of 8 experts have less than 2 each"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "'first_k_dense_replace' must be a number of layers"),
         ("deepseek_v3", {"mlp_bias": True}, "'mlp_bias' true is not supported"),
+        ("deepseek_v3", {"qk_rope_head_dim": None}, "'qk_rope_head_dim' must be a positive whole number"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must be 'dense' or 'sparse' for each"),
     ],
 )
 def test_what_config_json_may_not_ask_for(tmp_path: Path, family: str, changes: dict[str, Any], said: str) -> None:
-    path = edit(write_family(tmp_path, family, num_hidden_layers=2), **changes)
+    path = edit(write_family(tmp_path, family), **changes)
     with pytest.raises(CheckpointError, match=said):
         read_model_config(path)

@@ -1,11 +1,12 @@
-"""DeepSeek-V2 and -V3, and what has their layers, such as Kimi-K2 and Moonlight: attention over latents, and experts in
-groups beside ones that all tokens go through. Layers that draft, behind the last one, are left in the files.
+"""DeepSeek-V2 and -V3, and what has their layers, such as Kimi-K2 and GLM-4.7-Flash: attention over latents, and
+experts in groups beside ones that all tokens go through. Layers that draft, behind the last one, are left in the files.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -63,6 +64,7 @@ def _plan_attention(name: str, shape: ModelShape, values: Mapping[str, Any], kin
             f"num_key_value_heads {shape.num_kv_heads} must be num_attention_heads {shape.num_heads}: all heads share "
             "latents"
         )
+    read_size(values, "qk_rope_head_dim")  # where it is null the shape has another size
     plain, query_rank = read_size(values, "qk_nope_head_dim"), None
     if values.get("q_lora_rank") is not None:
         query_rank = read_size(values, "q_lora_rank")
@@ -95,13 +97,11 @@ def _read_mscale(values: Mapping[str, Any]) -> float:
 
 def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], kind: _Kind) -> MLPPlan:
     """Experts; in the first layers, and between others, one feed-forward layer for all tokens."""
-    name, first = f"model.layers.{index}.mlp", values["first_k_dense_replace"]
-    if type(first) is not int or first < 0:
-        raise CheckpointError(f"'first_k_dense_replace' must be a number of layers, not {shorten(first)}")
+    name = f"model.layers.{index}.mlp"
     for key in kind.refused:
         if read_flag(values, key):
             raise CheckpointError(f"'{key}' true is not supported for this architecture")
-    if index < first or index % read_size(values, "moe_layer_freq"):
+    if not _has_experts(index, values):
         return GatedMLPPlan(name, shape)
     count, chosen = read_size(values, "n_routed_experts"), read_size(values, "num_experts_per_tok")
     features, shared = read_size(values, "moe_intermediate_size"), values.get("n_shared_experts")
@@ -116,6 +116,19 @@ def _plan_mlp(index: int, shape: ModelShape, values: Mapping[str, Any], kind: _K
         num_shared_features=features * read_size(values, "n_shared_experts") if shared else 0,
         routing=_read_routing(values, kind, count, chosen),
     )
+
+
+def _has_experts(index: int, values: Mapping[str, Any]) -> bool:
+    """Whether a layer has experts: `mlp_layer_types` where given, else by the number of those in front without. Layers
+    that draft have."""
+    first, kinds = values["first_k_dense_replace"], values.get("mlp_layer_types")
+    if type(first) is not int or first < 0:
+        raise CheckpointError(f"'first_k_dense_replace' must be a number of layers, not {shorten(first)}")
+    if kinds is None:
+        return index >= first and index % read_size(values, "moe_layer_freq") == 0
+    if not isinstance(kinds, list) or len(kinds) != values["num_hidden_layers"] or set(kinds) - {"dense", "sparse"}:
+        raise CheckpointError(f"'mlp_layer_types' must be 'dense' or 'sparse' for each layer, not {shorten(kinds)}")
+    return index >= len(kinds) or kinds[index] == "sparse"
 
 
 def _read_routing(values: Mapping[str, Any], kind: _Kind, count: int, chosen: int) -> Routing:
@@ -184,27 +197,52 @@ DEEPSEEK_V2 = MODEL_FAMILIES.register("DeepseekV2ForCausalLM")(
         head_dim_key="qk_rope_head_dim",
     )
 )
+_OF_V3: dict[str, Any] = {
+    **_DEFAULTS,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "eos_token_id": 1,
+}
 DEEPSEEK_V3 = MODEL_FAMILIES.register("DeepseekV3ForCausalLM")(
     ModelFamily(
         defaults={
-            **_DEFAULTS,
+            **_OF_V3,
             "vocab_size": 129280,
             "max_position_embeddings": 4096,
             "moe_intermediate_size": 2048,
             "n_routed_experts": 256,
-            "n_shared_experts": 1,
             "num_experts_per_tok": 8,
             "first_k_dense_replace": 3,
             "routed_scaling_factor": 2.5,
             "n_group": 8,
             "topk_group": 4,
-            "norm_topk_prob": True,
-            "rope_interleave": True,
-            "eos_token_id": 1,
         },
         plan_layers=partial(_plan_layers, kind=_V3),
         plan_mtp=partial(_plan_mtp, kind=_V3),
         model_type="deepseek_v3",
         head_dim_key="qk_rope_head_dim",
+    )
+)
+GLM4_MOE_LITE = MODEL_FAMILIES.register("Glm4MoeLiteForCausalLM")(
+    replace(
+        DEEPSEEK_V3,
+        defaults={
+            **_OF_V3,
+            "vocab_size": 154880,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        model_type="glm4_moe_lite",
     )
 )

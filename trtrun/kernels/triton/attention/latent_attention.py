@@ -15,7 +15,7 @@ import triton
 
 from trtrun.kernels.arguments import LatentCall
 from trtrun.kernels.triton.attention.attention_steps import combine_kernel
-from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE, MOST_PARTIAL_BYTES
+from trtrun.kernels.triton.attention.attention_tiles import LARGEST_TILE, MOST_LATENT_BYTES
 from trtrun.kernels.triton.attention.latent_kernels import attend_latents_kernel, write_kernel
 from trtrun.kernels.triton.attention.paged_store import copy_tokens
 from trtrun.kernels.triton.early_launch import early
@@ -58,7 +58,7 @@ class PagedLatents:
             _write(call, segment, turned)
         for segment in call.batch.segments:
             places = slice(segment.start, segment.stop)
-            attend_segment(call, segment, query[places], turned[places], output[places])
+            _attend(call, segment, query[places], turned[places], output[places])
         return output
 
 
@@ -80,32 +80,25 @@ def _write(call: LatentCall, segment: AttentionSegment, turned: torch.Tensor) ->
     )  # fmt: skip
 
 
-def attend_segment(
-    call: LatentCall,
-    segment: AttentionSegment,
-    query: torch.Tensor,
-    turned: torch.Tensor,
-    output: torch.Tensor,
-    is_split: bool | None = None,
+def _attend(
+    call: LatentCall, segment: AttentionSegment, query: torch.Tensor, turned: torch.Tensor, output: torch.Tensor
 ) -> None:
-    """Attend for a segment's places.
+    """Attend for a segment's places. Shares have programs of their own where time, and memory, want it so.
 
     Args:
         call: of which the store and the scale count.
         segment: whose places.
         query, turned: of these, [places, heads, rank] and [places, heads, rotated], the latter rotated; contiguous.
         output: like `query`; gets what they attend.
-        is_split: whether shares have programs of their own; None where time decides.
     """
     heads, rank = query.shape[1:]
     shares = _count_shares(segment.block_tables, call.store_layer)
     tile = _TILE if segment.queries * heads > _LEAST_TILE else _LEAST_TILE
     tiles = -(-segment.queries * heads // tile)
     row_bytes = segment.queries * heads * shares * (rank + 2) * 4
-    if is_split is None:
-        is_few = segment.rows * tiles < multiprocessors(query.device)
-        is_split = shares > 1 and is_few and row_bytes <= MOST_PARTIAL_BYTES
-    step = max(1, MOST_PARTIAL_BYTES // row_bytes) if is_split else segment.rows
+    is_few = segment.rows * tiles < multiprocessors(query.device)
+    is_split = shares > 1 and is_few and row_bytes <= MOST_LATENT_BYTES
+    step = max(1, MOST_LATENT_BYTES // row_bytes) if is_split else segment.rows
     for start in range(0, segment.rows, step):
         rows = slice(start, min(start + step, segment.rows))
         tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
