@@ -16,7 +16,7 @@ from trtrun.kernels.triton.support import shared_bytes
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
 """Rows of a tile."""
 
-_MOST_STAGES, _FEW_OUTPUTS = 4, 256
+_MOST_STAGES, _FEW_OUTPUTS = 6, 256
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,12 +50,13 @@ def multiply_heads(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
     y = torch.empty((rows, heads, outputs), dtype=dtype, device=x.device)
     if rows:
         height = min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
-        # Few outputs in small tiles, so that there are programs enough to read them.
-        of_tile, at_once = (16, 256) if outputs <= _FEW_OUTPUTS else (64, 128)
+        of_tile, at_once, num_warps = 64, 128, 4
+        if outputs <= _FEW_OUTPUTS:  # in small tiles, so that there are programs enough to read them
+            of_tile, at_once, num_warps = (16, 512, 2) if height == _FEWEST_ROWS else (16, 256, 4)
         stages = shared_bytes(x.device) // (weight.itemsize * at_once * (of_tile + height))
         _heads_kernel[(triton.cdiv(outputs, of_tile), triton.cdiv(rows, height), heads)](
             x, weight, y, rows, outputs, inputs, x.stride(0), x.stride(1), y.stride(0),
-            ROWS=height, OUTPUTS=of_tile, INPUTS=at_once, num_warps=4, num_stages=max(1, min(_MOST_STAGES, stages)),
-            **early(x),
+            ROWS=height, OUTPUTS=of_tile, INPUTS=at_once, num_warps=num_warps,
+            num_stages=max(1, min(_MOST_STAGES, stages)), **early(x),
         )  # fmt: skip
     return y
