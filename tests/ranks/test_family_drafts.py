@@ -25,7 +25,12 @@ SAMPLING = mixed_sampling(16)
 CASES = [
     *(("qwen3_moe", method) for method in METHODS),
     *(("gemma3_text", method) for method in ("EAGLE-1", "EAGLE-3", "EAGLE-3, dynamic tree", "DFlash")),
-    *(("mixtral", method) for method in ("a draft model", "EAGLE-3, dynamic tree")),
+    *(
+        (family, method)
+        for family in ("deepseek_v3", "mixtral")
+        for method in ("a draft model", "EAGLE-3, dynamic tree")
+    ),
+    ("gemma4_small", "a draft model"),
 ]
 """Every method for one family, and for others what meets their layers and ends; in one process all meet all
 (test_lossless_families.py)."""

@@ -167,7 +167,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"chooser"}),
         frozenset({"cpu", "triton"}),
         frozenset({"torch"}),
-        frozenset({"arguments", "library_speeds"}),
+        frozenset({"arguments", "library_speeds", "routing"}),
     ),
     "trtrun.timing": (
         frozenset({"tracing"}),

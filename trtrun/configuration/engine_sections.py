@@ -140,9 +140,9 @@ class HeadsSection(Section):
     """What stands in `draft` where the method drafts with heads, which compute in the target's dtype.
 
     Attributes:
-        model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache.
-        devices: one that the target does not have, on which the head of `eagle` or `eagle3` drafts by itself. Left out:
-            heads are shared out over the target's devices.
+        model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache. Left out with `mtp`.
+        devices: one that the target does not have, on which the head of `eagle`, `eagle3` or `mtp` drafts by itself.
+            Left out: heads are shared out over the target's devices.
     """
 
     model: FilePath

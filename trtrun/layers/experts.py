@@ -63,10 +63,11 @@ class ExpertsMLP:
         self._communicator = communicator
         self._shared = shared
 
-    def __call__(self, x: Activations) -> torch.Tensor:
-        """x [tokens, hidden] → [tokens, hidden], equal on all ranks."""
+    def __call__(self, x: Activations, for_router: torch.Tensor | None = None) -> torch.Tensor:
+        """x [tokens, hidden] → [tokens, hidden], equal on all ranks. The router reads `for_router` [tokens, hidden], or
+        x."""
         assert isinstance(x, torch.Tensor), "norms round for none that does not say that it takes such rows"
-        output = self._experts(x, self._choose(self._router(x)))
+        output = self._experts(x, self._choose(self._router(x if for_router is None else for_router)))
         if self._communicator.size > 1:
             output = self._communicator.all_reduce(output)
         return output if self._shared is None else output.add_(self._shared(x))

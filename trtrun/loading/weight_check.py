@@ -10,12 +10,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from trtrun.configuration.engine_sections import LoadFormat
-from trtrun.errors import ConfigError
+from trtrun.configuration.engine_directory import read_engine
+from trtrun.configuration.engine_sections import LoadFormat, ModelSection
+from trtrun.errors import CheckpointError, ConfigError
+from trtrun.heads.heads import HeadsPlan
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
+from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import HeldWeight, Share, WeightFiles
 
@@ -89,7 +92,13 @@ def check_split(
             weights end.
         ConfigError: a quantization does not go with the dtype on the device.
     """
-    weights = held_weights(config, share, default)
+    return check_forms(held_weights(config, share, default), dtype, device_type)
+
+
+def check_forms(
+    weights: list[tuple[HeldWeight, Quantization]], dtype: str, device_type: str
+) -> list[tuple[HeldWeight, Quantization]]:
+    """`check_split` of some weights, and how they are held; returns them."""
     for weight, held in weights:
         held.stored(weight)
         if weight.use == "expert" and device_type != "cpu" and not _is_held_on_gpus(weight, held):
@@ -106,6 +115,48 @@ def _is_held_on_gpus(weight: HeldWeight, held: Quantization) -> bool:
     if isinstance(held, StoredLinear):
         return all(held.layout.codes(part) in (None, "mxfp4") for part in weight.parts)
     return held == QUANTIZATIONS.get("none")
+
+
+def held_heads(plan: HeadsPlan, share: Share) -> list[tuple[HeldWeight, Quantization]]:
+    """All that a rank holds of heads, and how.
+
+    Raises:
+        CheckpointError: they cannot be shared out over so many ranks.
+    """
+    return [(weight.cut(share), plan.held(weight)) for weight in plan.weights]
+
+
+def check_heads_in_target(plan: HeadsPlan, section: ModelSection, num_ranks: int) -> None:
+    """Look at the headers of the target's files for heads that lie there.
+
+    Raises:
+        CheckpointError: they are not there, or not of their shapes.
+    """
+    if plan.files is not None or section.load_format == "dummy":
+        return
+    try:
+        files = open_for_heads(section)
+        if not any(part.name in files for weight in plan.weights for part in weight.parts):
+            raise CheckpointError(
+                f"{section.model} holds no layer that drafts, as config.json calls for: it was left out when the model "
+                "was saved; take the model that it was made from, or set speculation.method to another"
+            )
+        check_held(files, held_heads(plan, Share(0, num_ranks)))
+    except CheckpointError as error:
+        raise type(error)(f"heads: {error}") from None
+
+
+def open_for_heads(section: ModelSection) -> Checkpoint:
+    """The target's files, for heads that lie there.
+
+    Raises:
+        CheckpointError: they cannot be read, or never hold any.
+    """
+    if read_engine(section.model) is not None:
+        raise CheckpointError(
+            f"{section.model} is an engine, which holds no layers that draft: name the directory that it was built from"
+        )
+    return open_checkpoint(section.model)
 
 
 def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:

@@ -7,7 +7,7 @@ Each architecture is a `ModelFamily`, registered by its own file, which plans th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -24,8 +24,11 @@ from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
+from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.installed_families import find_family
+from trtrun.models.layer_inputs_plan import LayerInputsPlan
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
+from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
@@ -63,6 +66,7 @@ class ModelConfig(ModelShape):
         max_position_embeddings: the context, MOST_POSITIONS at most.
         layers: plan of each layer, as the family has it.
         ends: what the model does where tokens come in and logits go out.
+        layer_inputs: inputs of each layer beside the residual stream; None where there are none.
         checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
         quant_method: what the checkpoint calls the way in which it is quantized; None where it is not.
@@ -86,6 +90,7 @@ class ModelConfig(ModelShape):
     mask_token: int | None = None
     kv_scheme: KVScheme | None = None
     ends: ModelEnds = PLAIN_ENDS
+    layer_inputs: LayerInputsPlan | None = None
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to_values(self) -> dict[str, Any]:
@@ -134,6 +139,20 @@ class ModelConfig(ModelShape):
         attention = (getattr(layer, "attention", None) for layer in self.layers)
         return tuple(getattr(it, "rope", None) or self.rope for it in attention)
 
+    @property
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """How each layer rotates, and numbers of its heads."""
+        attention = (getattr(layer, "attention", None) for layer in self.layers)
+        sizes = (getattr(it, "shape", self).head_dim for it in attention)
+        return tuple(zip(self.ropes, sizes, strict=True))
+
+    @override
+    @property
+    def attention_shapes(self) -> Collection[ModelShape]:
+        attention = (getattr(layer, "attention", None) for layer in self.layers)
+        shapes = [getattr(it, "shape", self) for it in attention]
+        return {(it.num_heads, it.num_kv_heads, it.head_dim): it for it in shapes}.values()
+
     def in_context(self, tokens: int) -> ModelConfig:
         """The model for texts of so many tokens at most."""
         return replace(self, rope=self.rope.in_context(tokens))
@@ -167,8 +186,9 @@ class ModelConfig(ModelShape):
     @cached_property
     def weights(self) -> Sequence[Weight]:
         """All that the model has."""
+        inputs = () if self.layer_inputs is None else self.layer_inputs.weights()
         beside = (self.embedding, self.final_norm, self.head)
-        return [*beside, *(weight for layer in self.layers for weight in layer.weights())]
+        return [*beside, *inputs, *(weight for layer in self.layers for weight in layer.weights())]
 
     def quantization_of(self, weight: Weight, default: Quantization) -> Quantization:
         """How a weight is held: as the checkpoint has stored it, else as `default` says and, if the head, goes with it.
@@ -176,7 +196,7 @@ class ModelConfig(ModelShape):
         Raises:
             CheckpointError: what is multiplied with as one is not stored as one.
         """
-        if weight.use == "plain":
+        if weight.use in ("plain", "float32"):
             return QUANTIZATIONS.get("none")
         if weight.stored is not None:
             return weight.stored
@@ -192,7 +212,11 @@ class ModelConfig(ModelShape):
                     f"{next(iter(held))}: quantized heads that are rotated in part, or by neighbours, or lie between "
                     "others, are not supported"
                 )
+            if weight.use == "dense" and isinstance(stored, StoredLinear):
+                return replace(stored, becomes_dense=True)
             return stored
+        if weight.use == "dense":
+            return QUANTIZATIONS.get("none")
         return of_head(default) if weight.use == "head" else default
 
 
@@ -210,6 +234,10 @@ class ModelFamily:
         text_models: model_type of `text_config` → the architecture that is meant by it, where config.json describes
             several models and this family is never planned itself (weights/nested_models.py).
         rotates_in_part: whether its plans hold heads so that a part of them may be rotated.
+        head_dim_key: key of config.json that says how many numbers of a head are rotated together.
+        plan_mtp: of the same as `plan_layers` the layer that drafts, where config.json says that files have one; None
+            where it says that they have none, or the family has none. Raises CheckpointError.
+        plan_inputs: as `plan_layers` → the plan of inputs of layers beside the residual stream, where these have any.
     """
 
     defaults: Mapping[str, Any]
@@ -220,6 +248,21 @@ class ModelFamily:
     rope_type_of: str | None = None
     text_models: Mapping[str, str] = field(default_factory=dict)
     rotates_in_part: bool = False
+    head_dim_key: str = "head_dim"
+    plan_inputs: Callable[[ModelShape, Mapping[str, Any]], LayerInputsPlan | None] = lambda shape, values: None
+    plan_mtp: Callable[[ModelShape, Mapping[str, Any]], MTPPlan | None] = lambda shape, values: None
+
+
+def count_mtp_layers(values: Mapping[str, Any], key: str) -> int:
+    """How many layers that draft files have, as `key` of config.json says; one where it is left out.
+
+    Raises:
+        CheckpointError: it is no number of layers.
+    """
+    count = values.get(key, 1)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(f"'{key}' must be a number of layers, not {shorten(count)}")
+    return count
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:
@@ -327,6 +370,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         )
     family: ModelFamily = find_family(str(architectures[0])[:200])
     values = {**family.defaults, **raw}
+    values["head_dim"] = values.get(family.head_dim_key)
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)
         raise CheckpointError(f"hidden_act {shorten(values['hidden_act'])} is not supported; known: {known}")
@@ -359,6 +403,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         rope=parse_rope(values, max_positions, head_dim, family.rope_type_of, in_part=family.rotates_in_part),
         layers=tuple(family.plan_layers(shape, values)),
         ends=family.read_ends(values),
+        layer_inputs=family.plan_inputs(shape, values),
         checkpoint_dtype="float32",
         eos_token_ids=(),
         mask_token=_parse_mask_token(raw),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from parallel.sharding import column_range
+from trtrun.kernels.routing import USUAL, Routing
 from trtrun.linear.stored.expert_layouts import DOWN, GATE_UP
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.models.decoder_plan import GatedMLPPlan
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtrun.kernels.arguments import Activation
-    from trtrun.kernels.torch.experts import Experts
+    from trtrun.kernels.torch.experts import Choice, Experts
     from trtrun.layers.experts import ExpertsMLP, SharedExpert
     from trtrun.weights.weight_reader import WeightReader
 
@@ -36,12 +37,16 @@ class ExpertNames:
     Attributes:
         router: hidden to a logit of each expert.
         gate, up, down: of an expert.
+        shared: the expert of all tokens.
+        shared_gate: of that expert; None where it has none.
     """
 
     router: str = "gate"
     gate: str = "experts.{}.gate_proj"
     up: str = "experts.{}.up_proj"
     down: str = "experts.{}.down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str | None = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,14 @@ class ExpertsPlan:
         names: of its tensors.
         renormalises: whether the shares of a token's experts sum to 1.
         activation: what gates go through.
-        num_shared_features: of an expert of all tokens, `name`.shared_expert; 0 without.
+        num_shared_features: of an expert of all tokens; 0 without.
         has_bias: whether the router and all experts have biases, those of experts in one tensor for all.
         limit: of the activation, where it has one.
         in_one_tensor: how files have experts that lie in one tensor for all, gates and factors in turns; None where
             each is for itself.
+        routing: how experts are chosen.
+        share_factors: name behind the layer's of what the share of each expert is multiplied by at last, [experts];
+            empty where it stays.
     """
 
     name: str
@@ -76,6 +84,8 @@ class ExpertsPlan:
     has_bias: bool = False
     limit: float = math.inf
     in_one_tensor: Layout | None = None
+    routing: Routing = USUAL
+    share_factors: str = ""
 
     @property
     def features(self) -> Axis:
@@ -91,6 +101,14 @@ class ExpertsPlan:
     def router_bias(self) -> Weight | None:
         """[experts]."""
         return self._bias(self.names.router + ".bias", (Axis(self.num_experts),))
+
+    @property
+    def choice_bias(self) -> Weight | None:
+        """[experts]: what scores have beside for the choice. Dummy ones change nothing."""
+        if not self.routing.has_bias:
+            return None
+        name = f"{self.name}.{self.names.router}.e_score_correction_bias"
+        return Weight((StoredTensor(name, (Axis(self.num_experts),), 0.0),), "float32")
 
     @property
     def gate_up_bias(self) -> Weight | None:
@@ -120,32 +138,64 @@ class ExpertsPlan:
         if not self.num_shared_features:
             return None
         shape = replace(self.shape, intermediate_size=self.num_shared_features)
-        return GatedMLPPlan(f"{self.name}.shared_expert", shape, activation=self.activation)
+        return GatedMLPPlan(f"{self.name}.{self.names.shared}", shape, activation=self.activation)
 
     @property
-    def shared_gate(self) -> Weight:
+    def shared_gate(self) -> Weight | None:
         """[1, hidden]."""
-        return self._whole("shared_expert_gate", 1)
+        gate = self.names.shared_gate
+        return self._whole(gate, 1) if self.num_shared_features and gate is not None else None
 
     def weights(self) -> Sequence[Weight]:
-        shared = () if self.shared is None else (*self.shared.weights(), self.shared_gate)
-        biases = (self.router_bias, self.gate_up_bias, self.down_bias)
-        return (self.router, *self._of_experts(), *(bias for bias in biases if bias is not None), *shared)
+        shared = () if self.shared is None else self.shared.weights()
+        others = (
+            self.router_bias,
+            self.choice_bias,
+            self.gate_up_bias,
+            self.down_bias,
+            self.shared_gate,
+            self._factors,
+        )
+        return (self.router, *self._of_experts(), *(other for other in others if other is not None), *shared)
+
+    @property
+    def _factors(self) -> Weight | None:
+        """[experts]."""
+        if not self.share_factors:
+            return None
+        return Weight((StoredTensor(f"{self.name}.{self.share_factors}", (Axis(self.num_experts),)),))
 
     def token_numbers(self, share: Share) -> int:
-        """Numbers of activations that a token has at once: logits and shares in float32, and of each of its experts
-        what goes in, both kinds of features, what comes of them, and what is added up."""
+        """Numbers of activations that a token has at once: logits and shares in float32, in copies where groups are
+        ranked; and of each of its experts what goes in, both kinds of features, what comes of them, and what is added
+        up."""
         features, hidden = len(self.features.held(share)), self.shape.hidden_size
         shared = 0 if self.shared is None else self.shared.token_numbers(share) + 2 * hidden
-        return 8 * self.num_experts + self.num_chosen * (2 * hidden + 3 * features) + 4 * hidden + shared
+        scores = 8 if self.routing == USUAL else 32
+        return scores * self.num_experts + self.num_chosen * (2 * hidden + 3 * features) + 4 * hidden + shared
 
     def build(self, reader: WeightReader) -> ExpertsMLP:
         from trtrun.kernels.chooser import operations_of
+        from trtrun.kernels.torch.experts import ScaledChoice
         from trtrun.layers.experts import ExpertsMLP
 
         choose_experts = operations_of(reader.device.type).choose_experts
-        choose = partial(choose_experts, num_chosen=self.num_chosen, renormalises=self.renormalises)
-        experts, router = self._build_experts(reader), reader.plain_product(self.router, self.router_bias)
+        choose: Callable[[torch.Tensor], Choice]
+        bias = None if self.choice_bias is None else reader.tensor(self.choice_bias)
+        choose = partial(
+            choose_experts,
+            num_chosen=self.num_chosen,
+            renormalises=self.renormalises,
+            routing=self.routing,
+            bias=bias,
+        )
+        if self._factors is not None:
+            choose = ScaledChoice(choose, reader.tensor(self._factors).float())
+        if self.routing.in_float32:
+            router = reader.wide_product(self.router)
+        else:
+            router = reader.plain_product(self.router, self.router_bias)
+        experts = self._build_experts(reader)
         return ExpertsMLP(router, choose, experts, reader.communicator, self._build_shared(reader))
 
     def _build_experts(self, reader: WeightReader) -> Experts:
@@ -192,7 +242,8 @@ class ExpertsPlan:
 
         if self.shared is None:
             return None
-        return SharedExpert(self.shared.build(reader), reader.plain_product(self.shared_gate))
+        gate = None if self.shared_gate is None else reader.plain_product(self.shared_gate)
+        return SharedExpert(self.shared.build(reader), gate)
 
     def _of_experts(self) -> Iterator[Weight]:
         for expert in range(self.num_experts):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from norms import difference
 
+from trtrun.kernels.routing import Routing
 from trtrun.kernels.torch.experts import Choice, ExpertWeights, MaskedExperts, choose_experts
 from trtrun.kernels.torch.mxfp4 import quantize_mxfp4
 from trtrun.kernels.torch.operations import TorchOperations
@@ -109,6 +110,36 @@ def test_the_choice_is_that_of_plain_torch_with_ties_by_number(count: int, renor
         assert (found.shares - expected.shares).abs().max() < 1e-6
     assert found.experts[3].tolist() == list(range(chosen))
     assert found.experts[5].tolist() == [0, *range(count - 1, 0, -1)][:chosen]
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing("sigmoid", has_bias=True, factor=2.5),
+        Routing("sigmoid", has_bias=True, groups=4, chosen_groups=2, summed=2),
+        Routing("softmax", groups=8, chosen_groups=3, factor=16.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [24, 64])
+def test_the_choice_of_other_routers_is_that_of_plain_torch(count: int, routing: Routing) -> None:
+    """With groups that tie, too."""
+    from trtrun.kernels.triton import experts
+
+    torch.manual_seed(count)
+    logits, bias = torch.randn(11, count, device=DEVICE), None
+    logits[3] = 0.5
+    if routing.has_bias:
+        bias = torch.randn(count, device=DEVICE)
+    for renormalises in (True, False):
+        found, expected = (
+            choose(logits, 5, renormalises=renormalises, routing=routing, bias=bias)
+            for choose in (experts.choose_experts, choose_experts)
+        )
+        assert torch.equal(found.experts, expected.experts)
+        assert (found.shares / expected.shares - 1).abs().max() < 1e-5
+    groups = expected.experts // (count // routing.groups)
+    assert max(len(set(row)) for row in groups.tolist()) <= (5 if routing.groups == 1 else routing.chosen_groups)
 
 
 @pytest.mark.parametrize(

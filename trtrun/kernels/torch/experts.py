@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
+
 
 class ExpertWeights(NamedTuple):
     """Weights of all experts of a layer on one device, contiguous.
@@ -49,19 +51,66 @@ class Choice(NamedTuple):
     shares: torch.Tensor
 
 
-def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool) -> Choice:
-    """The `num_chosen` likeliest experts of logits [tokens, experts], by softmax in float32 over all of them; shares of
-    those that are chosen sum to 1 where `renormalises`."""
-    # By logits: shares of those that are far behind may be equal where these are not.
-    experts = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
-    shares = torch.softmax(logits.float(), dim=-1).gather(1, experts)
+def choose_experts(
+    logits: torch.Tensor,
+    num_chosen: int,
+    *,
+    renormalises: bool,
+    routing: Routing = USUAL,
+    bias: torch.Tensor | None = None,
+) -> Choice:
+    """The `num_chosen` best experts of logits [tokens, experts]; shares of those that are chosen sum to 1, but for the
+    factor, where `renormalises`. `bias` is [experts] float32, where the routing has one."""
+    wide = logits.float()
+    if routing.scores == "softmax":
+        every = torch.softmax(wide, dim=-1)
+    else:  # the sigmoid as a softmax beside 0, whose rows have the same bits in any company
+        every = torch.softmax(torch.stack((wide, torch.zeros_like(wide)), dim=-1), dim=-1)[..., 0]
+    # By logits where that is the same order: shares of those that are far behind may be equal where these are not.
+    by_logits = routing.scores == "softmax" and bias is None and routing.summed == 1
+    ranked = wide if by_logits else every if bias is None else every + bias
+    if routing.groups > 1:
+        ranked = _of_best_groups(ranked, routing)
+    experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    shares = every.gather(1, experts)
     if renormalises:
-        # One by one: how torch groups a sum may depend on the number of rows.
-        total = shares[:, 0]
-        for place in range(1, num_chosen):
-            total = total + shares[:, place]
-        shares = shares / total.unsqueeze(1)
-    return Choice(experts, shares)
+        shares = shares / (_sum_one_by_one(shares) + LEAST_TOTAL).unsqueeze(1)
+    return Choice(experts, shares if routing.factor == 1.0 else shares * routing.factor)
+
+
+def _of_best_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """[tokens, experts], with -inf for experts of other groups than the best ones."""
+    grouped = ranked.view(len(ranked), routing.groups, -1)
+    best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : routing.summed]
+    of_groups = _sum_one_by_one(best.flatten(0, 1)).view(grouped.shape[:2])
+    chosen = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
+    is_left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, chosen, False)
+    return grouped.masked_fill(is_left_out.unsqueeze(2), float("-inf")).flatten(1)
+
+
+def _sum_one_by_one(numbers: torch.Tensor) -> torch.Tensor:
+    """Sums of rows [rows, few]: how torch groups a sum may depend on the number of rows."""
+    total = numbers[:, 0]
+    for place in range(1, numbers.shape[1]):
+        total = total + numbers[:, place]
+    return total
+
+
+class ScaledChoice:
+    """A choice of experts whose shares are then multiplied by a number of each expert.
+
+    Args:
+        choose: logits [tokens, experts] → what is chosen.
+        factors: [experts] float32.
+    """
+
+    def __init__(self, choose: Callable[[torch.Tensor], Choice], factors: torch.Tensor) -> None:
+        self._choose, self._factors = choose, factors
+
+    def __call__(self, logits: torch.Tensor) -> Choice:
+        """logits [tokens, experts] → what is chosen."""
+        experts, shares = self._choose(logits)
+        return Choice(experts, shares * self._factors[experts])
 
 
 class HostExperts:

@@ -27,6 +27,9 @@ from trtrun.tensors import cached_range, cached_tensor
 Product = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in] → x @ weight.T + bias [rows, out]."""
 
+HeadProducts = Callable[[torch.Tensor], torch.Tensor]
+"""x [rows, heads, in] → the product of each head with its own matrix [out, in], [rows, heads, out]."""
+
 GatheredAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 """Queries [rows, queries, heads, head], contexts [2, rows, kv_heads, tokens, head] of keys and values, positions [rows,
 queries] int64, and the call, of which what scores become and meet counts → outputs like the queries."""
@@ -72,6 +75,10 @@ class TorchOperations:
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         """An `AttentionBackend` (trtrun.attention) for heads of `head_dim` and a store of a format that the device's
         kernels know; None where plain torch attends."""
+        return None
+
+    def latent_attention(self, dtype: torch.dtype) -> Any | None:
+        """A `LatentBackend` (trtrun.attention) for plain stores; None where gathered contexts are attended over."""
         return None
 
     def attention_over_gathered(self, dtype: torch.dtype, head_dim: int) -> GatheredAttention | None:
@@ -137,6 +144,16 @@ class TorchOperations:
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
         return lambda x: functional.linear(x, weight, bias)
+
+    def wide_product(self, weight: torch.Tensor) -> Product:
+        """The product with weight [out, in] in float32, of x in the weight's dtype; rows as of `product`."""
+        wide = weight.float()
+        return lambda x: functional.linear(x.float(), wide)
+
+    def head_products(self, weight: torch.Tensor) -> HeadProducts:
+        """The product of each head with its matrix of weight [heads, out, in]; rows as of `product`."""
+        turned = weight.transpose(1, 2)
+        return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1)
 
     choose_experts = staticmethod(choose_experts)
 

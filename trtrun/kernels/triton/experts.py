@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.arguments import Activation
+from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
 from trtrun.kernels.torch.experts import Choice, ExpertWeights
 from trtrun.kernels.torch.mxfp4 import BLOCK
 from trtrun.kernels.triton.early_launch import begin, early
@@ -46,17 +47,55 @@ by the width of codes, so that inputs are added in another order: texts of few r
 
 
 @triton.jit
+def _in_best_groups(
+    ranked, number, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, SUMMED: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Which experts are of the best groups, by scores [experts]."""
+    group = tl.arange(0, PADDED)
+    scores = tl.full((PADDED,), -float("inf"), tl.float32)
+    for one in tl.static_range(GROUPS):
+        left, total = tl.where(number // OF_GROUP == one, ranked, -float("inf")), 0.0
+        for _ in tl.static_range(SUMMED):
+            best, at = tl.max(left, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            total += best
+            left = tl.where(number == at, -float("inf"), left)
+        scores = tl.where(group == one, total, scores)
+    are_chosen = number < 0
+    for _ in tl.static_range(CHOSEN):
+        _, at = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        are_chosen |= number // OF_GROUP == at
+        scores = tl.where(group == at, -float("inf"), scores)
+    return are_chosen
+
+
+@triton.jit
 def _choose_kernel(
-    logits, experts, shares, num_experts,
-    CHOSEN: tl.constexpr, PLACES: tl.constexpr, RENORMALISES: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+    logits, bias, experts, shares, num_experts, factor,
+    CHOSEN: tl.constexpr, PLACES: tl.constexpr, RENORMALISES: tl.constexpr, PADDED: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, OF_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, SUMMED: tl.constexpr, PADDED_GROUPS: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, PADDED)
     inside = number < num_experts
     value = tl.load(logits + row * num_experts + number, mask=inside, other=-float("inf")).to(tl.float32)
-    power = tl.exp(value - tl.max(value, axis=0))
-    every, left = power / tl.sum(power, axis=0), value
+    if IS_SIGMOID:
+        every = tl.where(inside, 1.0 / (1.0 + tl.exp(-value)), 0.0)
+    else:
+        power = tl.exp(value - tl.max(value, axis=0))
+        every = power / tl.sum(power, axis=0)
+    left = value
+    if HAS_BIAS:
+        left = every + tl.load(bias + number, mask=inside, other=0.0)
+    elif IS_SIGMOID or SUMMED > 1:
+        left = every
+    left = tl.where(inside, left, -float("inf"))
+    if GROUPS > 1:
+        are_of_best = _in_best_groups(left, number, OF_GROUP, GROUPS, CHOSEN_GROUPS, SUMMED, PADDED_GROUPS)
+        left = tl.where(are_of_best, left, -float("inf"))
     places = tl.arange(0, PLACES)
     chosen, of_chosen, total = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32), 0.0
     for place in tl.static_range(CHOSEN):
@@ -68,21 +107,32 @@ def _choose_kernel(
         total += share
         left = tl.where(number == expert, -float("inf"), left)
     if RENORMALISES:
-        of_chosen = of_chosen / total
+        of_chosen = of_chosen / (total + LEAST)
+    of_chosen = of_chosen * factor
     tl.store(experts + row * CHOSEN + places, chosen, mask=places < CHOSEN)
     tl.store(shares + row * CHOSEN + places, of_chosen, mask=places < CHOSEN)
 
 
-def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool) -> Choice:
+def choose_experts(
+    logits: torch.Tensor,
+    num_chosen: int,
+    *,
+    renormalises: bool,
+    routing: Routing = USUAL,
+    bias: torch.Tensor | None = None,
+) -> Choice:
     """Choose as trtrun.kernels.torch.experts does, in one kernel."""
     tokens, num_experts = logits.shape
     experts = torch.empty((tokens, num_chosen), dtype=torch.int64, device=logits.device)
     shares = torch.empty((tokens, num_chosen), dtype=torch.float32, device=logits.device)
     if tokens:
         _choose_kernel[(tokens,)](
-            logits.contiguous(), experts, shares, num_experts,
+            logits.contiguous(), shares if bias is None else bias, experts, shares, num_experts, float(routing.factor),
             CHOSEN=num_chosen, PLACES=triton.next_power_of_2(num_chosen), RENORMALISES=renormalises,
-            PADDED=triton.next_power_of_2(num_experts), num_warps=1, **early(logits),
+            PADDED=triton.next_power_of_2(num_experts), IS_SIGMOID=routing.scores == "sigmoid",
+            HAS_BIAS=bias is not None, OF_GROUP=num_experts // routing.groups, GROUPS=routing.groups,
+            CHOSEN_GROUPS=routing.chosen_groups, SUMMED=routing.summed,
+            PADDED_GROUPS=triton.next_power_of_2(routing.groups), LEAST=LEAST_TOTAL, num_warps=1, **early(logits),
         )  # fmt: skip
     return Choice(experts, shares)
 

@@ -13,16 +13,18 @@ from trtrun.kernels.cuda.delta_net import CudaRecurrence
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights
 from trtrun.kernels.torch.experts import Experts, ExpertWeights
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape
-from trtrun.kernels.torch.operations import Product, TorchOperations
+from trtrun.kernels.torch.operations import HeadProducts, Product, TorchOperations
 from trtrun.kernels.triton import experts as expert_kernels
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import row_functions, row_tokens, support
 from trtrun.kernels.triton.attention import paged_store
+from trtrun.kernels.triton.attention.latent_attention import PagedLatents
 from trtrun.kernels.triton.attention.paged_attention import PagedAttention
 from trtrun.kernels.triton.delta_net.net import TritonDeltaNet
 from trtrun.kernels.triton.matmul.dense import TritonMatmul
 from trtrun.kernels.triton.matmul.fp8_block_matmul import TritonFp8BlockMatmul
 from trtrun.kernels.triton.matmul.fp8_matmul import TritonFp8Matmul
+from trtrun.kernels.triton.matmul.heads import multiply_heads
 from trtrun.kernels.triton.matmul.int_matmul import TritonInt4Matmul, TritonInt8Matmul
 from trtrun.kernels.triton.matmul.low_rank import TritonLowRank
 from trtrun.kernels.triton.sampling import acceptance, penalties, token_choice
@@ -44,6 +46,10 @@ class TritonOperations(TorchOperations):
     @override
     def attention(self, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN) -> Any | None:
         return PagedAttention(kv_format)
+
+    @override
+    def latent_attention(self, dtype: torch.dtype) -> Any | None:
+        return PagedLatents()
 
     @override
     def normalise(
@@ -84,6 +90,18 @@ class TritonOperations(TorchOperations):
         if weight.dtype in (torch.bfloat16, torch.float16):
             return TritonMatmul(weight, bias)
         return super().product(weight, bias, batch_invariant=batch_invariant)
+
+    @override
+    def wide_product(self, weight: torch.Tensor) -> Product:
+        if weight.dtype not in (torch.bfloat16, torch.float16):
+            return super().wide_product(weight)
+        of_one_head = weight.contiguous().unsqueeze(0)
+        return lambda x: multiply_heads(x.unsqueeze(1), of_one_head, torch.float32)[:, 0]
+
+    @override
+    def head_products(self, weight: torch.Tensor) -> HeadProducts:
+        weight = weight.contiguous()
+        return lambda x: multiply_heads(x, weight, x.dtype)
 
     choose_experts = staticmethod(expert_kernels.choose_experts)
 

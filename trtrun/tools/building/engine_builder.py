@@ -24,6 +24,7 @@ from trtrun.configuration.engine_directory import (
     ShardDescription,
     engine_json,
 )
+from trtrun.kvcache.specs import paged_of
 from trtrun.linear.quantization import Quantization
 from trtrun.linear.quantization.base import Tensors, TensorSpec
 from trtrun.loading.engine_checksums import checksum_text, sum_words
@@ -160,13 +161,15 @@ class EngineBuilder:
 
     def _kv_scales(self) -> dict[str, tuple[list[float], list[float]]]:
         """Scales of all layers, where the checkpoint has them for keys and values of 8 bits."""
-        scheme, heads = self.config.kv_scheme, self.config.num_kv_heads
+        scheme, made = self.config.kv_scheme, {}
         if scheme is None or not scheme.has_scales:
             return {}
-        made = {}
-        for name in attention_names(self.config.num_layers):
-            keys, values = load_kv_scales(self.files, name, heads, range(heads)).tolist()
-            made[name] = keys, values
+        kept = self.config.keeps(Share(0, 1))
+        for name, specs in zip(attention_names(self.config.num_layers), kept, strict=True):
+            if (paged := paged_of(specs)) is not None:
+                heads = paged.kv_heads
+                keys, values = load_kv_scales(self.files, name, heads, range(heads)).tolist()
+                made[name] = keys, values
         return made
 
     def _model_config(self) -> dict[str, object]:
@@ -232,7 +235,7 @@ class _RankShard:
 
     def _load(self, name: str) -> torch.Tensor:
         weight = self._weights[name]
-        if weight.use == "plain":
+        if weight.use in ("plain", "float32"):
             return self._loader.tensor(weight).cpu()
         if self._made is None or self._made[0] is not weight:
             self._made = None  # before the next one takes memory
