@@ -32,7 +32,7 @@ from trtrun.models.mtp_plan import MTPPlan
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
 from trtrun.weights.checkpoint import ITEM_BYTES, read_json
-from trtrun.weights.quantization_config import find_section, read_kv_scheme, read_quantization
+from trtrun.weights.quantization_config import attention_names, find_section, read_kv_scheme, read_quantization
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Axis, Share, StoredTensor, Weight
 
@@ -127,6 +127,13 @@ class ModelConfig(ModelShape):
     @override
     def keeps(self, share: Share) -> Sequence[LayerSpecs]:
         return [layer.keeps(share) for layer in self.layers]
+
+    @property
+    def heads_with_keys(self) -> Mapping[str, int]:
+        """What stands in front of the names of each attention that keeps keys and values, and how many heads these
+        have."""
+        kept = zip(attention_names(self.num_layers), map(paged_of, self.keeps(Share(0, 1))), strict=True)
+        return {name: paged.kv_heads for name, paged in kept if paged is not None}
 
     @property
     def layers_with_states(self) -> tuple[int, ...]:
@@ -343,7 +350,7 @@ def read_model_config(path: Path) -> ModelConfig:
         dtype = _parse_dtype(values)
     quant_method, stored = read_quantization(path, values)
     said = {**values, "quantization_config": find_section(path, values)[1]}
-    scheme = read_kv_scheme(path, values, config.num_layers)
+    scheme = read_kv_scheme(path, values, config.heads_with_keys)
     config = replace(config, quant_method=quant_method, stored=stored, kv_scheme=scheme, values=said)
     # generation_config.json decides where it exists, as in transformers: without the key nothing ends a text.
     with _naming(path / ("generation_config.json" if generation else "config.json")):

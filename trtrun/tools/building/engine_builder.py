@@ -24,7 +24,6 @@ from trtrun.configuration.engine_directory import (
     ShardDescription,
     engine_json,
 )
-from trtrun.kvcache.specs import paged_of
 from trtrun.linear.quantization import Quantization
 from trtrun.linear.quantization.base import Tensors, TensorSpec
 from trtrun.loading.engine_checksums import checksum_text, sum_words
@@ -36,7 +35,7 @@ from trtrun.tensors import DTYPES
 from trtrun.tools.building.settings import BuildSettings
 from trtrun.tools.conversion.streamed_file import TensorPlan, write_tensors
 from trtrun.weights.checkpoint import Checkpoint, read_json
-from trtrun.weights.quantization_config import QUANTIZATION_FILE, attention_names, load_kv_scales
+from trtrun.weights.quantization_config import QUANTIZATION_FILE, load_kv_scales
 from trtrun.weights.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.weights.weight import Share, Weight
 from trtrun.weights.weight_loader import CheckpointLoader
@@ -164,12 +163,9 @@ class EngineBuilder:
         scheme, made = self.config.kv_scheme, {}
         if scheme is None or not scheme.has_scales:
             return {}
-        kept = self.config.keeps(Share(0, 1))
-        for name, specs in zip(attention_names(self.config.num_layers), kept, strict=True):
-            if (paged := paged_of(specs)) is not None:
-                heads = paged.kv_heads
-                keys, values = load_kv_scales(self.files, name, heads, range(heads)).tolist()
-                made[name] = keys, values
+        for name, heads in self.config.heads_with_keys.items():
+            keys, values = load_kv_scales(self.files, name, heads, range(heads)).tolist()
+            made[name] = keys, values
         return made
 
     def _model_config(self) -> dict[str, object]:
