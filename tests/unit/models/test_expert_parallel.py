@@ -1,0 +1,67 @@
+"""Experts that lie whole on the ranks of a group: logits are transformers', and what experts make has the bits of one
+rank's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import FAMILIES, write_family
+from native import PATHS
+from paged import PagedModel
+from test_model_invariance import choose_kernels
+from test_model_logits import check_logits
+
+from trtrun.errors import CheckpointError, ConfigError
+from trtrun.models.config import read_model_config
+from trtrun.weights.weight import Share
+
+MIXTURES = [name for name, values in FAMILIES.items() if "num_experts_per_tok" in values]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
+    """Of 5 to 7 experts, which four ranks have in unequal numbers."""
+    model = check_logits(write_family(tmp_path, family, vocab_size=204), 4, by_experts=True)
+    assert [report.shard_bytes for report in model.reports] == [report.bytes_read for report in model.reports]
+
+
+def experts_of(model: PagedModel, rank: int) -> Any:
+    """The last layer's experts, without the one of all tokens, which is cut by features."""
+    layer: Any = model.models[rank]._layers[-1]
+    layer.mlp._shared = None
+    return layer.mlp
+
+
+def on_ranks(model: PagedModel, x: torch.Tensor) -> torch.Tensor:
+    """What all ranks make of x."""
+    found = model._group.run(lambda rank: experts_of(model, rank)(x))
+    assert all(torch.equal(found[0], other) for other in found)
+    return torch.as_tensor(found[0])
+
+
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=needed) for kind, needed in PATHS.items()), "torch"])
+@pytest.mark.parametrize(("family", "tp_size"), [("gpt_oss", 3), ("qwen2_moe", 2)])
+def test_experts_have_the_bits_of_one_rank(
+    tmp_path: Path, family: str, tp_size: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hidden state of 64 is no multiple of 3 ranks. Experts that are cut by features have other bits."""
+    choose_kernels(kind, monkeypatch)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6} if family == "gpt_oss" else {}
+    path = write_family(tmp_path, family, dtype=torch.bfloat16, num_hidden_layers=2, intermediate_size=96, **heads)
+    x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = experts_of(PagedModel(path, torch.bfloat16), 0)
+    split, by_features = (PagedModel(path, torch.bfloat16, tp_size, by_experts=cut) for cut in (True, False))
+    for rows in (x, x[:1], x[7:9], x[:0]):
+        assert torch.equal(on_ranks(split, rows), whole(rows))
+    assert not torch.equal(on_ranks(by_features, x), whole(x))
+
+
+def test_what_cannot_be_cut_by_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Glm4ForCausalLM has no experts: leave expert_parallel out"):
+        read_model_config(write_family(tmp_path / "glm4", "glm4")).cut_by_experts()
+    config = read_model_config(write_family(tmp_path / "mixtral", "mixtral")).cut_by_experts()
+    with pytest.raises(CheckpointError, match="5 experts cannot be shared out over 8 ranks: use 5 devices at most"):
+        [weight.cut(Share(0, 8)) for weight in config.layers[0].mlp.weights()]  # type: ignore[attr-defined]
