@@ -7,6 +7,7 @@ Each architecture is a `ModelFamily`, registered by its own file, which plans th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -146,7 +147,7 @@ class ModelConfig(ModelShape):
             ConfigError: it has none.
         """
         layers = tuple(cut_by_experts(layer) for layer in self.layers)
-        if layers == self.layers:
+        if all(map(operator.is_, layers, self.layers)):
             raise ConfigError(f"{self.architecture} has no experts: leave expert_parallel out")
         return replace(self, layers=layers)
 

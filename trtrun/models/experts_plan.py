@@ -45,16 +45,30 @@ class _OfHolder:
         return range(size if self.expert in expert_range(self.num_experts, rank, ranks) else 0)
 
 
-def cut_by_experts(plan: Any) -> Any:
-    """A plan, or what is a part of one, whose experts lie whole on ranks; the same object where it has none."""
+def cut_by_experts(plan: Any, *, by_experts: bool = True) -> Any:
+    """A plan, or what is a part of one, whose experts lie whole on ranks, or again in features; the same object where
+    it has none."""
     if isinstance(plan, ExpertsPlan):
-        return replace(plan, by_experts=True)
-    if not is_dataclass(plan) or isinstance(plan, type):
-        return plan
-    parts = {field.name: getattr(plan, field.name) for field in fields(plan) if field.init}
-    cut = {name: cut_by_experts(part) for name, part in parts.items()}
-    changed = {name: part for name, part in cut.items() if part is not parts[name]}
+        return plan if plan.by_experts == by_experts else replace(plan, by_experts=by_experts)
+    cut = {name: cut_by_experts(part, by_experts=by_experts) for name, part in _parts_of(plan)}
+    changed = {name: part for name, part in cut.items() if part is not getattr(plan, name)}
     return replace(plan, **changed) if changed else plan
+
+
+def find_experts(plan: Any) -> Iterator[ExpertsPlan]:
+    """Plans of experts in a plan, or in what is a part of one."""
+    if isinstance(plan, ExpertsPlan):
+        yield plan
+        return
+    for _, part in _parts_of(plan):
+        yield from find_experts(part)
+
+
+def _parts_of(plan: Any) -> list[tuple[str, Any]]:
+    """What a dataclass holds, by name; nothing of other objects."""
+    if not is_dataclass(plan) or isinstance(plan, type):
+        return []
+    return [(field.name, getattr(plan, field.name)) for field in fields(plan) if field.init]
 
 
 @dataclass(frozen=True)

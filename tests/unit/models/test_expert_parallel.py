@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from engines import build_engine
 from family_checkpoints import FAMILIES, write_family
 from native import PATHS
 from paged import PagedModel
+from pipelines import configuration
 from test_model_invariance import choose_kernels
 from test_model_logits import check_logits
 
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.kernels.cpu.operations import CpuOperations
+from trtrun.kvcache.sizing import format_bytes
+from trtrun.loading.loading import shard_bytes
+from trtrun.memory.expert_cuts import HeldModel, describe_expert_cuts
 from trtrun.models.config import read_model_config
+from trtrun.start.job_spec import JobSpec
 from trtrun.weights.weight import Share
 
 MIXTURES = [name for name, values in FAMILIES.items() if "num_experts_per_tok" in values]
@@ -60,8 +67,38 @@ def test_experts_have_the_bits_of_one_rank(
 
 
 def test_what_cannot_be_cut_by_experts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Glm4ForCausalLM has no experts: leave expert_parallel out"):
-        read_model_config(write_family(tmp_path / "glm4", "glm4")).cut_by_experts()
-    config = read_model_config(write_family(tmp_path / "mixtral", "mixtral")).cut_by_experts()
+    with pytest.raises(ConfigError, match=r"target\.expert_parallel: Glm4ForCausalLM has no experts: leave expert_par"):
+        _ = JobSpec(configuration(write_family(tmp_path / "glm4", "glm4"), None, expert_parallel=True)).target
+    mixtral = write_family(tmp_path / "mixtral", "mixtral")
+    config = JobSpec(configuration(mixtral, None, expert_parallel=True)).target
     with pytest.raises(CheckpointError, match="5 experts cannot be shared out over 8 ranks: use 5 devices at most"):
         [weight.cut(Share(0, 8)) for weight in config.layers[0].mlp.weights()]  # type: ignore[attr-defined]
+    engine = build_engine(mixtral, tmp_path / "engine", 1)
+    with pytest.raises(ConfigError, match=r"target\.expert_parallel: .* is an engine, which is cut by features: name "):
+        _ = JobSpec(configuration(engine, None, expert_parallel=True)).target
+
+
+def test_ranks_that_compute_with_different_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They might choose different experts for a token, and wait for each other's messages for ever."""
+    model = PagedModel(write_family(tmp_path, "mixtral", num_hidden_layers=1), tp_size=2, by_experts=True)
+    names = iter(("avx2", "avx512"))
+    monkeypatch.setattr(CpuOperations, "name", lambda self, dtype: next(names))
+    with pytest.raises(ConfigError, match="expert_parallel: ranks compute with different kernels"):
+        model.forward([[(0, 0, [1, 2, 3])]])
+
+
+def test_the_plan_compares_both_cuts(tmp_path: Path) -> None:
+    """Mixtral's, with 5 experts of 3 * 64 * 112 numbers in each of 5 layers, of which a token chooses 2."""
+    config = read_model_config(write_family(tmp_path, "mixtral"))
+    held = HeldModel(config, 2, torch.float32, torch.device("cpu"), "none")
+    told = str(describe_expert_cuts(held)).split("; by experts (expert_parallel true): ")
+    expert, hidden = 3 * 64 * 112 * 4, 64 * 4
+    models = config, config.cut_by_experts()
+    sizes = [max(shard_bytes(model, rank, 2, torch.float32) for rank in (0, 1)) for model in models]
+    assert sizes[1] - sizes[0] == 5 * expert // 2  # 3 experts in place of two and a half
+    reads = format_bytes(5 * expert), f"{format_bytes(5 * expert)}, up to {format_bytes(10 * expert)}"
+    for said, size, read in zip(told, sizes, reads, strict=True):
+        assert f"{format_bytes(size)} of weights on a rank; of experts a token reads {read}, for which" in said
+        assert f"{format_bytes(5 * hidden)} are sent" in said
+    assert describe_expert_cuts(held._replace(tp_size=1)) is None
+    assert "(expert_parallel true): not possible (tensor" in str(describe_expert_cuts(held._replace(tp_size=8)))
