@@ -209,17 +209,17 @@ class ExpertsPlan:
 
     def _build_experts(self, reader: WeightReader) -> Experts:
         from trtrun.kernels.chooser import operations_of
-        from trtrun.kernels.torch.experts import ExpertWeights, HostExperts
+        from trtrun.kernels.torch.experts import ExpertWeights
 
         operations, numbers = operations_of(reader.device.type), self.experts.held(reader.share)
         gate_up_bias, down_bias = self._read_biases(reader)
         if reader.device.type == "cpu":
-            none = [None] * len(numbers)
+            none, places = [None] * len(numbers), list(enumerate(numbers))
             of_gates, of_down = (none if bias is None else bias for bias in (gate_up_bias, down_bias))
-            gate_up = [reader.linear(self.gate_up(expert), of_gates[place]) for place, expert in enumerate(numbers)]
-            down = [reader.linear(self.down(expert), of_down[place]) for place, expert in enumerate(numbers)]
+            gate_up = [reader.linear(self.gate_up(expert), of_gates[place]).product for place, expert in places]
+            down = [reader.linear(self.down(expert), of_down[place]).product for place, expert in places]
             activate = partial(operations.activate_and_multiply, activation=self.activation, limit=self.limit)
-            return HostExperts(gate_up, down, activate)
+            return operations.host_experts(gate_up, down, activate)
 
         def together(weights: Iterator[Weight]) -> tuple[torch.Tensor, torch.Tensor | None]:
             """All experts' weights, or codes and scales."""

@@ -67,6 +67,10 @@ def choose_experts(logits: torch.Tensor, num_chosen: int, *, renormalises: bool)
     return Choice(experts, shares)
 
 
+_TOKENS_AT_ONCE = 64
+"""That are added up in float32: so this takes little memory, which stays in caches."""
+
+
 class Experts(ABC):
     """Experts of a layer, or those of them that a rank holds."""
 
@@ -82,10 +86,16 @@ class Experts(ABC):
     def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """made [tokens, chosen, columns] times shares [tokens, chosen], added up in their order in float32, then
         rounded: [tokens, columns]."""
-        total = made[:, 0].float() * shares[:, :1]
-        for place in range(1, made.shape[1]):
-            total = total + made[:, place].float() * shares[:, place : place + 1]
-        return total.to(made.dtype)
+        tokens, num_chosen, columns = made.shape
+        output = made.new_empty((tokens, columns))
+        for first in range(0, tokens, _TOKENS_AT_ONCE):
+            own = slice(first, first + _TOKENS_AT_ONCE)
+            weighted = made[own].float() * shares[own].unsqueeze(2)
+            total = weighted[:, 0]
+            for place in range(1, num_chosen):
+                total += weighted[:, place]
+            output[own] = total
+        return output
 
 
 class HostExperts(Experts):
