@@ -103,7 +103,8 @@ class ExchangedExperts:
         else:
             source = owners.flatten() * len(made) + torch.arange(len(made), device=made.device)
         size, width = communicator.size, -(-hidden // communicator.size)
-        columns = functional.pad(made, (0, width * size - hidden)).view(len(made), size, width)
+        padded = functional.pad(made, (0, width * size - hidden)) if hidden % size else made
+        columns = padded.view(len(made), size, width)
         received = communicator.all_to_all(columns.transpose(0, 1).contiguous())
         parts = received.view(-1, width).index_select(0, source).view(*choice.experts.shape, width)
         shares = communicator.all_gather(self._experts.add_up(parts, choice.shares))
