@@ -51,7 +51,7 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
     sizes: dict[tuple[bool, str], int] = {}
     roundings: set[str] = set()
     for weight, held in held_weights(config, share, QUANTIZATIONS.get("none")):
-        if not isinstance(held, StoredLinear) or not weight.num_elements:
+        if not isinstance(held, StoredLinear):
             continue
         codes, said = held.codes(weight, dtype, device_type), f"{held.layout.name} weights stay as they are"
         if codes is None:

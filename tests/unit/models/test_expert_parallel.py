@@ -13,6 +13,7 @@ from family_checkpoints import FAMILIES, write_family
 from native import PATHS
 from paged import PagedModel
 from pipelines import configuration
+from quantized_checkpoints import FORMATS, edit_tensors, store_in_format
 from test_model_invariance import choose_kernels
 from test_model_logits import check_logits
 
@@ -20,6 +21,7 @@ from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kernels.cpu.operations import CpuOperations
 from trtrun.kvcache.sizing import format_bytes
 from trtrun.loading.loading import shard_bytes
+from trtrun.loading.weight_check import check_model_weights
 from trtrun.memory.expert_cuts import HeldModel, describe_expert_cuts
 from trtrun.models.config import read_model_config
 from trtrun.start.job_spec import JobSpec
@@ -66,6 +68,17 @@ def test_experts_have_the_bits_of_one_rank(
     assert not torch.equal(on_ranks(by_features, x), whole(x))
 
 
+def test_stored_experts_lie_whole_on_ranks(tmp_path: Path) -> None:
+    """In 4 bits, with one scale a row; over 4 ranks, of which each lacks most experts."""
+    sizes = {"hidden_size": 256, "head_dim": 128, "num_key_value_heads": 4, "moe_intermediate_size": 128}
+    paths = [tmp_path / name for name in ("dense", "stored")]
+    for path in paths:
+        write_family(path, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], **sizes)
+    store_in_format(*paths, FORMATS["awq of whole rows"])
+    dense, stored = (PagedModel(path, tp_size=4, by_experts=True).forward([[(0, 0, [1, 2, 3])]]) for path in paths)
+    torch.testing.assert_close(dense, stored, atol=1e-4, rtol=1e-4)
+
+
 def test_what_cannot_be_cut_by_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"target\.expert_parallel: Glm4ForCausalLM has no experts: leave expert_par"):
         _ = JobSpec(configuration(write_family(tmp_path / "glm4", "glm4"), None, expert_parallel=True)).target
@@ -73,6 +86,10 @@ def test_what_cannot_be_cut_by_experts_is_refused(tmp_path: Path) -> None:
     config = JobSpec(configuration(mixtral, None, expert_parallel=True)).target
     with pytest.raises(CheckpointError, match="5 experts cannot be shared out over 8 ranks: use 5 devices at most"):
         [weight.cut(Share(0, 8)) for weight in config.layers[0].mlp.weights()]  # type: ignore[attr-defined]
+    edit_tensors(mixtral, {(missing := "model.layers.0.block_sparse_moe.experts.4.w1.weight"): None})
+    with pytest.raises(CheckpointError, match=missing):  # which the first rank does not hold
+        check_model_weights(mixtral, config, 2)
+    mixtral = write_family(tmp_path / "mixtral", "mixtral")
     engine = build_engine(mixtral, tmp_path / "engine", 1)
     with pytest.raises(ConfigError, match=r"target\.expert_parallel: .* is an engine, which is cut by features: name "):
         _ = JobSpec(configuration(engine, None, expert_parallel=True)).target
