@@ -83,7 +83,8 @@ class ExchangedExperts:
         owners = [rank for rank, held in enumerate(ranges) for _ in held]
         self._owners = torch.tensor(owners, device=communicator.device)
         self._first = ranges[communicator.rank].start
-        self._is_checked = communicator.device.type != "cpu"
+        self._packs = communicator.device.type == "cpu"
+        self._is_checked = not self._packs
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden], equal on all ranks.
@@ -98,7 +99,7 @@ class ExchangedExperts:
         is_own = owners == communicator.rank
         own = Choice(torch.where(is_own, choice.experts - self._first, -1), choice.shares)
         made = self._experts.make(x, own).view(-1, hidden)
-        if made.device.type == "cpu":
+        if self._packs:
             made, source = _pack(made, is_own.flatten(), owners.flatten(), communicator.size)
         else:
             source = owners.flatten() * len(made) + torch.arange(len(made), device=made.device)

@@ -63,8 +63,11 @@ def test_experts_have_the_bits_of_one_rank(
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = experts_of(PagedModel(path, torch.bfloat16), 0)
     split, by_features = (PagedModel(path, torch.bfloat16, tp_size, by_experts=cut) for cut in (True, False))
-    for rows in (x, x[:1], x[7:9], x[:0]):
-        assert torch.equal(on_ranks(split, rows), whole(rows))
+    for packs in (True, False):  # as on CPUs, and as on GPUs, where all pairs travel
+        for rank in range(tp_size):
+            experts_of(split, rank)._experts._packs = packs
+        for rows in (x, x[:1], x[7:9], x[:0]):
+            assert torch.equal(on_ranks(split, rows), whole(rows))
     assert not torch.equal(on_ranks(by_features, x), whole(x))
 
 
