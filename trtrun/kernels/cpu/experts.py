@@ -73,7 +73,7 @@ class _Products:
 
     def __init__(self, products: Sequence[BlockedMatmul]) -> None:
         first = products[0]
-        self._form, self._products = first.form, products
+        self._form, self._products, self._kernel = first.form, products, _kernel(first.form)
         self._features, self._pairs = first.arguments.features, first.arguments.pairs
         self._table = np.stack([np.frombuffer(bytes(product.arguments), np.int64) for product in products])
         self._block_numbers = self._pairs * self._form.block * (1 if self._form.is_float32 else 2)
@@ -96,7 +96,7 @@ class _Products:
         room = most * form.block * 4 if needs_room else 0
         scratch = torch.empty(threads, room, dtype=torch.uint8)
         arguments = GroupedArguments(table.ctypes.data, starts.ctypes.data, scratch.data_ptr(), threads, room)
-        _kernel(form)(ctypes.addressof(arguments), threads)
+        self._kernel(ctypes.addressof(arguments), threads)
         return y
 
 

@@ -72,6 +72,10 @@ class BlockedProduct:
         kernel: compiled for such blocks.
         form: that it was compiled for.
         unpacked_bytes: what each thread needs beside its sums, for more rows than a tile takes.
+
+    Attributes:
+        form: that the kernel was compiled for.
+        arguments: what the kernel gets, of which a call sets what is of its rows.
     """
 
     def __init__(
