@@ -79,6 +79,7 @@ class ExchangedExperts:
 
     def __init__(self, experts: Experts, num_experts: int, communicator: Communicator) -> None:
         self._experts, self._communicator = experts, communicator
+        experts.num_holders = communicator.size
         ranges = [expert_range(num_experts, rank, communicator.size) for rank in range(communicator.size)]
         owners = [rank for rank, held in enumerate(ranges) for _ in held]
         self._owners = torch.tensor(owners, device=communicator.device)

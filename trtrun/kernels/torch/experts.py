@@ -72,7 +72,13 @@ _TOKENS_AT_ONCE = 64
 
 
 class Experts(ABC):
-    """Experts of a layer, or those of them that a rank holds."""
+    """Experts of a layer, or those of them that a rank holds.
+
+    Attributes:
+        num_holders: ranks that hold some. So many times fewer pairs of a token and an expert are this one's, about.
+    """
+
+    num_holders = 1
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""

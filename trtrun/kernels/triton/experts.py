@@ -246,7 +246,8 @@ class TritonExperts(Experts):
         gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales = self._weights
         num_experts, features = len(down), gate_up.shape[1] // 2
         # Ranks whose features are no whole blocks have one of both dense.
-        rows, is_coded = tokens * num_chosen // num_experts, gate_up_scales is not None or down_scales is not None
+        rows = tokens * num_chosen // (num_experts * self.num_holders)
+        is_coded = gate_up_scales is not None or down_scales is not None
         tile = _CODED if is_coded else _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
         pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
         gates = x.new_empty((tokens * num_chosen, features))
