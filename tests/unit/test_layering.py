@@ -99,7 +99,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"job_spec"}),
     ),
     "trtrun.memory": (
-        frozenset({"largest_round", "memory_requirements"}),
+        frozenset({"largest_round", "memory_requirements", "expert_cuts"}),
         frozenset({"working_memory", "spaces"}),
     ),
     "trtrun.loading": (

@@ -18,18 +18,20 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantiz
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
+from trtrun.models.experts_plan import find_experts
 from trtrun.weights.checkpoint import Checkpoint
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import HeldWeight, Share, WeightFiles
 
 
 def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:
-    """Everything that a rank holds, and how; `default` is of the weights that the checkpoint has stored plainly.
+    """All of which a rank holds anything, and how; `default` is of the weights that the checkpoint has stored plainly.
 
     Raises:
         CheckpointError: heads or features cannot be shared out over so many ranks.
     """
-    return [(weight.cut(share), config.quantization_of(weight, default)) for weight in config.weights]
+    cut = ((weight, weight.cut(share)) for weight in config.weights)
+    return [(held, config.quantization_of(weight, default)) for weight, held in cut if held.num_elements]
 
 
 def check_weights(files: WeightFiles, config: ModelConfig, share: Share, default: Quantization) -> int:
@@ -64,14 +66,18 @@ def check_model_weights(
     path: Path, config: ModelConfig, tp_size: int, quantization: str = "none", load_format: LoadFormat = "auto"
 ) -> None:
     """Open the files of a model and check its weights, unless dummy ones will be used. All ranks of a group read slices
-    of the same tensors, so that what holds for one of them holds for all.
+    of the same tensors, so that what holds for one of them holds for all; experts that lie whole on ranks are checked
+    as those of one rank.
 
     Raises:
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
     if load_format != "dummy" and not check_engine_weights(path, tp_size, quantization):
-        check_weights(open_checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
+        files, default = open_checkpoint(path), QUANTIZATIONS.get(quantization)
+        check_weights(files, config, Share(0, tp_size), default)
+        if any(plan.by_experts for layer in config.layers for plan in find_experts(layer)):
+            check_weights(files, config, Share(0, 1), default)
 
 
 def check_split(

@@ -7,6 +7,7 @@ Each architecture is a `ModelFamily`, registered by its own file, which plans th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
-from trtrun.errors import CheckpointError, TrtrunError, shorten, wrap_errors
+from trtrun.errors import CheckpointError, ConfigError, TrtrunError, shorten, wrap_errors
 from trtrun.kvcache.formats import KVScheme
 from trtrun.kvcache.specs import LayerSpecs, paged_of, state_of
 from trtrun.layers.ends import PLAIN_ENDS, ModelEnds
@@ -25,6 +26,7 @@ from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
 from trtrun.linear.stored.layout import StoredLinear
+from trtrun.models.experts_plan import cut_by_experts
 from trtrun.models.installed_families import find_family
 from trtrun.models.layer_inputs_plan import LayerInputsPlan
 from trtrun.models.layer_plan import LayerPlan, ModelShape, NormPlan
@@ -163,6 +165,17 @@ class ModelConfig(ModelShape):
     def in_context(self, tokens: int) -> ModelConfig:
         """The model for texts of so many tokens at most."""
         return replace(self, rope=self.rope.in_context(tokens))
+
+    def cut_by_experts(self) -> ModelConfig:
+        """The model whose experts lie whole on the ranks of a group, in place of features of each.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        layers = tuple(cut_by_experts(layer) for layer in self.layers)
+        if all(map(operator.is_, layers, self.layers)):
+            raise ConfigError(f"{self.architecture} has no experts: leave expert_parallel out")
+        return replace(self, layers=layers)
 
     @property
     def embedding(self) -> Weight:

@@ -63,6 +63,20 @@ def test_experts_make_what_plain_torch_does_in_any_company(shape: tuple[int, int
     assert experts(x[:0], Choice(choice.experts[:0], choice.shares[:0])).shape == (0, shape[1])
 
 
+def test_experts_of_a_rank_make_what_all_together_do() -> None:
+    """A rank holds the last three of five, for so many pairs that they are sorted, and so few that they are not."""
+    from trtrun.kernels.triton.experts import TritonExperts
+
+    gate_up, down, x, choice = made((5, 96, 40, 3), 30)
+    whole = TritonExperts(ExpertWeights(gate_up, down), "silu", 1.0)
+    part = TritonExperts(ExpertWeights(gate_up[2:].contiguous(), down[2:].contiguous()), "silu", 1.0)
+    for tokens in (30, 4):
+        experts = choice.experts[:tokens]
+        own = Choice(torch.where(experts < 2, -1, experts - 2), choice.shares[:tokens])
+        found = part.make(x[:tokens], own)[experts >= 2]
+        assert torch.equal(found, whole.make(x[:tokens], Choice(experts, own.shares))[experts >= 2])
+
+
 CODED_SHAPES = [(5, 96, 64, 2), (3, 160, 32, 3), *([(32, 2880, 2880, 4), (128, 2048, 768, 8)] if HAS_GPU else [])]
 
 

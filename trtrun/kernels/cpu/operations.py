@@ -19,8 +19,10 @@ from trtrun.kernels.arguments import Activation, LineSlots
 from trtrun.kernels.cpu import fused as kernels
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import NativeAttention, takes_head, whole_head
+from trtrun.kernels.cpu.experts import NativeExperts, takes
 from trtrun.kernels.cpu.matmul import BlockedFp8Matmul, BlockedInt8Matmul, BlockedMatmul, can_block
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.kernels.torch.experts import Experts
 from trtrun.kernels.torch.low_rank import Factors, Install, LowRank, LowRankShape
 from trtrun.kernels.torch.operations import GatheredAttention, HeadProducts, Product, TorchOperations
 from trtrun.kvcache.formats import PLAIN, KVFormat
@@ -157,6 +159,12 @@ class CpuOperations(TorchOperations):
             return made
 
         return multiply
+
+    @override
+    def host_experts(self, gate_up: Sequence[Product], down: Sequence[Product], activate: Product) -> Experts:
+        if takes(gate_up) and takes(down):
+            return NativeExperts(gate_up, down, activate)
+        return super().host_experts(gate_up, down, activate)
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether products keep weights in a layout of their own."""

@@ -2,16 +2,18 @@
 
 A token's bits do not depend on who else chose an expert: each product takes rows that are alone in it, too, and a
 token's experts are added in the order in which it chose them, in float32. It knows tensors. It does not know layers, or
-how ranks share features out.
+how ranks share features or experts out.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
 
@@ -43,7 +45,8 @@ class Choice(NamedTuple):
     """The experts of each token, the likeliest first.
 
     Attributes:
-        experts: [tokens, chosen] int64; of equally likely ones the lower number comes first.
+        experts: [tokens, chosen] int64; of equally likely ones the lower number comes first. -1 where the expert is not
+            held here, among experts of a rank that holds some.
         shares: [tokens, chosen] float32: what their results are multiplied by.
     """
 
@@ -113,7 +116,44 @@ class ScaledChoice:
         return Choice(experts, shares * self._factors[experts])
 
 
-class HostExperts:
+_TOKENS_AT_ONCE = 64
+"""That are added up in float32: so this takes little memory, which stays in caches."""
+
+
+class Experts(ABC):
+    """Experts of a layer, or those of them that a rank holds.
+
+    Attributes:
+        num_holders: ranks that hold some. So many times fewer pairs of a token and an expert are this one's, about.
+    """
+
+    num_holders = 1
+
+    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+        return self.add_up(self.make(x, choice), choice.shares)
+
+    @abstractmethod
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """x [tokens, hidden] → what each chosen expert makes of it: [tokens, chosen, hidden], any numbers where the
+        expert is not held here."""
+
+    def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """made [tokens, chosen, columns] times shares [tokens, chosen], added up in their order in float32, then
+        rounded: [tokens, columns]."""
+        tokens, num_chosen, columns = made.shape
+        output = made.new_empty((tokens, columns))
+        for first in range(0, tokens, _TOKENS_AT_ONCE):
+            own = slice(first, first + _TOKENS_AT_ONCE)
+            weighted = made[own].float() * shares[own].unsqueeze(2)
+            total = weighted[:, 0]
+            for place in range(1, num_chosen):
+                total += weighted[:, place]
+            output[own] = total
+        return output
+
+
+class HostExperts(Experts):
     """Experts on the CPU: each that was chosen multiplies the rows that chose it.
 
     Args:
@@ -130,22 +170,23 @@ class HostExperts:
     ) -> None:
         self._gate_up, self._down, self._activate = gate_up, down, activate
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         tokens, num_chosen = choice.experts.shape
         made = x.new_empty((tokens, num_chosen, x.shape[1]))
         pairs: dict[int, list[int]] = {}
         for pair, expert in enumerate(choice.experts.flatten().tolist()):
-            pairs.setdefault(expert, []).append(pair)
+            if expert >= 0:
+                pairs.setdefault(expert, []).append(pair)
         flat = made.view(-1, x.shape[1])
         for expert, chosen in pairs.items():
             places = torch.tensor(chosen)
             rows = x.index_select(0, places // num_chosen)
             flat.index_copy_(0, places, self._down[expert](self._activate(self._gate_up[expert](rows))))
-        return add_up(made, choice.shares)
+        return made
 
 
-class MaskedExperts:
+class MaskedExperts(Experts):
     """Experts on any device, without looking at what was chosen: each multiplies all rows. It is for devices that have
     nothing better for a dtype.
 
@@ -157,8 +198,8 @@ class MaskedExperts:
     def __init__(self, weights: ExpertWeights, activate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._weights, self._activate = weights, activate
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         made = x.new_zeros((*choice.experts.shape, x.shape[1]))
         gate_up, down, gate_up_bias, down_bias, *_ = self._weights
         for expert in range(len(gate_up)):
@@ -166,17 +207,4 @@ class MaskedExperts:
             of_down = None if down_bias is None else down_bias[expert]
             result = functional.linear(self._activate(gated), down[expert], of_down)
             made = torch.where((choice.experts == expert).unsqueeze(2), result.unsqueeze(1), made)
-        return add_up(made, choice.shares)
-
-
-def add_up(made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """made [tokens, chosen, hidden] times shares [tokens, chosen], added up in their order in float32, then rounded:
-    [tokens, hidden]."""
-    total = made[:, 0].float() * shares[:, :1]
-    for place in range(1, made.shape[1]):
-        total = total + made[:, place].float() * shares[:, place : place + 1]
-    return total.to(made.dtype)
-
-
-Experts = Callable[[torch.Tensor, Choice], torch.Tensor]
-"""x [tokens, hidden] and what was chosen → [tokens, hidden]."""
+        return made

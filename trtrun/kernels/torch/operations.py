@@ -7,7 +7,7 @@ device gets is chosen in chooser.py. It knows tensors. It does not know layers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from trtrun.kernels.arguments import SWIGLU_SLOPE, Activation, AttentionCall, RoundedRows, Rounding
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.delta_net import DeltaNet, DeltaNetWeights, TorchDeltaNet
-from trtrun.kernels.torch.experts import Experts, ExpertWeights, MaskedExperts, choose_experts
+from trtrun.kernels.torch.experts import Experts, ExpertWeights, HostExperts, MaskedExperts, choose_experts
 from trtrun.kernels.torch.fp8 import TorchFp8BlockMatmul, TorchFp8Matmul
 from trtrun.kernels.torch.integers import TorchInt4Matmul, TorchInt8Matmul
 from trtrun.kernels.torch.low_rank import LowRank, LowRankShape, TorchLowRank
@@ -164,6 +164,10 @@ class TorchOperations:
     def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
         """What carries the states of rows on in a gated delta net."""
         return TorchDeltaNet(weights, self)
+
+    def host_experts(self, gate_up: Sequence[Product], down: Sequence[Product], activate: Product) -> Experts:
+        """Experts on the CPU; the products of each, and `activate`, are as in `HostExperts`."""
+        return HostExperts(gate_up, down, activate)
 
     def packs_weights(self, dtype: torch.dtype) -> bool:
         """Whether `product` copies weights of `dtype` into an order of its own, of whatever shape most of them are."""

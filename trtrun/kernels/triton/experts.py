@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
 from trtrun.kernels.arguments import Activation
 from trtrun.kernels.routing import LEAST_TOTAL, USUAL, Routing
-from trtrun.kernels.torch.experts import Choice, ExpertWeights
+from trtrun.kernels.torch.experts import Choice, Experts, ExpertWeights
 from trtrun.kernels.torch.mxfp4 import BLOCK
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.expert_tiles import lay_out
@@ -273,7 +274,7 @@ def _add_kernel(made, shares, output, size, CHOSEN: tl.constexpr, BLOCK: tl.cons
     tl.store(output + token * size + element, total.to(output.dtype.element_ty), mask=inside)
 
 
-class TritonExperts:
+class TritonExperts(Experts):
     """Experts with weights of half precision, or of 4 bits.
 
     Args:
@@ -285,21 +286,21 @@ class TritonExperts:
     def __init__(self, weights: ExpertWeights, activation: Activation, limit: float) -> None:
         self._weights, self._gate, self._limit = weights, GATES[activation], limit
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
+    @override
+    def make(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         x = x.contiguous()
         (tokens, hidden), num_chosen = x.shape, choice.experts.shape[1]
-        output = torch.empty_like(x)
+        made = x.new_empty((tokens, num_chosen, hidden))
         if not tokens:
-            return output
+            return made
         gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales = self._weights
         num_experts, features = len(down), gate_up.shape[1] // 2
         # Ranks whose features are no whole blocks have one of both dense.
-        rows, is_coded = tokens * num_chosen // num_experts, gate_up_scales is not None or down_scales is not None
+        rows = tokens * num_chosen // (num_experts * self.num_holders)
+        is_coded = gate_up_scales is not None or down_scales is not None
         tile = _CODED if is_coded else _NARROW if rows < 16 else _WIDE if rows < 96 else _LARGE
         pairs, experts = lay_out(choice.experts, num_experts, tile.rows)
         gates = x.new_empty((tokens * num_chosen, features))
-        made = x.new_empty((tokens * num_chosen, hidden))
         sizes = {"ROWS": tile.rows, "FEATURES": tile.features, "INPUTS": tile.inputs}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **early(x)}
         _gate_up_kernel[(len(experts), triton.cdiv(features, tile.features))](
@@ -314,8 +315,15 @@ class TritonExperts:
             IS_EVEN=features % tile.inputs == 0, IS_CODED=down_scales is not None, HAS_BIAS=down_bias is not None,
             **sizes, **options,
         )  # fmt: skip
-        block = min(1024, triton.next_power_of_2(hidden))
-        _add_kernel[(tokens, triton.cdiv(hidden, block))](
-            made, choice.shares, output, hidden, CHOSEN=num_chosen, BLOCK=block, num_warps=4, **early(x)
-        )
+        return made
+
+    @override
+    def add_up(self, made: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        tokens, num_chosen, columns = made.shape
+        output = made.new_empty((tokens, columns))
+        block = min(1024, triton.next_power_of_2(columns))
+        if tokens:
+            _add_kernel[(tokens, triton.cdiv(columns, block))](
+                made, shares, output, columns, CHOSEN=num_chosen, BLOCK=block, num_warps=4, **early(made)
+            )
         return output
