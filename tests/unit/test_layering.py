@@ -166,6 +166,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.kernels": (
         frozenset({"chooser"}),
         frozenset({"cpu", "triton"}),
+        frozenset({"cuda"}),
         frozenset({"torch"}),
         frozenset({"arguments", "library_speeds", "routing"}),
     ),
