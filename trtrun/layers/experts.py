@@ -34,15 +34,12 @@ class SharedExpert:
     def __init__(self, mlp: MLP, gate: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         self._mlp, self._gate = mlp, gate
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden] → [tokens, hidden], equal on all ranks."""
+    def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`output`, to which is added what comes of x; both [tokens, hidden], equal on all ranks."""
         result = self._mlp(x)
         if self._gate is None:
-            return result
-        logits = self._gate(x).float()
-        # The sigmoid as a softmax beside 0, whose rows have the same bits in any company.
-        share = torch.softmax(torch.cat((logits, torch.zeros_like(logits)), dim=1), dim=1)[:, :1]
-        return result.mul_(share.to(result.dtype))
+            return output.add_(result)
+        return operations_of(x.device.type).add_gated(output, result, self._gate(x))
 
 
 class SummedExperts:
@@ -175,4 +172,4 @@ class ExpertsMLP:
         x."""
         assert isinstance(x, torch.Tensor), "norms round for none that does not say that it takes such rows"
         output = self._experts(x, self._choose(self._router(x if for_router is None else for_router)))
-        return output if self._shared is None else output.add_(self._shared(x))
+        return output if self._shared is None else self._shared.add_to(output, x)

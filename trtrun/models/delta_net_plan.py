@@ -134,7 +134,7 @@ class DeltaNetPlan:
         import torch
 
         from trtrun.kernels.torch.delta_net import DeltaNetWeights
-        from trtrun.layers.delta_net import DeltaNet
+        from trtrun.layers.delta_net import Apart, Brought, DeltaNet, Together
 
         keys, values = self.keys.units(reader.share), self.values.units(reader.share)
         of_key = self.value_heads // self.key_heads
@@ -150,12 +150,14 @@ class DeltaNetPlan:
             norm=self.norm.read(reader),
             epsilon=self.norm.eps,
         )
-        return DeltaNet(
-            weights,
-            states=reader.linear(self.states.weight),
-            rates=reader.linear(self.corrections.weight),
-            output=reader.row_parallel(self.output.weight),
+        states, rates = self.states.weight, self.corrections.weight
+        product = reader.joined_product(states, rates)
+        brought: Brought = (
+            Together(product, 2 * len(values))
+            if product is not None
+            else Apart(reader.linear(states), reader.linear(rates))
         )
+        return DeltaNet(weights, brought, reader.row_parallel(self.output.weight))
 
 
 def _sizes(parts: Mapping[str, Axis]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.layers.layer_inputs import LayerInputs
 from trtrun.linear.layer import AdaptedLayers, Linear
+from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.quantization.base import Tensors
 from trtrun.weights.weight import Axis, Weight
 from trtrun.weights.weight_loader import WeightLoader
@@ -128,6 +129,15 @@ class WeightReader:
         """The product with `weight` [out, in] as it is, on each rank the whole of it, and `bias` [out]."""
         operations, of_bias = operations_of(self.device.type), None if bias is None else self.tensor(bias)
         return operations.product(self.tensor(weight), of_bias, batch_invariant=self._batch_invariant)
+
+    def joined_product(self, *weights: Weight) -> Product | None:
+        """The product with weights [out, in] of the same inputs, one behind the other, where this rank holds all as
+        they are; else None."""
+        plain = QUANTIZATIONS.get("none")
+        if self._adapted is not None or any(self._loader.held(weight) != plain for weight in weights):
+            return None
+        joined = torch.cat([self.tensor(weight) for weight in weights])
+        return operations_of(self.device.type).product(joined, None, batch_invariant=self._batch_invariant)
 
     def wide_product(self, weight: Weight) -> Product:
         """The product with `weight` [out, in] in float32, on each rank the whole of it, of activations as they are."""

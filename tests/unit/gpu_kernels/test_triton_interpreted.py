@@ -235,7 +235,7 @@ def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
 @DTYPES
 def test_the_small_operations(dtype: torch.dtype) -> None:
     from trtrun.kernels.triton.fused import activate_and_multiply, add_and_normalise
-    from trtrun.kernels.triton.row_functions import normalise_heads, square_sums, xielu
+    from trtrun.kernels.triton.row_functions import add_gated, normalise_heads, square_sums, xielu
 
     torch.manual_seed(0)
     heads = torch.randn(3, 15, 24).to(dtype)[:, :11]
@@ -257,6 +257,11 @@ def test_the_small_operations(dtype: torch.dtype) -> None:
     bent = xielu(small.to(dtype), numbers)
     assert bent.dtype is dtype
     assert difference(bent, TorchOperations().xielu(small.to(dtype).float(), numbers)) < BOUNDS[dtype]
+    halves = activate_and_multiply(fused, "sigmoid")
+    assert difference(halves, fused[:, :1100].float().sigmoid() * fused[:, 1100:].float()) < BOUNDS[dtype]
+    logits, whole = torch.randn(3, 1).to(dtype), fused[:, :1100].contiguous()
+    expected = whole.float() + 2 * whole.float() * logits.float().sigmoid()
+    assert difference(add_gated(whole.clone(), whole * 2, logits), expected) < 2 * BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "at_once"), [(torch.float32, 1), (torch.float16, 4), (torch.float32, 16)], ids=str)

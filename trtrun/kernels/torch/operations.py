@@ -161,6 +161,13 @@ class TorchOperations:
         """What experts make of the tokens that chose them; the limit as in `activate_and_multiply`."""
         return MaskedExperts(weights, partial(self.activate_and_multiply, activation=activation, limit=limit))
 
+    def add_gated(self, output: torch.Tensor, result: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """output [tokens, size], to which `result` of the same shape is added, times the sigmoids of `logits` [tokens,
+        1], in place; sigmoids and products are rounded."""
+        # The sigmoid as a softmax beside 0, whose rows have the same bits in any company.
+        both = torch.cat((logits.float(), torch.zeros_like(logits, dtype=torch.float32)), dim=1)
+        return output.add_(result.mul_(torch.softmax(both, dim=1)[:, :1].to(result.dtype)))
+
     def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
         """What carries the states of rows on in a gated delta net."""
         return TorchDeltaNet(weights, self)

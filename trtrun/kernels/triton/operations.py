@@ -112,6 +112,10 @@ class TritonOperations(TorchOperations):
         return super().experts(weights, activation, limit)
 
     @override
+    def add_gated(self, output: torch.Tensor, result: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return row_functions.add_gated(output, result, logits)
+
+    @override
     def delta_net(self, weights: DeltaNetWeights) -> DeltaNet:
         return TritonDeltaNet(weights, CudaRecurrence(weights))
 

@@ -1,4 +1,4 @@
-"""Sums of squares and xIELU of rows, each in one Triton kernel for CUDA: what few families compute."""
+"""Sums of squares, xIELU and gated sums of rows, each in one Triton kernel for CUDA: what few families compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.fused import warps_for
 
 _FEATURES = 1024
-"""Features that one program of `xielu` computes."""
+"""Features that one program of `xielu` or `add_gated` computes."""
 
 
 @triton.jit
@@ -108,4 +108,27 @@ def normalise_heads(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> to
             x, weight, output, epsilon, x.stride(0), HEADS=heads, SIZE=size, ROWS=_HEADS_AT_ONCE,
             PADDED=triton.next_power_of_2(size), num_warps=4, **early(x),
         )  # fmt: skip
+    return output
+
+
+@triton.jit
+def _add_gated_kernel(output, result, logits, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, kind = element < size, output.dtype.element_ty
+    share = (1 / (1 + tl.exp(-tl.load(logits + row).to(tl.float32)))).to(kind).to(tl.float32)
+    added = tl.load(result + row * size + element, mask=inside, other=0.0).to(tl.float32) * share
+    value = tl.load(output + row * size + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + row * size + element, (value + added.to(kind).to(tl.float32)).to(kind), mask=inside)
+
+
+def add_gated(output: torch.Tensor, result: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """output [tokens, size], to which `result` is added, times the sigmoids of `logits` [tokens, 1], in place; all
+    dense."""
+    tokens, size = output.shape
+    if tokens:
+        _add_gated_kernel[(tokens, triton.cdiv(size, _FEATURES))](
+            output, result, logits, size, BLOCK=_FEATURES, num_warps=4, **early(output)
+        )
     return output

@@ -38,6 +38,30 @@ def _input_at(
 
 
 @triton.jit
+def _window_at(
+    made, ring, window, position, channel, mask, slot, kept, first, place, capacity, stride, channels,
+    KERNEL: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """What the tokens that the convolution sees from a position brought to channels, [TAPS, channels]: of KERNEL - 1
+    tokens."""
+    tap = tl.arange(0, TAPS)
+    at = (position - (KERNEL - 1) + tap)[:, None]
+    return _input_at(
+        made, ring, window, at, channel[None, :], mask[None, :] & (tap < KERNEL - 1)[:, None], slot, kept, first, place,
+        capacity, stride, channels, KERNEL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_window(
+    windows, number, numbers, channel, mask, channels, KERNEL: tl.constexpr, TAPS: tl.constexpr
+):  # fmt: skip
+    tap = tl.arange(0, TAPS)
+    place = (number * (KERNEL - 1) + tap)[:, None] * channels + channel[None, :]
+    tl.store(windows + place, numbers, mask=mask[None, :] & (tap < KERNEL - 1)[:, None])
+
+
+@triton.jit
 def _softplus(x):
     """log(1 + exp(x)), to all digits where that is small, too."""
     small = tl.exp(-tl.abs(x))
@@ -47,13 +71,14 @@ def _softplus(x):
 
 @triton.jit(do_not_specialize=["rows", "tokens", "capacity"], do_not_specialize_on_alignment=["numbers"])
 def convolve(
-    made, rates, ring, ring_corrects, ring_kept, window, weights, fading, fading_bias, numbers,
+    made, rates, ring, ring_corrects, ring_kept, window, window_snapshots, weights, fading, fading_bias, numbers,
     query_key, value, factors, rows, tokens, capacity, stride, rates_stride, scale, epsilon,
     KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SIZE: tl.constexpr,
-    KERNEL: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    KERNEL: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, REMEMBERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Make queries, keys and values of one head for TOKENS tokens of a row, in the order in which they go through its
-    state; and with values, what the head keeps as each comes, and how much it corrects.
+    state; and with values, what the head keeps as each comes, and how much it corrects. Where rows have no more tokens,
+    a program REMEMBERS what its channels need, as `remember` does.
 
     A token's numbers lie in one warp whatever the number of tokens, so that sums have one order.
     """
@@ -81,6 +106,39 @@ def convolve(
         )  # fmt: skip
         weight = tl.load(weights + tap * channels + start + number, mask=number < size, other=0.0)
         mixed += weight[None, :] * brought
+    if REMEMBERS:
+        settled, saved_at = tl.load(numbers + SETTLED * rows + row), tl.load(numbers + SAVED_AT * rows + row)
+        saves = (saved_at >= kept) & (saved_at <= end)
+        channel, own = start + number, number < size
+        new = _window_at(
+            made,
+            ring,
+            window,
+            settled,
+            channel,
+            own,
+            slot,
+            kept,
+            first,
+            place,
+            capacity,
+            stride,
+            channels,
+            KERNEL,
+            TAPS,
+        )
+        saved = _window_at(
+            made, ring, window, tl.where(saves, saved_at, settled), channel, own, slot, kept, first, place, capacity,
+            stride, channels, KERNEL, TAPS,
+        )  # fmt: skip
+        tl.debug_barrier()  # all has been read that is overwritten
+        _store_window(window, slot, new, channel, own, channels, KERNEL, TAPS)
+        if saves:
+            snapshot = tl.load(numbers + SNAPSHOT * rows + row)
+            _store_window(window_snapshots, snapshot, saved, channel, own, channels, KERNEL, TAPS)
+        is_new = lives & (position >= first) & (position >= end - capacity)
+        turn = (slot * capacity + position % capacity)[:, None] * channels
+        tl.store(ring + turn + channel[None, :], brought, mask=inside & is_new[:, None])
     # As one by one: rounded behind the convolution, and behind what it goes through.
     mixed = mixed.to(made.dtype.element_ty).to(tl.float32)
     mixed = (mixed / (1 + tl.exp(-mixed))).to(made.dtype.element_ty).to(tl.float32)
@@ -102,6 +160,11 @@ def convolve(
         both = factors + (line * VALUES + head) * 2
         tl.store(both, keeps, mask=lives)
         tl.store(both + 1, corrects, mask=lives)
+        if REMEMBERS:
+            tl.debug_barrier()
+            is_kept = is_fed & (position >= end - capacity)
+            tl.store(ring_kept + remembered, keeps, mask=is_kept)
+            tl.store(ring_corrects + remembered, corrects, mask=is_kept)
     else:
         length = tl.sqrt(tl.sum(mixed * mixed, axis=1) + epsilon)
         mixed = mixed / length[:, None]
@@ -113,13 +176,12 @@ def convolve(
 @triton.jit(do_not_specialize=["rows", "tokens", "capacity"], do_not_specialize_on_alignment=["numbers"])
 def remember(
     made, ring, ring_corrects, ring_kept, window, window_snapshots, factors, numbers, rows, tokens, capacity, stride,
-    VALUES: tl.constexpr, SIZE: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    VALUES: tl.constexpr, SIZE: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Keep what a row's newest tokens brought to BLOCK channels, and what the convolution sees from the state that is
-    kept on; with the first channels what heads keep and correct, too.
-
-    One program reads and writes a channel of a row, in this order: what is overwritten was read before.
-    """
+    kept on; with the first channels what heads keep and correct, too. One program reads and writes a channel of a
+    row."""
     begin(EARLY)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, kept = tl.load(numbers + SLOT * rows + row), tl.load(numbers + KEPT * rows + row)
@@ -130,22 +192,18 @@ def remember(
         return
     channel = part * BLOCK + tl.arange(0, BLOCK)
     inside = channel < SIZE
-    if (saved_at >= kept) & (saved_at <= end):
-        for tap in tl.static_range(KERNEL - 1):
-            position = saved_at - (KERNEL - 1) + tap + channel * 0
-            brought = _input_at(
-                made, ring, window, position, channel, inside, slot, kept, first, place, capacity, stride, SIZE,
-                KERNEL,
-            )  # fmt: skip
-            tl.store(window_snapshots + (snapshot * (KERNEL - 1) + tap) * SIZE + channel, brought, mask=inside)
-    if settled > kept:
-        for tap in tl.static_range(KERNEL - 1):
-            position = settled - (KERNEL - 1) + tap + channel * 0
-            brought = _input_at(
-                made, ring, window, position, channel, inside, slot, kept, first, place, capacity, stride, SIZE,
-                KERNEL,
-            )  # fmt: skip
-            tl.store(window + (slot * (KERNEL - 1) + tap) * SIZE + channel, brought, mask=inside)
+    saves = (saved_at >= kept) & (saved_at <= end)
+    new = _window_at(
+        made, ring, window, settled, channel, inside, slot, kept, first, place, capacity, stride, SIZE, KERNEL, TAPS
+    )
+    saved = _window_at(
+        made, ring, window, tl.where(saves, saved_at, settled), channel, inside, slot, kept, first, place, capacity,
+        stride, SIZE, KERNEL, TAPS,
+    )  # fmt: skip
+    tl.debug_barrier()  # all has been read that is overwritten
+    _store_window(window, slot, new, channel, inside, SIZE, KERNEL, TAPS)
+    if saves:
+        _store_window(window_snapshots, snapshot, saved, channel, inside, SIZE, KERNEL, TAPS)
     newest = tl.maximum(first, end - capacity)
     for position in range(newest, end):
         brought = tl.load(made + (place + position) * stride + channel, mask=inside, other=0.0)

@@ -54,6 +54,7 @@ class TritonDeltaNet:
 
     def __init__(self, weights: DeltaNetWeights, recurrence: Recurrence) -> None:
         self._weights, self._recurrence = weights, recurrence
+        self._taps = triton.next_power_of_2(len(weights.convolution) - 1)
 
     def __call__(
         self, made: torch.Tensor, rates: torch.Tensor, states: LayerStates, segments: Sequence[SegmentStates]
@@ -61,9 +62,11 @@ class TritonDeltaNet:
         weights = self._weights
         read = made.new_empty((len(made), weights.values * weights.value_dim))
         for segment in segments:
-            brought = self._convolve(made, rates, states, segment)
+            tokens = states.inputs[0].shape[1] + segment.segment.queries
+            brought = self._convolve(made, rates, states, segment, tokens)
             self._recurrence(brought, states, segment, read)
-            self._remember(made, brought, states, segment)
+            if tokens > TOKENS:
+                self._remember(made, brought, states, segment)
         output = torch.empty_like(read)
         if len(made):
             _gate_kernel[(len(made), triton.cdiv(weights.values, _HEADS))](
@@ -74,23 +77,23 @@ class TritonDeltaNet:
         return output
 
     def _convolve(
-        self, made: torch.Tensor, rates: torch.Tensor, states: LayerStates, segment_states: SegmentStates
+        self, made: torch.Tensor, rates: torch.Tensor, states: LayerStates, segment_states: SegmentStates, tokens: int
     ) -> Tokens:
+        """What the tokens of a segment's rows bring, `tokens` of each at most. Few are remembered, too: tiles of a
+        prompt, which may be one row's, are wider."""
         weights, rows = self._weights, segment_states.segment.rows
-        capacity = states.inputs[0].shape[1]
-        tokens = capacity + segment_states.segment.queries
         brought = Tokens(
             made.new_empty((rows * tokens, 2 * weights.keys, weights.key_dim), dtype=torch.float32),
             made.new_empty((rows * tokens, weights.values, weights.value_dim)),
             made.new_empty((rows * tokens, weights.values, 2), dtype=torch.float32),
         )
         convolve[(triton.cdiv(tokens, TOKENS), 2 * weights.keys + weights.values, rows)](
-            made, rates, *states.inputs, states.states[0], weights.convolution, weights.fading, weights.fading_bias,
-            segment_states.numbers, *brought, rows, tokens, capacity, made.stride(0), rates.stride(0),
-            weights.key_dim**-0.5, LEAST_SQUARES,
+            made, rates, *states.inputs, states.states[0], states.snapshots[0], weights.convolution, weights.fading,
+            weights.fading_bias, segment_states.numbers, *brought, rows, tokens, states.inputs[0].shape[1],
+            made.stride(0), rates.stride(0), weights.key_dim**-0.5, LEAST_SQUARES,
             KEYS=weights.keys, VALUES=weights.values, KEY_DIM=weights.key_dim, VALUE_DIM=weights.value_dim,
             SIZE=triton.next_power_of_2(max(weights.key_dim, weights.value_dim)), KERNEL=len(weights.convolution),
-            TOKENS=TOKENS, num_warps=4, **early(made),
+            TAPS=self._taps, TOKENS=TOKENS, REMEMBERS=tokens <= TOKENS, num_warps=4, **early(made),
         )  # fmt: skip
         return brought
 
@@ -101,6 +104,6 @@ class TritonDeltaNet:
         remember[(triton.cdiv(channels, CHANNELS), rows)](
             made, *states.inputs, states.states[0], states.snapshots[0], brought.factors, segment_states.numbers,
             rows, len(brought.value) // rows, states.inputs[0].shape[1], made.stride(0),
-            VALUES=self._weights.values, SIZE=channels, KERNEL=len(self._weights.convolution), BLOCK=CHANNELS,
-            num_warps=1, **early(made),
+            VALUES=self._weights.values, SIZE=channels, KERNEL=len(self._weights.convolution), TAPS=self._taps,
+            BLOCK=CHANNELS, num_warps=1, **early(made),
         )  # fmt: skip
