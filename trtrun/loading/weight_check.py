@@ -13,7 +13,6 @@ from pathlib import Path
 from trtrun.configuration.engine_sections import LoadFormat
 from trtrun.errors import ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
-from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
 from trtrun.weights.rank_files import open_checkpoint
@@ -92,20 +91,13 @@ def check_split(
     weights = held_weights(config, share, default)
     for weight, held in weights:
         held.stored(weight)
-        if weight.use == "expert" and device_type != "cpu" and not _is_held_on_gpus(weight, held):
+        if weight.use == "expert" and device_type != "cpu" and not held.fits_experts:
             raise ConfigError(
-                "experts are held as they are on GPUs: leave quantization out, and take a plain checkpoint"
+                "experts on GPUs are held dense or in E4M3: set quantization to fp8, fp8_block, fp8_weight_only or none"
             )
     for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)
     return weights
-
-
-def _is_held_on_gpus(weight: HeldWeight, held: Quantization) -> bool:
-    """Whether experts on GPUs may be held so: dense, or in MXFP4."""
-    if isinstance(held, StoredLinear):
-        return all(held.layout.codes(part) in (None, "mxfp4") for part in weight.parts)
-    return held == QUANTIZATIONS.get("none")
 
 
 def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:

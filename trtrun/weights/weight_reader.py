@@ -16,7 +16,7 @@ from trtrun.kvcache.byte_codes import LARGEST, LEAST_SCALE, MOST_SCALE
 from trtrun.kvcache.formats import ByteKV, KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.linear.layer import AdaptedLayers, Linear
-from trtrun.linear.quantization.base import Tensors
+from trtrun.linear.quantization.base import Quantization, Tensors
 from trtrun.weights.weight import Axis, Weight
 from trtrun.weights.weight_loader import WeightLoader
 
@@ -112,9 +112,13 @@ class WeightReader:
         return operations.product(self.tensor(weight), of_bias, batch_invariant=self._batch_invariant)
 
     def expert(self, weight: Weight) -> Tensors:
-        """Read `weight` [out, in] on to the device as ranks hold it there: dense in the model's dtype, "weight", or as
-        codes of 4 bits (`Mxfp4`); errors as of `tensor`. On CPUs the next weight may overwrite it."""
+        """Read `weight` [out, in] on to the device as ranks hold it there: dense in the model's dtype, "weight", or in
+        codes; errors as of `tensor`. On CPUs the next weight may overwrite it."""
         return self._loader.load(weight)
+
+    def held(self, weight: Weight) -> Quantization:
+        """How a weight is held."""
+        return self._loader.held(weight)
 
     def tensor(self, weight: Weight) -> torch.Tensor:
         """Read `weight` on to the device in the model's dtype.
