@@ -113,8 +113,6 @@ def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quant
             f"quantization {name} is for plain weights, and those of this model are quantized already "
             f"({config.quant_method}): leave it out"
         )
-    if default is not QUANTIZATIONS.get("none") and any(weight.stored is not None for weight in config.weights):
-        raise ConfigError(f"quantization {name} is not for experts that files have in one tensor: leave it out")
     if for_target and not all(config.quantization_of(weight, default).fits_targets for weight in config.weights):
         raise ConfigError("weights that are stored so are for drafts alone, as rows depend on their company")
     return default

@@ -116,6 +116,10 @@ class WeightSource(Protocol):
         """
         ...
 
+    def with_dense(self, dense: torch.Tensor) -> WeightSource:
+        """The same, with a dense weight that is read already."""
+        ...
+
     @property
     def is_dummy(self) -> bool:
         """Whether there are no files: only `dense` answers then."""

@@ -14,6 +14,7 @@ torch's operations (trtrun.kernels.torch), which are right on any device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -409,6 +410,63 @@ class Fp8Block(Coded):
 
         codes = tensors["codes"]
         return operations_of(codes.device.type).fp8_block_product(codes, tensors["block_scale"], bias)
+
+
+@dataclass(frozen=True)
+class Rounded(Quantization):
+    """Weights that files have in an order of their own, held as a quantization holds plain ones.
+
+    Attributes:
+        stored_as: reads them, "weight" [out, in].
+        held_as: holds them.
+    """
+
+    stored_as: Quantization
+    held_as: Quantization
+
+    @property
+    def takes_head(self) -> bool:
+        return self.held_as.takes_head
+
+    @property
+    def fits_targets(self) -> bool:
+        return self.held_as.fits_targets
+
+    @property
+    def fits_experts(self) -> bool:
+        return self.held_as.fits_experts
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.held_as.rounds_activations
+
+    @override
+    def check(self, dtype: str, device_type: str) -> None:
+        self.held_as.check(dtype, device_type)
+
+    @override
+    def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return self.held_as.keeps_dense(dtype, device)
+
+    @override
+    def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
+        return self.stored_as.stored(weight)
+
+    @override
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
+        return self.held_as.create(weight, dtype, device_type)
+
+    @override
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        return self.held_as.working_bytes(weight, rows, dtype, device_type)
+
+    @override
+    def load(self, source: WeightSource) -> Tensors:
+        return self.held_as.load(source.with_dense(self.stored_as.load(source)["weight"]))
+
+    @override
+    def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        return self.held_as.apply(tensors, bias, batch_invariant=batch_invariant)
 
 
 QUANTIZATIONS.register("none")(Dense())
