@@ -20,6 +20,7 @@ from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantiza
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder_plan import DecoderPlan
+from trtrun.models.experts_plan import ExpertsPlan
 from trtrun.tools.quantizing.activations import Devices, Flow, LargestKeys, Observer
 from trtrun.tools.quantizing.awq import Awq, fold, linear_pairs, norm_pairs, smooth
 from trtrun.tools.quantizing.formats import (
@@ -32,8 +33,18 @@ from trtrun.tools.quantizing.formats import (
     round_fp8_tensor,
 )
 from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights, known_plans
-from trtrun.tools.quantizing.settings import CALIBRATED_FORMATS, WORD_PLACES, QuantizingSettings, choose_group_size
+from trtrun.tools.quantizing.settings import (
+    CALIBRATED_FORMATS,
+    EXPERT_FORMATS,
+    LAYOUTS,
+    WORD_PLACES,
+    QuantizingSettings,
+    choose_group_size,
+)
 from trtrun.weights.weight import Share
+
+_QUANTIZED = ("linear", "expert")
+"""Uses of weights that are quantized."""
 
 _KV_MOST = {"fp8": FP8_MOST, "int8": float(INT8_MOST)}
 
@@ -79,8 +90,9 @@ class LayerQuantizer:
     ) -> None:
         self._settings, self._devices, self._dtype = settings, devices, dtype
         self._format = find_format(settings)
+        _check_experts(config, settings)
         self._sizes = _choose_sizes(config, settings, self._format)
-        self.config = quantization_config(self._format, self._sizes, settings.kv_cache, ["lm_head"])
+        self.config = quantization_config(self._format, self._sizes, settings.kv_cache, ["lm_head", *_routers(config)])
         self.stored: StoredQuantizations = STORED_QUANTIZATIONS.get(self.config["quant_method"])(self.config)
         self._rotaries = []
         for slot in devices.slots:
@@ -103,7 +115,7 @@ class LayerQuantizer:
         weights = {}
         for weight in plan.weights():
             for part in weight.parts:
-                stored = self.stored(part.name) if weight.use == "linear" else None
+                stored = self.stored(part.name) if weight.use in _QUANTIZED else None
                 if stored is None:
                     weights[part.name] = tensors[part.name]
                     continue
@@ -200,7 +212,7 @@ class LayerQuantizer:
         for weight in plan.weights():
             values = [weights[part.name] for part in weight.parts]
             for part, value in zip(weight.parts, values, strict=True):
-                if weight.use != "linear":
+                if weight.use not in _QUANTIZED:
                     found[part.name] = value.to(self._dtype).cpu()
                     continue
                 if self._format.round is not None:
@@ -250,12 +262,29 @@ def _round_by_site(scales: Mapping[str, Tensor], site: str, inputs: Tensor) -> T
     return round_fp8_static(inputs, scales[site])
 
 
+def _check_experts(config: ModelConfig, settings: QuantizingSettings) -> None:
+    """Raise ConfigError where a model has experts, and a format would look at what each of them is given."""
+    has_experts = any(isinstance(plan.mlp, ExpertsPlan) for plan in known_plans(config))
+    if has_experts and (settings.format not in EXPERT_FORMATS or settings.layout != LAYOUTS[0]):
+        raise ConfigError(
+            f"{config.architecture} has experts, which --format {settings.format} of --layout {settings.layout} is not "
+            f"for: use --format {' or '.join(EXPERT_FORMATS)} and --layout {LAYOUTS[0]}"
+        )
+
+
+def _routers(config: ModelConfig) -> list[str]:
+    """Modules of layers of experts that are no experts, which stay plain."""
+    plans = [plan.mlp for plan in known_plans(config) if isinstance(plan.mlp, ExpertsPlan)]
+    weights = [weight for plan in plans for weight in plan.weights() if weight.use == "plain"]
+    return [part.name.removesuffix(".weight") for weight in weights for part in weight.parts]
+
+
 def _choose_sizes(config: ModelConfig, settings: QuantizingSettings, made: Format) -> dict[str, int]:
     """The size of groups by the last name of each module that is quantized; ModelOpt has one for all."""
     found: dict[str, int] = {}
     for plan in known_plans(config):
         for weight in plan.weights():
-            for part in weight.parts if weight.use == "linear" else ():
+            for part in weight.parts if weight.use in _QUANTIZED else ():
                 features, inputs = part.shape
                 if made.has_groups and features % WORD_PLACES:
                     raise ConfigError(

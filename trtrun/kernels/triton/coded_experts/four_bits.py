@@ -90,10 +90,16 @@ def _product_kernel(
             total = tl.dot((_numbers_of(codes) * scale[:, None]).to(kind), values, total)
     feature = tl.program_id(1) * _TILE + within
     is_feature = feature < features
-    if SHIFT > 0:
-        total *= tl.load(factor + expert * features + feature, mask=is_feature, other=0.0)[:, None]
     if ADDS:
-        total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        added = tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    else:
+        added = tl.zeros((_TILE, 1), dtype=tl.float32)
+    added = tl.broadcast_to(added, (_TILE, ROWS))
+    if SHIFT == 0:
+        total += added
+    else:
+        of_feature = tl.load(factor + expert * features + feature, mask=is_feature, other=0.0)[:, None]
+        total = tl.fma(total, tl.broadcast_to(of_feature, (_TILE, ROWS)), added)
     place = y + pair[None, :] * features + feature[:, None]
     tl.store(place, total.to(y.dtype.element_ty), mask=is_pair[None, :] & is_feature[:, None])
 

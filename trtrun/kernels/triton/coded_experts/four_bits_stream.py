@@ -229,10 +229,15 @@ def _product_kernel(
                 total = mma_v2(weights, theirs, total)
     feature = gl.program_id(1) * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
     is_feature = feature < features
-    if SHIFT > 0:
-        total *= gl.load(factor + expert * features + feature, mask=is_feature, other=0.0)[:, None]
+    added = gl.zeros([_TILE], gl.float32, layout=gl.SliceLayout(1, layout))
     if ADDS:
-        total += gl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(gl.float32)[:, None]
+        added = gl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(gl.float32)
+    added = added[:, None].broadcast_to(total.shape)
+    if SHIFT == 0:
+        total += added
+    else:
+        of_feature = gl.load(factor + expert * features + feature, mask=is_feature, other=0.0)
+        total = gl.fma(total, of_feature[:, None].broadcast_to(total.shape), added)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     pair = gl.load(pairs + gl.program_id(0) * ROWS + row).to(gl.int64)
     made = y + pair[None, :] * features + feature[:, None]

@@ -64,12 +64,19 @@ def _product_kernel(
             factor = tl.load(of_tile + group) * tl.load(x_scale + group * scale_stride + row)
             # Said out loud: a compiler may or may not make one of a product and a sum.
             total = tl.fma(tl.dot(weights, values), tl.broadcast_to(factor[None, :], (FEATURES, ROWS)), total)
-    if ROUNDS != _BY_GROUP:
-        total *= tl.load(scale + expert * features + feature, mask=is_feature, other=0.0)[:, None]
-    if ROUNDS == _BY_ROW:
-        total *= tl.load(x_scale + row)[None, :]
     if ADDS:
-        total += tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        added = tl.load(bias + expert * features + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    else:
+        added = tl.zeros((FEATURES, 1), dtype=tl.float32)
+    added = tl.broadcast_to(added, (FEATURES, ROWS))
+    if ROUNDS == _BY_GROUP:
+        total += added
+    else:
+        factor = tl.load(scale + expert * features + feature, mask=is_feature, other=0.0)[:, None]
+        if ROUNDS == _BY_ROW:
+            total *= factor
+            factor = tl.load(x_scale + row)[None, :]
+        total = tl.fma(total, tl.broadcast_to(factor, (FEATURES, ROWS)), added)
     place = y + pair[None, :] * features + feature[:, None]
     tl.store(place, total.to(y.dtype.element_ty), mask=is_pair[None, :] & is_feature[:, None])
 
