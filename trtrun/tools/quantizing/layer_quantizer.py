@@ -35,7 +35,6 @@ from trtrun.tools.quantizing.formats import (
 from trtrun.tools.quantizing.plain_layer import PlainLayer, Weights, known_plans
 from trtrun.tools.quantizing.settings import (
     CALIBRATED_FORMATS,
-    EXPERT_FORMATS,
     LAYOUTS,
     WORD_PLACES,
     QuantizingSettings,
@@ -201,6 +200,8 @@ class LayerQuantizer:
             masters = [weights, *self._devices.copies(weights)[1:]]
             search = Awq(layers, masters, self._devices, seen, hidden, self._size_of, self._dtype, symmetric)
             weights, notes["ratios"] = search.run()
+            few = [pair.consumers[0] for pair in linear_pairs(plan) if pair.site not in notes["ratios"]]
+            notes |= {"rounded_to_nearest": few} if few else {}
         return weights
 
     def _size_of(self, name: str) -> int:
@@ -263,12 +264,11 @@ def _round_by_site(scales: Mapping[str, Tensor], site: str, inputs: Tensor) -> T
 
 
 def _check_experts(config: ModelConfig, settings: QuantizingSettings) -> None:
-    """Raise ConfigError where a model has experts, and a format would look at what each of them is given."""
+    """Raise ConfigError where a model has experts, and the layout has one scale for what each of them is given."""
     has_experts = any(isinstance(plan.mlp, ExpertsPlan) for plan in known_plans(config))
-    if has_experts and (settings.format not in EXPERT_FORMATS or settings.layout != LAYOUTS[0]):
+    if has_experts and settings.layout != LAYOUTS[0]:
         raise ConfigError(
-            f"{config.architecture} has experts, which --format {settings.format} of --layout {settings.layout} is not "
-            f"for: use --format {' or '.join(EXPERT_FORMATS)} and --layout {LAYOUTS[0]}"
+            f"{config.architecture} has experts, which --layout {settings.layout} is not for: use --layout {LAYOUTS[0]}"
         )
 
 
@@ -292,11 +292,14 @@ def _choose_sizes(config: ModelConfig, settings: QuantizingSettings, made: Forma
                         f"{WORD_PLACES} in one word: use --format fp8 or int8_sq"
                     )
                 name = part.name.removesuffix(".weight").rpartition(".")[2]
-                found[name] = settings.group_size
-                if made.has_groups:
+                if not made.has_groups:
+                    found[name] = settings.group_size
+                else:
                     bounds = [part.axes[1].held(Share(rank, settings.tp_size)).stop for rank in range(settings.tp_size)]
                     bounds = bounds if part.is_output else [inputs]
-                    found[name] = choose_group_size(bounds, settings.group_size, part.name)
+                    size = choose_group_size(bounds, settings.group_size, part.name)
+                    # Experts may have fewer inputs than other layers with a matrix of that name.
+                    found[name] = math.gcd(found.get(name, size), size)
     if made.has_groups and not made.weights:
         return dict.fromkeys(found, math.gcd(*found.values()))
     return found

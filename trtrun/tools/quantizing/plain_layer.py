@@ -31,7 +31,8 @@ Watch = Callable[[str, Tensor], None]
 SITES, and "keys" (rotated) and "values" [texts, heads, tokens, head_dim]."""
 
 SITES = ("attention", "output", "mlp", "down")
-"""Where linear layers get their inputs: q_proj, k_proj and v_proj; o_proj; gate_proj and up_proj; down_proj."""
+"""Where linear layers get their inputs: q_proj, k_proj and v_proj; o_proj; gate_proj and up_proj; down_proj. That of an
+expert is "down.5", of the expert of all tokens "down.shared"."""
 
 Rounding = Callable[[str, Tensor], Tensor]
 """A site, and the inputs of linear layers there [..., features] → as a format rounds them."""
@@ -104,21 +105,22 @@ class PlainLayer:
         """The feed-forward layer of [texts, tokens, hidden] that are normalised."""
         plan = self.plan.mlp
         if isinstance(plan, ExpertsPlan):
-            return self._experts(plan, inputs)
+            return self._experts(plan, inputs, watch)
         assert isinstance(plan, GatedMLPPlan), "others are not known"
         watch("mlp", inputs)
         names = [f"{plan.name}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-        return self._gated(names, inputs, watch)
+        return self._gated(names, inputs, watch, "down")
 
-    def _gated(self, names: Sequence[str], inputs: Tensor, watch: Watch = _pass) -> Tensor:
-        """Gate, up and down, by name, of [..., hidden]."""
+    def _gated(self, names: Sequence[str], inputs: Tensor, watch: Watch, site: str) -> Tensor:
+        """Gate, up and down, by name, of [..., hidden]; `site` is that of down."""
         inputs = self._rounded("mlp", inputs)
         gated = F.silu(self._linear(names[0], inputs)) * self._linear(names[1], inputs)
-        watch("down", gated)
+        watch(site, gated)
         return self._linear(names[2], self._rounded("down", gated))
 
-    def _experts(self, plan: ExpertsPlan, inputs: Tensor) -> Tensor:
+    def _experts(self, plan: ExpertsPlan, inputs: Tensor, watch: Watch) -> Tensor:
         """The same of experts, of which each token goes through some."""
+        watch("mlp", inputs)
         rows, names = inputs.flatten(0, -2), plan.names
         logits = self._linear(f"{plan.name}.{names.router}", rows)
         choice = choose_experts(logits, plan.num_chosen, renormalises=plan.renormalises)
@@ -127,11 +129,11 @@ class PlainLayer:
             tokens, places = (choice.experts == expert).nonzero(as_tuple=True)
             own = [f"{plan.name}.{name.format(expert)}" for name in (names.gate, names.up, names.down)]
             shares = choice.shares[tokens, places].unsqueeze(1)
-            made.index_add_(0, tokens, self._gated(own, rows[tokens]).float() * shares)
+            made.index_add_(0, tokens, self._gated(own, rows[tokens], watch, f"down.{expert}").float() * shares)
         if plan.shared is not None:
             own = [f"{plan.shared.name}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
             share = torch.sigmoid(self._linear(f"{plan.name}.shared_expert_gate", rows))
-            made += (self._gated(own, rows) * share).float()
+            made += (self._gated(own, rows, watch, "down.shared") * share).float()
         return made.to(inputs.dtype).view_as(inputs)
 
     def _heads(self, name: str, inputs: Tensor, count: int) -> Tensor:

@@ -16,9 +16,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 CALIBRATED_FORMATS = ("int4_awq", "int8_sq")
 """Formats whose scales follow from activations."""
 
-EXPERT_FORMATS = ("fp8", "fp8_block")
-"""Formats that experts are quantized to."""
-
 LAYOUTS = ("compressed-tensors", "modelopt", "trtllm")
 """Layouts of files: two kinds of Hugging Face directories, and TensorRT-LLM's checkpoints, whose bytes are
 ModelOpt's."""
