@@ -78,7 +78,10 @@ def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
 
 
 FORMS = ["fp8", "fp8 as they are", "fp8 in blocks", "int4 by 128", "int4 by 32", "mxfp4", "nvfp4"]
-CODED = [(form, (3, 128, 64, 2)) for form in FORMS] + [("mxfp4", (3, 160, 32, 2)), ("fp8 in blocks", (3, 136, 72, 2))]
+CODED = [(form, (3, 256 if "int4" in form else 128, 64, 2)) for form in FORMS] + [
+    ("mxfp4", (3, 160, 32, 2)),
+    ("fp8 in blocks", (3, 136, 72, 2)),
+]
 if HAS_GPU:
     CODED += [(form, shape) for form in FORMS for shape in ((32, 2944, 2944, 4), (128, 2048, 768, 8))]
 

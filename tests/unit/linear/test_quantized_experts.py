@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from family_checkpoints import write_family
 from paged import PagedModel
 from pipelines import make_llm, noisy_copy, prompt_of, tokens_of
-from quantized_checkpoints import FORMATS, edit_tensors, store_in_format
+from quantized_checkpoints import edit_tensors, make_mixture_pair
 from safetensors.torch import load_file
 
 from trtrun import SamplingParams
@@ -27,22 +25,6 @@ from trtrun.weights.weight_loader import CheckpointLoader
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
 DENSE = QUANTIZATIONS.get("none")
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 512,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_hidden_layers": 2,
-}
-
-
-def write_pair(path: Path, family: str, form: str) -> tuple[Path, Path]:
-    """A mixture in a format, and one of the same numbers."""
-    dense, stored = write_family(path / "dense", family, **SIZES), path / "stored"
-    shutil.copytree(dense, stored)
-    store_in_format(dense, stored, FORMATS[form])
-    return stored, dense
 
 
 @pytest.mark.parametrize(
@@ -57,7 +39,7 @@ def write_pair(path: Path, family: str, form: str) -> tuple[Path, Path]:
     ],
 )
 def test_logits_are_those_of_the_numbers(tmp_path: Path, family: str, form: str, tp_size: int) -> None:
-    stored, dense = write_pair(tmp_path, family, form)
+    stored, dense = make_mixture_pair(tmp_path, family, form)
     found, expected = (PagedModel(path, tp_size=tp_size).forward(BATCH) for path in (stored, dense))
     assert torch.equal(found, expected)
 
@@ -87,7 +69,7 @@ def dense_of(tensors: dict[str, torch.Tensor], shape: tuple[int, ...]) -> torch.
 @pytest.mark.parametrize(("form", "tp_size"), [(form, 1 + place % 2) for place, form in enumerate(HELD)])
 def test_gpus_hold_codes_of_experts(tmp_path: Path, form: str, tp_size: int) -> None:
     """What they would hold, made on the CPU: these numbers, but for what bfloat16 rounds, in the bytes of the plan."""
-    stored, dense = write_pair(tmp_path, "qwen3_moe", form)
+    stored, dense = make_mixture_pair(tmp_path, "qwen3_moe", form)
     config, share, numbers = (
         read_model_config(stored),
         Share(tp_size - 1, tp_size),
@@ -116,7 +98,7 @@ def test_gpus_hold_codes_of_experts(tmp_path: Path, form: str, tp_size: int) -> 
 
 
 def test_scales_that_stand_for_no_number_are_refused(tmp_path: Path) -> None:
-    stored, _ = write_pair(tmp_path, "mixtral", "compressed-tensors MXFP4")
+    stored, _ = make_mixture_pair(tmp_path, "mixtral", "compressed-tensors MXFP4")
     name = next(name for name in load_file(stored / "model.safetensors") if "experts.1" in name and "_scale" in name)
     scales = load_file(stored / "model.safetensors")[name]
     scales[3, 1] = 255
@@ -134,7 +116,7 @@ def test_scales_that_stand_for_no_number_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["fp8", "fp8_block", "fp8 block"])
 def test_drafted_texts_are_plain_ones(tmp_path: Path, how: str) -> None:
     """Of mixtures that are rounded as they are read, and of one that is stored so."""
-    stored, dense = write_pair(tmp_path, "qwen3_moe", "fp8 block")
+    stored, dense = make_mixture_pair(tmp_path, "qwen3_moe", "fp8 block")
     path, section = (stored, {}) if how == "fp8 block" else (dense, {"target_quantization": how})
     draft = noisy_copy(tmp_path / "draft", dense, 0.05)
     prompts = [prompt_of(length, seed=length) for length in (4, 19, 40)]

@@ -68,7 +68,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, whole: torch.Tensor | float, 
         sizes = scale.float()
         codes = torch.where(_spread(sizes < 0, size, inputs), codes ^ 8, codes)
         codes = torch.where(_spread(sizes == 0, size, inputs), torch.zeros_like(codes), codes)
-        bits = torch.ldexp(sizes.abs(), torch.tensor(-_FINE_EXPONENT)).bfloat16().view(torch.int16).int()
+        bits = (sizes.abs() * 2.0**-_FINE_EXPONENT).bfloat16().view(torch.int16).int()
         held = torch.where(sizes == 0, 0, (bits - FORMS[size].offset) >> FORMS[size].shift).to(torch.uint8)
         factor = torch.as_tensor(whole, device=codes.device) * 2.0 ** (_FINE_EXPONENT - UNIT_EXPONENT)
     shape = scales_shape(features, inputs, size)
@@ -115,7 +115,7 @@ def quantize_nvfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     blocks = weight.float().view(len(weight), -1, NVFP4_BLOCK)
     whole = (blocks.abs().max() / (448 * _NUMBERS[-1])).clamp(min=2.0**-100)
     scale = (blocks.abs().amax(2) / (_NUMBERS[-1] * whole)).to(torch.float8_e4m3fn)
-    sizes = torch.where(scale.float() > 0, scale.float(), torch.ones(())) * whole
+    sizes = scale.float().masked_fill(scale.float() == 0, 1.0) * whole
     return {"codes": nearest_codes((blocks / sizes.unsqueeze(2)).flatten(1)), "scales": scale, "whole": whole}
 
 

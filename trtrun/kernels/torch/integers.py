@@ -59,7 +59,7 @@ def pack_words(codes: torch.Tensor, step: int = STEP) -> torch.Tensor:
     del filled
     words = (parts << _shifts(codes.device).view(4, 1, 1, 2)).sum((7, 10), dtype=torch.int32)
     # tile, w, v, l, e, group, h, q, p
-    return words.permute(0, 5, 2, 1, 3, 4, 8, 7, 6).reshape(shape)
+    return words.permute(0, 5, 2, 1, 3, 4, 8, 7, 6).contiguous().view(shape)
 
 
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def pack(
     both[1, :features, :groups] = zero * -unit
     low, high = both.view(torch.int16).int()
     joined = (low & 0xFFFF) | (high << 16)
-    scales = joined.view(shape[0], TILE, -1).transpose(1, 2).reshape(shape)
+    scales = joined.view(shape[0], TILE, -1).transpose(1, 2).contiguous().view(shape)
     return {"words": pack_words(codes, step), "scales": scales}
 
 
