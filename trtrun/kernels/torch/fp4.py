@@ -1,9 +1,10 @@
 """Numbers of 4 bits with an exponent (E2M1) that share a scale in blocks, in torch's own operations: MXFP4 with blocks
 of 32 and powers of two (E8M0, OCP's Microscaling Formats 1.0), NVFP4 with blocks of 16 and scales in E4M3.
 
-A weight is number * scale of its block * factor of its output feature. Codes lie as those of whole numbers do
-(integers.py), and a scale is a byte of what makes one of bfloat16: its exponent, or with blocks of 16 five bits of it
-and three of its mantissa. The product of a number and a scale so is one of bfloat16, too: nothing is rounded but sums.
+A weight is number * scale of its block * factor of its output feature. Words hold the codes that those of whole numbers
+do (integers.py), but the bits of each lie where few operations make a bfloat16 of it (`spread_bits`). A scale is a byte
+of what makes one of bfloat16: its exponent, or with blocks of 16 five bits of it and three of its mantissa. The product
+of a number and a scale so is one of bfloat16, too: nothing is rounded but sums.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ UNIT_EXPONENT = -126
 """A code as the low bits of a bfloat16 is its number times two to this."""
 
 _MOST_BYTE = 254
+_LOWEST = 0x10001
+"""The lowest bit of each half of a word."""
+
 _FINE_EXPONENT = UNIT_EXPONENT + 9
 """What scales in E4M3 are divided by, as a power of two, so that five bits hold their exponents."""
 
@@ -75,7 +79,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, whole: torch.Tensor | float, 
     blocks = held.new_zeros((shape[0] * TILE, shape[1] * shape[3]))
     blocks[:features, : scale.shape[1]] = held
     return {
-        "words": pack_words(codes, GROUP),
+        "words": spread_bits(pack_words(codes, GROUP)),
         "blocks": blocks.view(shape[0], TILE, shape[1], shape[3]).transpose(1, 2).contiguous(),
         "factor": factor.float().expand(features).contiguous(),
     }
@@ -90,7 +94,7 @@ def dequantize(tensors: Mapping[str, torch.Tensor], features: int, inputs: int) 
     """The weight [features, inputs] float32 of what `pack` made."""
     blocks = tensors["blocks"]
     size = GROUP // blocks.shape[3]
-    codes = unpack_words(tensors["words"])[:features, :inputs]
+    codes = unpack_words(gather_bits(tensors["words"]))[:features, :inputs]
     numbers = torch.tensor((*_NUMBERS, *(-it for it in _NUMBERS)), device=codes.device)[codes.long()]
     form = FORMS[size]
     bits = (blocks.int() << form.shift) + form.offset
@@ -98,6 +102,33 @@ def dequantize(tensors: Mapping[str, torch.Tensor], features: int, inputs: int) 
     # In this order nothing that is one of float32 is lost on the way.
     scaled = numbers * _spread(scale * 2.0**UNIT_EXPONENT, size, inputs)
     return scaled * tensors["factor"][:features].unsqueeze(1)
+
+
+def spread_bits(words: torch.Tensor) -> torch.Tensor:
+    """Words of codes, four in each half, to those whose codes are taken out by a mask: of the first the sign is bit 15
+    of the half and the rest bits 8 to 6, as a bfloat16 has them; the second and the third lie 3 and 6 bits lower. Of
+    the last the sign is bit 14, and the rest are bits 11, 10 and 13."""
+    spread = torch.zeros_like(words)
+    for place in range(4):
+        code = words >> (4 * place)
+        sign, rest = (code >> 3) & _LOWEST, code & (7 * _LOWEST)
+        if place < 3:
+            spread |= (sign << (15 - 3 * place)) | (rest << (6 - 3 * place))
+        else:
+            spread |= (sign << 14) | (((rest >> 1) & (3 * _LOWEST)) << 10) | ((rest & _LOWEST) << 13)
+    return spread
+
+
+def gather_bits(words: torch.Tensor) -> torch.Tensor:
+    """What `spread_bits` was given."""
+    gathered = torch.zeros_like(words)
+    for place in range(4):
+        if place < 3:
+            sign, rest = words >> (15 - 3 * place), (words >> (6 - 3 * place)) & (7 * _LOWEST)
+        else:
+            sign, rest = words >> 14, ((words >> 9) & (6 * _LOWEST)) | ((words >> 13) & _LOWEST)
+        gathered |= (((sign & _LOWEST) << 3) | rest) << (4 * place)
+    return gathered
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from trtrun.kernels.torch.fp4 import FORMS, UNIT_EXPONENT
 from trtrun.kernels.torch.integers import GROUP, TILE, UNITS
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.expert_tiles import ExpertTiles
-from trtrun.kernels.triton.matmul.int_matmul import read_codes
+from trtrun.kernels.triton.matmul.int_matmul import read_codes, read_words
 
 _TILE, _GROUP = tl.constexpr(TILE), tl.constexpr(GROUP)
 _NO_ROW = tl.constexpr(-1)
@@ -40,13 +40,24 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
 
 
 @triton.jit
-def _numbers_of(code):
-    """E2M1 numbers, int32 below 16, as float32."""
-    half = code & 7
+def _numbers_of(half, which):
+    """E2M1 numbers as float32: of halves of words, int32, and which of four codes each is."""
+    moved = half << (which * 3)
+    last = (half >> 9 & 6) | (half >> 13 & 1)
+    rest = tl.where(which == 3, last, moved >> 6 & 7)
     # From 1 on they have float32's form with two bits of exponent and one of mantissa; below they are halves.
-    normal = ((half << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    number = tl.where(half < 2, half.to(tl.float32) * 0.5, normal)
-    return tl.where(code > 7, -number, number)
+    normal = ((rest << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(rest < 2, rest.to(tl.float32) * 0.5, normal)
+    is_negative = tl.where(which == 3, half >> 14, moved >> 15) & 1
+    return tl.where(is_negative == 1, -number, number)
+
+
+@triton.jit
+def _read_numbers(words, at, SIZE: tl.constexpr):
+    """Numbers of a tile for SIZE inputs, which are the `at`-th of all such: [64, SIZE] float32."""
+    found, which = read_words(words, at, SIZE)
+    which = tl.broadcast_to(which[None, :], (_TILE, SIZE // 2))
+    return tl.join(_numbers_of(found & 0xFFFF, which), _numbers_of(found >> 16 & 0xFFFF, which)).reshape([_TILE, SIZE])
 
 
 @triton.jit
@@ -70,7 +81,6 @@ def _product_kernel(
     total = tl.zeros((_TILE, ROWS), dtype=tl.float32)
     for group in range(0, groups):
         at = tile * groups + group
-        codes = read_codes(words, at, SIZE)
         number = group * SIZE + tl.arange(0, SIZE)
         values = tl.load(
             x + row[None, :] + number[:, None], mask=is_pair[None, :] & (number < inputs)[:, None], other=0.0
@@ -79,6 +89,7 @@ def _product_kernel(
             both = tl.load(scales + at * _TILE + within)
             scale = (both & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
             zero = (both >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32) * (-1 / UNIT)
+            codes = read_codes(words, at, SIZE)
             sums = tl.dot((codes.to(tl.float32) - zero[:, None]).to(kind), values)
             # Said out loud: a compiler may or may not make one of a product and a sum.
             total = tl.fma(sums, tl.broadcast_to(scale[:, None], (_TILE, ROWS)), total)
@@ -87,7 +98,7 @@ def _product_kernel(
             place = (at // in_group * _TILE + within) * in_group + at % in_group
             bits = (tl.load(scales + place).to(tl.int32) << SHIFT) + OFFSET
             scale = (bits << 16).to(tl.float32, bitcast=True) * _LEAST
-            total = tl.dot((_numbers_of(codes) * scale[:, None]).to(kind), values, total)
+            total = tl.dot((_read_numbers(words, at, SIZE) * scale[:, None]).to(kind), values, total)
     feature = tl.program_id(1) * _TILE + within
     is_feature = feature < features
     if ADDS:

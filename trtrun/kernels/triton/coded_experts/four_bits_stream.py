@@ -23,13 +23,17 @@ from trtrun.kernels.triton import early_launch
 from trtrun.kernels.triton.coded_experts.four_bits import group_size
 from trtrun.kernels.triton.expert_tiles import ExpertTiles
 from trtrun.kernels.triton.int4_stream.words import LINE, as_operand, factor_of, split_words, widen
+from trtrun.kernels.triton.support import multiprocessors
 
 _TILE, _GROUP, _WORDS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(TILE * GROUP // 8)
-_AT_ONCE = {8: 4, 16: 4, 32: 2, 64: 2}
-"""Groups that are read ahead, by rows of a tile: more than there are registers for would be no help."""
+_AT_ONCE, _AT_ONCE_OF_WHOLE = {8: 4, 16: 4, 32: 2, 64: 2}, {8: 4, 16: 2, 32: 2, 64: 1}
+"""Groups that are on their way, by rows of a tile, and those of whole numbers, which take more registers."""
 
-_REGISTERS = {8: 128}
-"""Of a thread, where four programs shall find room on a multiprocessor."""
+_FEW_PROGRAMS, _AT_ONCE_OF_FEW = 3, 8
+"""Up to so many programs of 8 rows for each multiprocessor there are registers for more groups."""
+
+_REGISTERS = {(8, 4): 128}
+"""Of a thread, by rows and groups, where four programs shall find room on a multiprocessor."""
 
 _launch_next, _wait_for_all = (gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all))
 
@@ -49,12 +53,16 @@ def _layout_of_features():
 
 @gluon.constexpr_function
 def _take_code(place):
-    """Code of each half of a word, the `place`-th of four, as a bfloat16 times another: its sign becomes the highest
-    bit, its other bits the lowest of the exponent and the highest of the mantissa."""
-    sign = f"shl.b32 s, $1, {12 - 4 * place};" if place < 3 else "mov.b32 s, $1;"
-    rest = f"shl.b32 r, $1, {6 - 4 * place};" if place < 2 else f"shr.u32 r, $1, {4 * place - 6};"
-    merged = "and.b32 s, s, 0x80008000; and.b32 r, r, 0x01C001C0; or.b32 s, s, r;"
-    return f"{{.reg .b32 s, r, m; {sign} {rest} {merged} mov.b32 m, 0x80008000; fma.rn.bf16x2 $0, s, $2, m;}}"
+    """Code of each half of a word, the `place`-th of four, as a bfloat16 times another: its sign is the highest bit,
+    the others are the lowest of the exponent and the highest of the mantissa (fp4.spread_bits)."""
+    if place < 3:
+        take = f"shl.b32 s, $1, {3 * place}; and.b32 s, s, 0x81C081C0;"
+    else:
+        take = (
+            "shl.b32 s, $1, 1; and.b32 s, s, 0x80008000; shr.u32 r, $1, 3; and.b32 r, r, 0x01800180; or.b32 s, s, r; "
+            "shr.u32 r, $1, 7; and.b32 r, r, 0x00400040; or.b32 s, s, r;"
+        )
+    return f"{{.reg .b32 s, r, m; {take} mov.b32 m, 0x80008000; fma.rn.bf16x2 $0, s, $2, m;}}"
 
 
 @gluon.constexpr_function
@@ -172,6 +180,18 @@ def _multiply_whole(total, words, scales, values, LAYOUT: gl.constexpr, PARTS: g
 
 
 @gluon.jit
+def _multiply(
+    total, words, scales, values, LAYOUT: gl.constexpr, PARTS: gl.constexpr, SHIFT: gl.constexpr, OFFSET: gl.constexpr
+):
+    """Sums of a group to those before."""
+    if SHIFT == 0:
+        return _multiply_whole(total, words, scales, values, LAYOUT, PARTS)
+    else:
+        weights = _widen_fp4(words, scales, gl.DotOperandLayout(0, LAYOUT, 2), SHIFT, OFFSET)
+        return mma_v2(weights, values.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 2)), total)
+
+
+@gluon.jit
 def _parts_of(values, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
     """Values [inputs, rows] in PARTS of as many inputs."""
     if PARTS == 1:
@@ -208,25 +228,22 @@ def _product_kernel(
         y.dtype.element_ty, [AT_ONCE, ROWS, _GROUP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
     total = gl.zeros([_TILE, ROWS], gl.float32, layout=layout)
-    next_words = _read_words(words, 0, groups, AT_ONCE)
-    next_scales = _read_scales(scales, 0, groups, AT_ONCE, PARTS, SHIFT)
-    next_rows = _read_rows(x, 0, inputs, is_pair, AT_ONCE, of_rows)
+    own_words = _read_words(words, 0, groups, AT_ONCE)
+    own_scales = _read_scales(scales, 0, groups, AT_ONCE, PARTS, SHIFT)
+    own_rows = _read_rows(x, 0, inputs, is_pair, AT_ONCE, of_rows)
     for first in range(0, groups, AT_ONCE):
+        for group in gl.static_range(AT_ONCE):
+            values.index(group).store(own_rows[group])
+        own_rows = _read_rows(x, (first + AT_ONCE) * _GROUP, inputs, is_pair, AT_ONCE, of_rows)
+        next_words, next_scales = (), ()
+        for group in gl.static_range(AT_ONCE):
+            total = _multiply(
+                total, own_words[group], own_scales[group], values.index(group), layout, PARTS, SHIFT, OFFSET
+            )
+            # In the place of what is used up: so many groups are always on their way.
+            next_words += _read_words(words, first + AT_ONCE + group, groups, 1)
+            next_scales += _read_scales(scales, first + AT_ONCE + group, groups, 1, PARTS, SHIFT)
         own_words, own_scales = next_words, next_scales
-        for group in gl.static_range(AT_ONCE):
-            values.index(group).store(next_rows[group])
-        next_words = _read_words(words, first + AT_ONCE, groups, AT_ONCE)
-        next_scales = _read_scales(scales, first + AT_ONCE, groups, AT_ONCE, PARTS, SHIFT)
-        next_rows = _read_rows(x, (first + AT_ONCE) * _GROUP, inputs, is_pair, AT_ONCE, of_rows)
-        for group in gl.static_range(AT_ONCE):
-            if SHIFT == 0:
-                total = _multiply_whole(total, own_words[group], own_scales[group], values.index(group), layout, PARTS)
-            else:
-                weights = _widen_fp4(
-                    own_words[group], own_scales[group], gl.DotOperandLayout(0, layout, 2), SHIFT, OFFSET
-                )
-                theirs = values.index(group).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
-                total = mma_v2(weights, theirs, total)
     feature = gl.program_id(1) * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
     is_feature = feature < features
     added = gl.zeros([_TILE], gl.float32, layout=gl.SliceLayout(1, layout))
@@ -253,12 +270,17 @@ def streamed_product(
     form = FORMS[size] if "blocks" in weight.tensors else None
     scales = weight.tensors["scales"] if form is None else weight.tensors["blocks"].view(torch.int32)
     made = x.new_empty((num_pairs, weight.features))
+    at_once, registers = _AT_ONCE_OF_WHOLE[rows], None
+    if form is not None:
+        is_few = rows == 8 and len(tiles.experts) * words.shape[1] <= _FEW_PROGRAMS * multiprocessors(words.device)
+        at_once = _AT_ONCE_OF_FEW if is_few else _AT_ONCE[rows]
+        registers = _REGISTERS.get((rows, at_once))
     _product_kernel[(len(tiles.experts), words.shape[1])](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
         weight.features, weight.inputs, words.shape[2],
-        CHOSEN=each, ROWS=rows, AT_ONCE=_AT_ONCE[rows],
+        CHOSEN=each, ROWS=rows, AT_ONCE=at_once,
         PARTS=GROUP // size if form is None else GROUP // size // 4,
         SHIFT=0 if form is None else form.shift, OFFSET=0 if form is None else form.offset, ADDS=bias is not None,
-        num_warps=4, maxnreg=_REGISTERS.get(rows), **early_launch.early(x),
+        num_warps=4, maxnreg=registers, **early_launch.early(x),
     )  # fmt: skip
     return made
