@@ -38,7 +38,7 @@ class _Shape(NamedTuple):
 
 SHAPES = {"30b-a3b": _Shape(128, 2048, 768, 8), "gpt-oss-120b": _Shape(128, 2880, 2880, 4)}
 FORMS = ("bfloat16", "mxfp4", "fp8", "fp8_block", "nvfp4", "int4", "fp8_weight_only")
-ROWS = (1, 8, 32, 128, 1024)
+ROWS = (1, 8, 32, 128, 1024, 4096)
 LAYERS, REPEATS = 12, 15
 
 

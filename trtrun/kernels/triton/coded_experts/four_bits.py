@@ -28,9 +28,9 @@ _LEAST = tl.constexpr(2.0**UNIT_EXPONENT)
 FEWEST_ROWS = 16
 """Of a tile of the general kernel."""
 
-_HEIGHTS = {3: 8, 8: 16, 24: 32}
+_HEIGHTS = {3: 8, 8: 16, 24: 32, 96: 64}
 """Rows of a tile, by the mean number of pairs of an expert up to which they are taken."""
-_MOST_ROWS = 64
+_MOST_ROWS = 128
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:

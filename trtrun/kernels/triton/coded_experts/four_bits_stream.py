@@ -3,8 +3,8 @@ the thread whose matrix units take it.
 
 A program has 64 features of an expert and some pairs that chose it. Each thread reads words of its own weights, four
 groups of 128 inputs ahead of those that it widens, so nothing is waited for and nothing changes threads; activations
-alone go through shared memory. Instructions of one warp multiply, whatever the number of rows: bits are those of the
-general kernel (four_bits.py).
+alone go through shared memory. Bits are those of the general kernel (four_bits.py): instructions of one warp and of
+four add inputs in one order.
 
 It knows tensors; it does not know who takes it (coded_experts.py).
 """
@@ -14,7 +14,12 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from trtrun.kernels.torch.experts import ExpertCodes
 from trtrun.kernels.torch.fp4 import FORMS
@@ -26,14 +31,17 @@ from trtrun.kernels.triton.int4_stream.words import LINE, as_operand, factor_of,
 from trtrun.kernels.triton.support import multiprocessors
 
 _TILE, _GROUP, _WORDS = gl.constexpr(TILE), gl.constexpr(GROUP), gl.constexpr(TILE * GROUP // 8)
-_AT_ONCE, _AT_ONCE_OF_WHOLE = {8: 4, 16: 4, 32: 2, 64: 2}, {8: 4, 16: 2, 32: 2, 64: 1}
+_AT_ONCE, _AT_ONCE_OF_WHOLE = {8: 4, 16: 4, 32: 2, 64: 2, 128: 1}, {8: 4, 16: 2, 32: 2, 64: 1}
 """Groups that are on their way, by rows of a tile, and those of whole numbers, which take more registers."""
+
+_BY_FOUR_WARPS = gl.constexpr(64)
+"""Rows from which on four warps multiply numbers with an exponent together: instructions of one warp are slower."""
 
 _FEW_PROGRAMS, _AT_ONCE_OF_FEW = 3, 8
 """Up to so many programs of 8 rows for each multiprocessor there are registers for more groups."""
 
-_REGISTERS = {(8, 4): 128}
-"""Of a thread, by rows and groups, where four programs shall find room on a multiprocessor."""
+_REGISTERS = 128
+"""Of a thread of other programs of 8 rows: four of them find room on a multiprocessor."""
 
 _launch_next, _wait_for_all = (gluon.jit(it.fn) for it in (early_launch.launch_next, early_launch.wait_for_all))
 
@@ -49,6 +57,21 @@ def _layout_of_words():
 def _layout_of_features():
     """Layout of [64] features, as the matrix units take them."""
     return gl.DistributedLinearLayout([[8]], [[0], [0], [1], [2], [4]], [[16], [32]], [], [_TILE.value])
+
+
+@gluon.constexpr_function
+def _layout_of_sums(rows, by_four_warps):
+    """Layout of [64, rows] sums."""
+    instruction = [16, rows, 16] if by_four_warps else [16, 8]
+    return gl.NVMMADistributedLayout([3, 0] if by_four_warps else [2, 0], [4, 1], instruction)
+
+
+@gluon.constexpr_function
+def _layout_of_values(rows, kind, by_four_warps):
+    """Layout of [rows, 128] activations in shared memory."""
+    if by_four_warps:
+        return gl.NVMMASharedLayout.get_default_for([rows, _GROUP.value], kind)
+    return gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
 
 
 @gluon.constexpr_function
@@ -187,8 +210,14 @@ def _multiply(
     if SHIFT == 0:
         return _multiply_whole(total, words, scales, values, LAYOUT, PARTS)
     else:
-        weights = _widen_fp4(words, scales, gl.DotOperandLayout(0, LAYOUT, 2), SHIFT, OFFSET)
-        return mma_v2(weights, values.permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 2)), total)
+        weights, theirs = (
+            _widen_fp4(words, scales, gl.DotOperandLayout(0, LAYOUT, 2), SHIFT, OFFSET),
+            values.permute((1, 0)),
+        )
+        if total.shape[1] < _BY_FOUR_WARPS:
+            return mma_v2(weights, theirs.load(gl.DotOperandLayout(1, LAYOUT, 2)), total)
+        else:
+            return warpgroup_mma_wait(0, deps=(warpgroup_mma(weights, theirs, total, is_async=True),))
 
 
 @gluon.jit
@@ -216,7 +245,8 @@ def _product_kernel(
     if expert < 0:
         return
     of_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    by_four_warps: gl.constexpr = SHIFT > 0 and ROWS >= _BY_FOUR_WARPS
+    layout: gl.constexpr = _layout_of_sums(ROWS, by_four_warps)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_rows))
     pair = gl.load(pairs + gl.program_id(0) * ROWS + row).to(gl.int64)
     is_pair = pair >= 0
@@ -225,7 +255,7 @@ def _product_kernel(
     words += place * _WORDS
     scales += place * PARTS * _TILE
     values = gl.allocate_shared_memory(
-        y.dtype.element_ty, [AT_ONCE, ROWS, _GROUP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        y.dtype.element_ty, [AT_ONCE, ROWS, _GROUP], _layout_of_values(ROWS, y.dtype.element_ty, by_four_warps)
     )
     total = gl.zeros([_TILE, ROWS], gl.float32, layout=layout)
     own_words = _read_words(words, 0, groups, AT_ONCE)
@@ -234,6 +264,8 @@ def _product_kernel(
     for first in range(0, groups, AT_ONCE):
         for group in gl.static_range(AT_ONCE):
             values.index(group).store(own_rows[group])
+        if by_four_warps:
+            fence_async_shared()
         own_rows = _read_rows(x, (first + AT_ONCE) * _GROUP, inputs, is_pair, AT_ONCE, of_rows)
         next_words, next_scales = (), ()
         for group in gl.static_range(AT_ONCE):
@@ -265,16 +297,15 @@ def streamed_product(
     x: torch.Tensor, weight: ExpertCodes, bias: torch.Tensor | None, tiles: ExpertTiles, num_pairs: int, each: int
 ) -> torch.Tensor:
     """Compute `general_product`, of rows that begin at multiples of 16 bytes in tiles of 8, 16, 32 or 64; numbers with
-    an exponent times bfloat16 alone."""
+    an exponent in tiles of 128, too, and times bfloat16 alone."""
     words, size, rows = weight.tensors["words"], group_size(weight), len(tiles.pairs) // len(tiles.experts)
     form = FORMS[size] if "blocks" in weight.tensors else None
     scales = weight.tensors["scales"] if form is None else weight.tensors["blocks"].view(torch.int32)
     made = x.new_empty((num_pairs, weight.features))
-    at_once, registers = _AT_ONCE_OF_WHOLE[rows], None
-    if form is not None:
-        is_few = rows == 8 and len(tiles.experts) * words.shape[1] <= _FEW_PROGRAMS * multiprocessors(words.device)
-        at_once = _AT_ONCE_OF_FEW if is_few else _AT_ONCE[rows]
-        registers = _REGISTERS.get((rows, at_once))
+    at_once, registers = _AT_ONCE_OF_WHOLE[rows] if form is None else _AT_ONCE[rows], None
+    if form is not None and rows == 8:
+        is_few = len(tiles.experts) * words.shape[1] <= _FEW_PROGRAMS * multiprocessors(words.device)
+        at_once, registers = (_AT_ONCE_OF_FEW, None) if is_few else (at_once, _REGISTERS)
     _product_kernel[(len(tiles.experts), words.shape[1])](
         x, words, scales, weight.tensors.get("factor", scales), made if bias is None else bias, made, *tiles,
         weight.features, weight.inputs, words.shape[2],

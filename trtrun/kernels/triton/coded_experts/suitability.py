@@ -19,15 +19,17 @@ from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 _ALIGNED_INPUTS = 8
 """Rows begin at multiples of so many numbers."""
 
+_MOST_ROWS_OF_WHOLE = 64
+
 _chosen: dict[tuple[torch.device, torch.dtype, int, int, bool, bool], bool] = {}
 
 
 def streams(weight: ExpertCodes, dtype: torch.dtype, rows: int, has_bias: bool) -> bool:
     """Whether the kernel in Gluon takes products of activations of a dtype in tiles of so many rows."""
     words, has_exponents = weight.tensors["words"], "blocks" in weight.tensors
-    if not is_hopper(words.device) or weight.inputs % _ALIGNED_INPUTS or rows > 64:
+    if not is_hopper(words.device) or weight.inputs % _ALIGNED_INPUTS:
         return False
-    if has_exponents and dtype is not torch.bfloat16:
+    if dtype is not torch.bfloat16 if has_exponents else rows > _MOST_ROWS_OF_WHOLE:
         return False
     size = group_size(weight)
     kind = (words.device, dtype, rows, size, has_exponents, has_bias)
