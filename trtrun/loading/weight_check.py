@@ -93,7 +93,8 @@ def check_split(
         held.stored(weight)
         if weight.use == "expert" and device_type != "cpu" and not held.fits_experts:
             raise ConfigError(
-                "experts on GPUs are held dense or in E4M3: set quantization to fp8, fp8_block, fp8_weight_only or none"
+                "experts are not held so on these GPUs, whose matrix units do not multiply E4M3 (those of compute "
+                "capability 8.9, and from 9.0 on, do): set quantization to none"
             )
     for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)

@@ -64,6 +64,8 @@ def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
     def one(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         if form.startswith("fp8"):
             return fp8.quantize_blocks(matrix) if form == "fp8 in blocks" else fp8.quantize(matrix)
+        if form == "int8":
+            return integers.quantize_int8(matrix)
         if form == "mxfp4":
             made = fp4.quantize_mxfp4(matrix)
             return fp4.pack(made["codes"], made["scales"], 1.0, 32)
@@ -77,8 +79,8 @@ def codes_of(form: str, weight: torch.Tensor) -> ExpertCodes:
     return ExpertCodes(tensors, *weight.shape[1:], rounds_activations=form == "fp8")
 
 
-FORMS = ["fp8", "fp8 as they are", "fp8 in blocks", "int4 by 128", "int4 by 32", "mxfp4", "nvfp4"]
-CODED = [(form, (3, 256 if "int4" in form else 128, 64, 2)) for form in FORMS] + [
+FORMS = ["fp8", "fp8 as they are", "fp8 in blocks", "int8", "int4 by 128", "int4 by 32", "mxfp4", "nvfp4"]
+CODED = [(form, (3, 256 if form[:4] == "int4" else 128, 64, 2)) for form in FORMS] + [
     ("mxfp4", (3, 160, 32, 2)),
     ("fp8 in blocks", (3, 136, 72, 2)),
 ]
@@ -112,6 +114,33 @@ def test_experts_in_codes_make_what_plain_torch_does_in_any_company(
         for first, last in ((5, 6), (2, 9), *(((0, 1), (0, 8), (0, 40), (0, tokens // 2)) if HAS_GPU else ())):
             part = Choice(choice.experts[first:last], choice.shares[first:last])
             assert torch.equal(experts(x[first:last], part), whole[first:last]), (first, last)
+
+
+def test_the_kernel_in_gluon_is_asked_for_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bits are compared before a graph is captured, once for each kind; E2M1 is for bfloat16."""
+    from trtrun.kernels.triton.coded_experts import suitability
+    from trtrun.kernels.triton.coded_experts.four_bits import tile_rows
+
+    compared, capturing, is_equal = [], [True], [True]
+    monkeypatch.setattr(suitability, "_chosen", {})
+    monkeypatch.setattr(suitability, "is_hopper", lambda device: True)
+    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:5]) or is_equal[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    weights = torch.ones(1, 64, 256, device=DEVICE).bfloat16()
+    whole, numbers = codes_of("int4 by 64", weights), codes_of("mxfp4", weights)
+    assert not suitability.streams(numbers, torch.bfloat16, 8, False) and not compared
+    capturing[0] = False
+    assert suitability.streams(numbers, torch.bfloat16, 8, False) and suitability.streams(
+        whole, torch.float16, 8, False
+    )
+    assert not suitability.streams(numbers, torch.float16, 8, False)
+    assert not suitability.streams(whole, torch.bfloat16, 128, False)
+    assert compared == [(8, 32, True), (8, 64, False)]
+    is_equal[0], capturing[0] = False, True
+    assert suitability.streams(numbers, torch.bfloat16, 8, False)
+    capturing[0] = False
+    assert not suitability.streams(numbers, torch.bfloat16, 128, False)
+    assert [tile_rows(pairs, 128) for pairs in (4, 384, 385, 2000, 8000, 20000)] == [8, 8, 16, 32, 64, 128]
 
 
 @needs_hopper

@@ -19,7 +19,7 @@ from trtrun import SamplingParams
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kernels.arguments import SWIGLU_SLOPE
 from trtrun.layers.rope import RopeConfig
-from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.quantization import QUANTIZATIONS, quantizations
 from trtrun.loading.stored_report import describe_stored
 from trtrun.loading.weight_check import check_split, choose_default
 from trtrun.models.config import read_model_config
@@ -200,7 +200,7 @@ def test_matrices_of_others_in_mxfp4_are_refused(tmp_path: Path) -> None:
         PagedModel(path)
 
 
-def test_experts_in_one_tensor_are_rounded_as_they_are_read(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_rounded_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like those of their own, and held so on GPUs; what is quantized already is not."""
     stored, plain = write_pair(tmp_path)
     for path in (stored, plain):
@@ -222,5 +222,7 @@ def test_experts_in_one_tensor_are_rounded_as_they_are_read(tmp_path: Path) -> N
     assert PagedModel(plain, torch.bfloat16, 2, quantization="fp8").forward(BATCH).isfinite().all()
     with pytest.raises(ConfigError, match=r"those of this model are quantized already \(mxfp4\)"):
         choose_default(read_model_config(stored), "fp8", for_target=True)
-    with pytest.raises(ConfigError, match="experts on GPUs are held dense or in E4M3: set quantization to fp8, fp8_bl"):
-        check_split(config, Share(0, 1), "bfloat16", "cuda", QUANTIZATIONS.get("int8"))
+    monkeypatch.setattr(quantizations, "has_fp8_products", lambda device_type: False)
+    with pytest.raises(ConfigError, match="experts are not held so on these GPUs, whose matrix units do not multiply"):
+        check_split(config, Share(0, 1), "bfloat16", "cuda", default)
+    assert check_split(config, Share(0, 1), "bfloat16", "cuda", QUANTIZATIONS.get("int8"))

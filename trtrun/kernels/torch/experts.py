@@ -17,9 +17,9 @@ class ExpertCodes(NamedTuple):
     """One matrix of all experts of a layer that is held in codes of 8 or 4 bits, contiguous.
 
     Attributes:
-        tensors: with an axis of experts in front. Of E4M3 "codes" [experts, out, in] and "scale" [experts, out] or, in
-            blocks of 128 by 128, "block_scale"; of 4 bits "words" with "scales" (integers.py), or with "blocks" and
-            "factor" (fp4.py).
+        tensors: with an axis of experts in front. Of 8 bits "codes" [experts, out, in], E4M3 or int8, and "scale"
+            [experts, out] or, of E4M3 in blocks of 128 by 128, "block_scale"; of 4 bits "words" with "scales"
+            (integers.py), or with "blocks" and "factor" (fp4.py).
         features: of the matrix, `out`.
         inputs: of the matrix, `in`.
         rounds_activations: whether rows are rounded to E4M3, too: in blocks they always are.

@@ -154,6 +154,8 @@ class TorchOperations:
             own, added = {name: it[expert] for name, it in tensors.items()}, None if bias is None else bias[expert]
             if not isinstance(weight, ExpertCodes):
                 products.append(partial(functional.linear, weight=own["weight"], bias=added))
+            elif own.get("codes") is not None and own["codes"].dtype is torch.int8:
+                products.append(self.int8_product(own["codes"], own["scale"], added))
             elif "scale" in own:
                 rounds = weight.rounds_activations
                 products.append(self.fp8_product(own["codes"], own["scale"], added, rounds_activations=rounds))

@@ -171,6 +171,7 @@ class Int8(Coded):
     """
 
     fits_targets = False
+    fits_experts = True
 
     @override
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:

@@ -14,8 +14,8 @@ import torch
 from trtrun.kernels.arguments import Activation, Activations, Rounding
 from trtrun.kernels.torch.experts import Choice, ExpertCodes, ExpertWeights
 from trtrun.kernels.triton.coded_experts import four_bits
+from trtrun.kernels.triton.coded_experts.eight_bits import ByteProduct
 from trtrun.kernels.triton.coded_experts.four_bits import general_product
-from trtrun.kernels.triton.coded_experts.fp8 import Fp8Product
 from trtrun.kernels.triton.coded_experts.suitability import streams
 from trtrun.kernels.triton.expert_tiles import ExpertTiles, lay_out
 from trtrun.kernels.triton.experts import PlainProduct, add_up
@@ -24,7 +24,7 @@ from trtrun.kernels.triton.support import multiplies_fp8
 
 
 class _Product(Protocol):
-    """The product with one matrix of all experts; see Fp8Product."""
+    """The product with one matrix of all experts; see ByteProduct."""
 
     rounding: Rounding | None
 
@@ -66,13 +66,14 @@ class FourBitProduct:
 def _product(weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None) -> _Product:
     if not isinstance(weight, ExpertCodes):
         return PlainProduct(weight, bias)
-    return FourBitProduct(weight, bias) if "words" in weight.tensors else Fp8Product(weight, bias)
+    return FourBitProduct(weight, bias) if "words" in weight.tensors else ByteProduct(weight, bias)
 
 
 def takes(weights: ExpertWeights) -> bool:
     """Whether the device multiplies such codes: E4M3 only where its matrix units take them."""
     coded = [it for it in (weights.gate_up, weights.down) if isinstance(it, ExpertCodes)]
-    return all("words" in it.tensors or multiplies_fp8(it.tensors["codes"].device) for it in coded)
+    codes = [it.tensors["codes"] for it in coded if "codes" in it.tensors]
+    return all(it.dtype is torch.int8 or multiplies_fp8(it.device) for it in codes)
 
 
 class CodedExperts:

@@ -1,4 +1,5 @@
-"""The product of pairs of tokens and experts with codes of 8 bits (E4M3), by output feature or in blocks of 128 by 128.
+"""The product of pairs of tokens and experts with codes of 8 bits: E4M3, by output feature or in blocks of 128 by 128,
+or whole numbers by output feature.
 
 It does for each expert what matmul/fp8_matmul.py and fp8_block_matmul.py do for one weight: the same sums in the same
 order, so that neither the tile nor the number of rows can be seen in a result. It knows tensors.
@@ -81,7 +82,7 @@ def _product_kernel(
     tl.store(place, total.to(y.dtype.element_ty), mask=is_pair[None, :] & is_feature[:, None])
 
 
-class Fp8Product:
+class ByteProduct:
     """The product with one matrix of all experts.
 
     Args:
