@@ -94,10 +94,11 @@ def test_experts_in_codes_make_what_plain_torch_does_in_any_company(
 ) -> None:
     """With biases, in tiles of all sizes, and where ranks hold one matrix of both dense."""
     from trtrun.kernels.triton import expert_tiles
-    from trtrun.kernels.triton.coded_experts.coded_experts import CodedExperts
+    from trtrun.kernels.triton.coded_experts import coded_experts
 
     if not HAS_GPU:
         monkeypatch.setattr(expert_tiles, "FEW_PAIRS", 4)
+        monkeypatch.setattr(coded_experts, "_FEW_PAIRS", 4)
     tokens = 700 if HAS_GPU else 9
     gate_up, down, x, choice = made(shape, tokens)
     gate_up[:, 0, :16] = torch.arange(-8, 8, device=DEVICE) / 2  # all codes of 4 bits
@@ -107,7 +108,7 @@ def test_experts_in_codes_make_what_plain_torch_does_in_any_company(
     mixed = [ExpertWeights(coded[0], down, *biases)] if form in ("fp8", "mxfp4") else []
     for weights in (ExpertWeights(*coded, *biases), *mixed):
         activation = "clamped_swiglu" if form == "mxfp4" else "silu"
-        experts = CodedExperts(weights, activation, 7.0)  # type: ignore[arg-type]
+        experts = coded_experts.CodedExperts(weights, activation, 7.0)  # type: ignore[arg-type]
         whole = experts(x, choice)
         expected = TorchOperations().experts(weights, activation, 7.0)(x, choice)  # type: ignore[arg-type]
         assert difference(whole, expected.double()) < 2 * BOUND

@@ -23,6 +23,10 @@ from trtrun.kernels.triton.fused import activate_and_multiply, activate_and_mult
 from trtrun.kernels.triton.support import multiplies_fp8
 
 
+_FEW_PAIRS = 24
+"""Pairs that have a tile each, of experts in 4 bits: widening one's codes twice takes longer than to sort."""
+
+
 class _Product(Protocol):
     """The product with one matrix of all experts; see ByteProduct."""
 
@@ -91,6 +95,8 @@ class CodedExperts:
         down = weights.down
         self._num_experts = len(next(iter(down.tensors.values())) if isinstance(down, ExpertCodes) else down)
         self._activation, self._limit = activation, limit
+        products = (self._gate_up, self._down)
+        self._few = _FEW_PAIRS if any(isinstance(it, FourBitProduct) for it in products) else None
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """x [tokens, hidden] → what the chosen experts make of it, added up: [tokens, hidden]."""
@@ -99,7 +105,7 @@ class CodedExperts:
             return torch.empty_like(x)
         num_pairs, num_chosen = choice.experts.numel(), choice.experts.shape[1]
         rows = [product.tile_rows(num_pairs, x.dtype) for product in (self._gate_up, self._down)]
-        tiles = {it: lay_out(choice.experts, self._num_experts, it) for it in dict.fromkeys(rows)}
+        tiles = {it: lay_out(choice.experts, self._num_experts, it, self._few) for it in dict.fromkeys(rows)}
         rounding = self._gate_up.rounding
         values = x if rounding is None else round_activations(x, rounding)
         fused = self._gate_up(values, tiles[rows[0]], num_pairs, num_chosen)
