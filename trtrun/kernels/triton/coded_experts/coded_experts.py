@@ -22,7 +22,6 @@ from trtrun.kernels.triton.experts import PlainProduct, add_up
 from trtrun.kernels.triton.fused import activate_and_multiply, activate_and_multiply_rounded, round_activations
 from trtrun.kernels.triton.support import multiplies_fp8
 
-
 _FEW_PAIRS = 24
 """Pairs that have a tile each, of experts in 4 bits: widening one's codes twice takes longer than to sort."""
 
