@@ -7,16 +7,21 @@ will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It r
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trtrun.configuration.engine_sections import LoadFormat
-from trtrun.errors import ConfigError
+from trtrun.errors import CheckpointError, ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
 from trtrun.loading.engine_shards import check_engine_weights
 from trtrun.models.config import ModelConfig
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import HeldWeight, Share, WeightFiles
+
+_EXPERT = re.compile(r"(.*)\.\d+\.(.*?)")
+"""Names of experts' matrices: of the layer's, the expert's number, and the matrix's."""
 
 
 def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:
@@ -96,9 +101,24 @@ def check_split(
                 "experts are not held so on these GPUs, whose matrix units do not multiply E4M3 (those of compute "
                 "capability 8.9, and from 9.0 on, do): set quantization to none"
             )
+    if device_type != "cpu":
+        _check_alike(weights)
     for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)
     return weights
+
+
+def _check_alike(weights: Sequence[tuple[HeldWeight, Quantization]]) -> None:
+    """Raise CheckpointError where a matrix is not held alike in all experts of a layer, which are multiplied with
+    together."""
+    known: dict[tuple[str | Any, ...], Quantization] = {}
+    for weight, held in weights:
+        found = _EXPERT.fullmatch(weight.parts[0].name) if weight.use == "expert" else None
+        if found is not None and known.setdefault(found.groups(), held) != held:
+            raise CheckpointError(
+                f"{weight.parts[0].name} is not stored as other experts of its layer are, which GPUs do not hold: use "
+                "CPU slots"
+            )
 
 
 def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:

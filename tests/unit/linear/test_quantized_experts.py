@@ -8,7 +8,7 @@ import pytest
 import torch
 from paged import PagedModel
 from pipelines import make_llm, noisy_copy, prompt_of, tokens_of
-from quantized_checkpoints import edit_tensors, make_mixture_pair
+from quantized_checkpoints import edit_quantization, edit_tensors, make_mixture_pair
 from safetensors.torch import load_file
 
 from trtrun import SamplingParams
@@ -18,6 +18,7 @@ from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.loading.loading import shard_bytes
 from trtrun.loading.stored_report import describe_stored
+from trtrun.loading.weight_check import check_split
 from trtrun.models.config import read_model_config
 from trtrun.weights.rank_files import open_checkpoint
 from trtrun.weights.weight import Share
@@ -111,6 +112,16 @@ def test_scales_that_stand_for_no_number_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"experts\.1\.w.\.weight' has scales that stand for no number"):
         for weight in config.weights:
             loader.load(weight)
+
+
+def test_experts_of_a_layer_are_held_alike_on_gpus(tmp_path: Path) -> None:
+    stored, _ = make_mixture_pair(tmp_path, "qwen3_moe", "fp8 block")
+    assert check_split(read_model_config(stored), Share(0, 1), "bfloat16", "cuda", DENSE)
+    edit_quantization(stored, modules_to_not_convert=["lm_head", "model.layers.0.mlp.experts.3.down_proj"])
+    config = read_model_config(stored)
+    assert check_split(config, Share(0, 1), "bfloat16", "cpu", DENSE)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.3\.down_proj.weight is not stored as other"):
+        check_split(config, Share(0, 1), "bfloat16", "cuda", DENSE)
 
 
 @pytest.mark.parametrize("how", ["fp8", "fp8_block", "fp8 block"])

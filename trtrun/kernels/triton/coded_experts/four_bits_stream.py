@@ -210,10 +210,8 @@ def _multiply(
     if SHIFT == 0:
         return _multiply_whole(total, words, scales, values, LAYOUT, PARTS)
     else:
-        weights, theirs = (
-            _widen_fp4(words, scales, gl.DotOperandLayout(0, LAYOUT, 2), SHIFT, OFFSET),
-            values.permute((1, 0)),
-        )
+        weights = _widen_fp4(words, scales, gl.DotOperandLayout(0, LAYOUT, 2), SHIFT, OFFSET)
+        theirs = values.permute((1, 0))
         if total.shape[1] < _BY_FOUR_WARPS:
             return mma_v2(weights, theirs.load(gl.DotOperandLayout(1, LAYOUT, 2)), total)
         else:
